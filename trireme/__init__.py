@@ -1,4 +1,4 @@
-"""What a user's script imports: `trireme.Config`, `trireme.data`, `trireme.optim`, `trireme.log`, `trireme.train`, and for a loop of
+"""What a user's script imports: `trireme.Config`, `trireme.data`, `trireme.nn` (embedding tables), `trireme.optim`, `trireme.log`, `trireme.train`, and for a loop of
 its own `trireme.prepare` and `trireme.backward`; for programs and notebooks `trireme.run`. The import loads neither torch nor pydantic."""
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shared.logged_metrics import log as log
     from shared.logged_metrics import log_metrics as log_metrics
     from trireme import data as data
+    from trireme import nn as nn
     from trireme import optim as optim
     from trireme.background.errors import InvalidSetting as InvalidSetting
     from trireme.background.errors import JobFailed as JobFailed
@@ -39,6 +40,7 @@ __all__ = [
     "data",
     "log",
     "log_metrics",
+    "nn",
     "optim",
     "prepare",
     "run",
@@ -61,7 +63,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("data", "optim"):
+    if name in ("data", "nn", "optim"):
         return importlib.import_module(f"trireme.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
+from shared.tables.grouping import Grouped, grouped
 from shared.tables.kernels import parts
 from shared.tables.kernels import sums as sum_loops
 from shared.tables.memory import Floats, Numbers
@@ -31,12 +31,16 @@ class LaneRows:
 
 def sums_of_ids(ids: Numbers, gradients: Floats) -> tuple[Numbers, Floats]:
     """The ids, ascending, each once, and the sums of their gradients. `ids`: int64 (n,); `gradients`: float32 (n, dim). Those of an id are added in the order in
-    which torch coalesces sparse gradients: that of its sort, which does not keep equal ids in theirs."""
-    ordered, order = (found.numpy() for found in torch.from_numpy(ids).sort())
-    starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1]))) if len(ids) else NO_IDS
-    sums = np.empty((len(starts), gradients.shape[1]), np.float32)
-    sum_loops.segment_sums(order, np.append(starts, len(ids)), gradients, sums)
-    return ordered[starts], sums
+    which torch coalesces sparse gradients."""
+    found = grouped(ids)
+    return found.ids, sums_of(found, gradients)
+
+
+def sums_of(occurrences: Grouped, gradients: Floats) -> Floats:
+    """The sums of the gradients of each id: float32 (k, dim). `gradients`: of each occurrence, float32 (n, dim), contiguous."""
+    sums = np.empty((len(occurrences.ids), gradients.shape[1]), np.float32)
+    sum_loops.segment_sums(occurrences.order, occurrences.starts, gradients, sums)
+    return sums
 
 
 def mean_over_lanes(lanes: Sequence[LaneRows], dim: int) -> tuple[Numbers, Floats | None]:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from shared.records.layout import RowInit, RowOptimizer
+from shared.records.layout import RowInit, RowOptimizer, TableSpec
 from shared.tables.kernels import rows as row_loops
 
 INITS = {"constant": row_loops.CONSTANT, "uniform": row_loops.UNIFORM, "normal": row_loops.NORMAL}
@@ -51,3 +51,10 @@ def first_state(optimizer: RowOptimizer) -> np.float32:
 def init_scale(init: RowInit) -> np.float32:
     """For row_loops.initial_values: what its numbers are multiplied by."""
     return np.float32(init.scale / row_loops.NORMAL_DEVIATION if init.kind == "normal" else init.scale)
+
+
+def initial_values(spec: TableSpec, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Of ids without a row: float32 (n, dim)."""
+    found = np.empty((len(ids), spec.dim), np.float32)
+    row_loops.initial_values(np.uint64(spec.seed), ids, INITS[spec.init.kind], init_scale(spec.init), found)
+    return found

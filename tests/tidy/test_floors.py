@@ -20,7 +20,7 @@ FLOORS = {
         {"masterless", "api"},
     ],
     "trainer_agent": [
-        {"core", "data", "waiting", "own_loop", "start_values"},
+        {"core", "data", "waiting", "own_loop", "start_values", "tables"},
         {"model", "data_plane"},
         {"script", "tasks", "membership"},
         {"loops"},
@@ -42,7 +42,7 @@ FLOORS = {
         {"checkpoints"},
     ],
     "trireme": [
-        {"validation", "data"},
+        {"validation", "data", "nn"},
         {"config"},
         {"settings", "view"},
         {"client"},

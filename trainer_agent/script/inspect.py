@@ -67,10 +67,12 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
     from trainer_agent.model.flat import groups_of, tensors_of  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.model.schedule import check_plateau_metric  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.model.torch_compute import TorchCompute  # noqa: PLC0415  torch only when it is needed
+    from trainer_agent.tables.of_model import refuse_tables  # noqa: PLC0415  torch only when it is needed
 
     spec = _spec(user, dataset, evaluation, settings)
     with ThreadPoolExecutor(1, "compute") as executor:
         compute = executor.submit(TorchCompute, user, spec, executor).result()
+        refuse_tables(compute.model)
         minibatch = first_records(dataset, spec.minibatch_size)
         compute.begin_step()
         with _doing("the first minibatch"):

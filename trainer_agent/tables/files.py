@@ -1,0 +1,104 @@
+"""Tables as files that anything with safetensors reads: `tables/<name>.safetensors`, with `ids` (int64 (n,), ascending) and `values`
+(float32 (n, dim)). The file's metadata has the table's settings, so that ids without a row have their initial one after loading, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+from torch import nn
+
+from shared.errors import InvalidArgument
+from shared.records.layout import TableSpec
+from shared.storage import files
+from shared.tables.grouping import Numbers
+from trainer_agent.tables.of_model import ModelTables
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float32]
+
+FOLDER, SUFFIX = "tables", ".safetensors"
+LENGTH_BYTES = 8  # of the header, in front of it
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTable:
+    """The rows of one table at a version. `ids`: int64 (n,), ascending; `values`: float32 (n, dim)."""
+
+    spec: TableSpec
+    version: int
+    ids: Numbers
+    values: Floats
+
+
+class StoredTables:
+    """A RowSource that stays as it is."""
+
+    def __init__(self, tables: Sequence[StoredTable]) -> None:
+        self._tables = tables
+
+    def lookup(self, table: int, ids: Numbers) -> Floats:
+        from shared.tables.updates import initial_values  # noqa: PLC0415  only where there are tables: it loads numba
+
+        stored = self._tables[table]
+        found = initial_values(stored.spec, ids)
+        places = np.searchsorted(stored.ids, ids)
+        places[places == len(stored.ids)] = 0
+        there = stored.ids[places] == ids if len(stored.ids) else np.zeros(len(ids), np.bool_)
+        found[there] = stored.values[places[there]]
+        return found
+
+
+def write_tables(tables: Sequence[StoredTable], directory: str) -> dict[str, str]:
+    """Into `tables/` in the directory; "table <name>" -> URL. A retry overwrites with the same bytes."""
+    urls = {}
+    for table in tables:
+        url = urls[f"table {table.spec.name}"] = files.join(directory, FOLDER, table.spec.name + SUFFIX)
+        settings = {"table": table.spec.model_dump_json(), "version": str(table.version)}
+        files.write_bytes(url, save({"ids": table.ids, "values": table.values}, settings))
+    return urls
+
+
+def read_table(url: str) -> StoredTable:
+    """Raises InvalidArgument: there is no such file, or it holds something else."""
+    try:
+        content = files.read_bytes(url)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        msg = f"the table {url} cannot be read: {error.strerror or error}"
+        raise InvalidArgument(msg, hint=f"give the folder of an export, in which {FOLDER}/ is") from error
+    try:
+        arrays = load(content)
+        header = json.loads(content[LENGTH_BYTES : LENGTH_BYTES + int.from_bytes(content[:LENGTH_BYTES], "little")])
+        spec = TableSpec.model_validate_json(header["__metadata__"]["table"])
+        found = StoredTable(spec, int(header["__metadata__"]["version"]), arrays["ids"], arrays["values"])
+    except (SafetensorError, ValidationError, KeyError, ValueError) as error:
+        raise InvalidArgument(f"{url} is no table that Trireme exported: {error}") from error
+    ids, values = found.ids, found.values
+    fits = ids.dtype == np.int64 and values.dtype == np.float32 and values.shape == (len(ids), spec.dim)
+    if not fits or not bool((ids[1:] > ids[:-1]).all()):
+        shapes = f"ids {ids.dtype} {ids.shape}, values {values.dtype} {values.shape}"
+        raise InvalidArgument(f"{url} is no table that Trireme exported: {shapes} for dim {spec.dim}")
+    return found
+
+
+def load_tables(model: nn.Module, folder: str) -> None:
+    """The rows of all tables of the model are from now on those of an export (the folder that holds `tables/`): for inference in plain
+    PyTorch. They are constants, without gradients. A URL or a path. Raises InvalidArgument: a table is not there, or of another dim."""
+    tables, stored = ModelTables(model, 0), []
+    for spec in tables.specs:
+        url = files.join(str(folder), FOLDER, spec.name + SUFFIX)
+        found = read_table(url)
+        if (found.spec.name, found.spec.dim) != (spec.name, spec.dim):
+            msg = f"{url} holds the table {found.spec.name} of dim {found.spec.dim}, the model has {spec.name} of dim {spec.dim}"
+            raise InvalidArgument(msg, hint="use the script that the tables were trained with")
+        stored.append(found)
+    tables.bind(StoredTables(stored))

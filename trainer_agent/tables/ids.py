@@ -1,0 +1,66 @@
+"""Ids as users give them: any integers of 64 bits; texts by one hash."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from shared.errors import InvalidArgument
+from shared.tables.grouping import Numbers
+from shared.tables.hashing import id_of_text
+
+INTEGERS = torch.int64, torch.int32
+
+
+def ids_of(texts: Iterable[str]) -> torch.Tensor:
+    """An id for each text, int64 (n,): XXH3 of its UTF-8 bytes (64 bits, seed 0) as a signed number. The same everywhere. Raises
+    InvalidArgument."""
+    found = []
+    if isinstance(texts, str):
+        raise InvalidArgument(f"ids_of takes a list of texts, got the text {texts!r:.80}; write ids_of([text])")
+    for text in texts:
+        value: object = text
+        if not isinstance(value, str):
+            raise InvalidArgument(f"ids_of takes texts, got {type(value).__name__} {value!r:.80}")
+        found.append(id_of_text(text))
+    return torch.tensor(found, dtype=torch.int64)
+
+
+def integers(what: str, value: object) -> torch.Tensor:
+    """As int64, where it is. Raises InvalidArgument."""
+    if not isinstance(value, torch.Tensor):
+        msg = f"{what}: got {type(value).__name__}; give a tensor of integers (torch.tensor(ids), trireme.nn.ids_of(texts))"
+        raise InvalidArgument(msg)
+    if value.dtype not in INTEGERS:
+        msg = f"{what}: got a tensor of {value.dtype}; ids are int64 or int32, and .long() converts, if it holds whole numbers"
+        raise InvalidArgument(msg)
+    return value.detach().to(torch.int64)
+
+
+def on_host(ids: torch.Tensor) -> Numbers:
+    """int64 (n,), of a tensor of any shape on any device."""
+    found: Numbers = ids.reshape(-1).cpu().contiguous().numpy()
+    return found
+
+
+def check_offsets(what: str, offsets: torch.Tensor, ids: int) -> None:
+    """int64, where each bag begins. Raises InvalidArgument."""
+    if offsets.dim() != 1:
+        msg = f"{what}: offsets have the shape {tuple(offsets.shape)}; they are one number for each bag, shape (bags,)"
+        raise InvalidArgument(msg)
+    found = on_host(offsets)
+    if not len(found):
+        if ids:
+            raise InvalidArgument(f"{what}: got {ids} ids and no bag; offsets begin with 0")
+        return
+    if found[0] != 0:
+        raise InvalidArgument(f"{what}: offsets begin with {found[0]}; the first bag begins at 0")
+    falls = np.flatnonzero(np.diff(found) < 0)
+    if len(falls):
+        place = int(falls[0])
+        msg = f"{what}: offsets fall from {found[place]} to {found[place + 1]} at place {place + 1}; each bag begins where the one before ends"
+        raise InvalidArgument(msg)
+    if found[-1] > ids:
+        raise InvalidArgument(f"{what}: the last bag begins at {found[-1]}, and there are {ids} ids")

@@ -1,0 +1,55 @@
+"""Tables in this process, for training with one lane and without any service.
+
+lookup at version v ──► forward, backward ──► lane_rows ──step──► version v + 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shared.records.layout import TableSpec
+from shared.tables.grouping import Numbers
+from shared.tables.lanes import LaneRows, mean_over_lanes
+from shared.tables.memory import Floats
+from shared.tables.table import RowsOfIds, Table, joined, stamps_of
+from trainer_agent.tables.files import StoredTable
+
+
+class LocalTables:
+    """A RowSource that steps. `slot_count`: of the job: limits of tables (max_rows, admit_after) are counted by slots."""
+
+    def __init__(self, specs: Sequence[TableSpec], slot_count: int) -> None:
+        self._tables = [Table(spec, slot_count) for spec in specs]
+
+    def __repr__(self) -> str:
+        return f"<LocalTables {', '.join(map(repr, self._tables))}>"
+
+    def lookup(self, table: int, ids: Numbers) -> Floats:
+        one = self._tables[table]
+        found = np.empty((len(ids), one.spec.dim), np.float32)
+        one.lookup(ids, found)
+        return found
+
+    def step(self, lane: Sequence[LaneRows] | None) -> None:
+        """All tables, by the rows of the only lane. None: its minibatch is left out; rows stay, and time goes on for them."""
+        for place, table in enumerate(self._tables):
+            if lane is None:
+                table.step(np.empty(0, np.int64), None)
+            else:
+                table.step(*mean_over_lanes([lane[place]], table.spec.dim))
+
+    def stored(self) -> tuple[StoredTable, ...]:
+        """Copies of all rows."""
+        return tuple(_stored(table) for table in self._tables)
+
+
+def _stored(table: Table) -> StoredTable:
+    rows = joined([_living(table, table.read_slot(slot)) for slot in table.slots()], table.width)
+    return StoredTable(table.spec, table.version, rows.ids, np.ascontiguousarray(rows.content[:, : table.spec.dim]))
+
+
+def _living(table: Table, rows: RowsOfIds) -> RowsOfIds:
+    limit = table.spec.evict_after_steps
+    return rows if limit is None else rows.where(table.version - stamps_of(rows.words) <= limit)

@@ -1,0 +1,86 @@
+"""The tables that a model's layers name, and what their rows come from at the moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from shared.errors import InvalidArgument
+from shared.records.layout import MOST_TABLES, TableSpec
+from shared.tables.hashing import table_seed
+from trainer_agent.tables.embedding import TableLayer
+from trainer_agent.tables.recording import Recording
+from trainer_agent.tables.source import Bound, RowSource
+
+
+def layers_of(model: nn.Module) -> list[TableLayer]:
+    """Each once."""
+    return [module for module in model.modules() if isinstance(module, TableLayer)]
+
+
+def tables_of(model: nn.Module, job_seed: int) -> tuple[TableSpec, ...]:
+    """In the order of their names. Raises InvalidArgument: layers disagree about a table, or there are too many."""
+    found: dict[str, TableSpec] = {}
+    for layer in layers_of(model):
+        spec = layer.spec
+        other = found.setdefault(spec.name, spec)
+        if other != spec:
+            names = [name for name in type(spec).model_fields if getattr(spec, name) != getattr(other, name)]
+            ours, theirs = (", ".join(f"{name}={getattr(each, name)}" for name in names) for each in (spec, other))
+            msg = f"two layers use the table {spec.name} with different settings: {theirs}, and {ours}"
+            raise InvalidArgument(msg, hint="give one of them another name, or both the same settings")
+    if len(found) > MOST_TABLES:
+        raise InvalidArgument(f"the model has {len(found)} tables, at most {MOST_TABLES} are possible")
+    return tuple(found[name].model_copy(update={"seed": table_seed(job_seed, name)}) for name in sorted(found))
+
+
+def refuse_tables(model: nn.Module) -> None:
+    """Where tables are not trained yet. Raises InvalidArgument."""
+    if names := sorted({layer.spec.name for layer in layers_of(model)}):
+        msg = f"the model has embedding tables ({', '.join(names):.200}), which trireme run does not train yet"
+        raise InvalidArgument(msg, hint="train it in one process: python script.py; or use torch.nn.Embedding")
+
+
+class ModelTables:
+    """The layers of a model, to be bound. `specs`: see tables_of; layers that come later are not seen."""
+
+    def __init__(self, model: nn.Module, job_seed: int) -> None:
+        self.specs = tables_of(model, job_seed)
+        places = {spec.name: place for place, spec in enumerate(self.specs)}
+        self._layers = [(layer, places[layer.spec.name]) for layer in layers_of(model)]
+
+    def __repr__(self) -> str:
+        return f"<ModelTables {', '.join(spec.name for spec in self.specs)}>"
+
+    def bind(self, source: RowSource | None) -> None:
+        """Until the next call, rows come from there and have no gradients. None: from nowhere."""
+        for layer, table in self._layers:
+            layer.bound = None if source is None else Bound(source, table)
+
+    @contextmanager
+    def reading(self, source: RowSource) -> Iterator[None]:
+        """In the block rows come from there and have no gradients."""
+        with self._bound(source, None):
+            yield
+
+    @contextmanager
+    def recording(self, source: RowSource, permit: Callable[[torch.Tensor], None] | None = None) -> Iterator[Recording]:
+        """In the block rows come from there, in whatever thread, and those that are looked up are recorded: for forward and backward of one
+        minibatch. `permit`: see Recording."""
+        recording = Recording(self.specs, permit)
+        with self._bound(source, recording):
+            yield recording
+
+    @contextmanager
+    def _bound(self, source: RowSource, recording: Recording | None) -> Iterator[None]:
+        before = [layer.bound for layer, _ in self._layers]
+        for layer, table in self._layers:
+            layer.bound = Bound(source, table, recording)
+        try:
+            yield
+        finally:
+            for (layer, _), bound in zip(self._layers, before, strict=True):
+                layer.bound = bound
