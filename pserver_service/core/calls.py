@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 from pserver_service.core.blocks import BlockState
 from pserver_service.core.store import Store
-from pserver_service.core.table.rows import ROWS
 from shared.blocks.buffers import Buffer
 from shared.errors import BadFrame, InvalidArgument, WrongOwner
 from shared.records import Mode
 from shared.records.job_spec import Narrow
 from shared.records.step import StepRecord
-from shared.wire.messages import PullEnd, PullRequest, PushAnswer, PushBlock, PushHeader, Refusal
+from shared.wire.messages import ROWS, PullEnd, PullRequest, PushAnswer, PushBlock, PushHeader, Refusal
 from shared.wire.verdict import Verdict
 
 Payload = bytes | bytearray | memoryview

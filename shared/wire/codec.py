@@ -35,7 +35,7 @@ _BIN_LENGTH_BYTES = {_BIN8: 1, _BIN16: 2, _BIN32: 4}
 _SKIPPED = memoryview(bytearray(64 << 10))  # receives the payloads of skipped blocks
 # headers that are remembered: longest, and how many
 KNOWN_BYTES, KNOWN_HEADERS = 128, 8192
-PASSING = "result"  # a field of block headers that differ each time: they are not remembered
+PASSING = ("result", "rows")  # fields of block headers that differ each time: they are not remembered
 # bytes of a chunk that are searched for a header at a time, so at most this much is copied beyond the header
 _PORTION_BYTES = 1024
 
@@ -310,7 +310,7 @@ class Decoder:
     def _map(self, fields: Fields) -> Event | None:
         self._reader = None
         if self._in_block:
-            if PASSING in fields:
+            if any(name in fields for name in PASSING):
                 self._beginning += bytes(KNOWN_BYTES)
             self._state, self._header = _State.LENGTH, self._prepare(fields) if self._prepare else fields
             return None

@@ -22,12 +22,16 @@ from shared.errors import BadFrame, DeadlineExceeded, PeerError, TooLarge, Trire
 from shared.records import PserverMember, Record
 from shared.runtime import clock, http
 from shared.runtime.network import is_here
+from shared.tables.payload import MOST_BYTES
 from shared.wire import codec
 from shared.wire.messages import (
     InitBlock,
     InitHeader,
     LedgerAnswer,
     LedgerQuery,
+    LookupEnd,
+    LookupIds,
+    LookupRequest,
     PserverInfo,
     PulledBlock,
     PullEnd,
@@ -61,6 +65,10 @@ class PserverPort(Protocol):
 
     async def pull(self, request: PullRequest, sink: Sink, placed: Placed | None = None) -> PullEnd:
         """`sink` returns the memory to write a block to; `placed` is called when all of its bytes are there."""
+        ...
+
+    async def lookup(self, request: LookupRequest, ids: memoryview) -> tuple[LookupEnd, memoryview]:
+        """The end, and the payload of rows: empty if there is none."""
         ...
 
     async def info(self) -> PserverInfo: ...
@@ -134,6 +142,31 @@ class HttpPserver:
             raise self._silent("/v1/pull", limit_s) from error
         decoder.finish()
         return codec.read(PullEnd, end)
+
+    async def lookup(self, request: LookupRequest, ids: memoryview) -> tuple[LookupEnd, memoryview]:
+        rows = memoryview(b"")
+
+        def place(_: codec.Fields, size: int) -> memoryview:
+            nonlocal rows
+            rows = memoryview(bytearray(size))
+            return rows
+
+        body = b"".join([codec.encode(request), codec.encode_block(LookupIds(), ids.nbytes), ids, codec.encode_end()])
+        decoder = codec.Decoder(codec.Limits(payload_bytes=MOST_BYTES, blocks=1), place)
+        end: codec.Fields = {}
+        try:
+            async with (
+                asyncio.timeout(self._stall_s + request.wait_s),
+                self._request("POST", "/v1/lookup", body) as response,
+            ):
+                async for chunk in response.content.iter_any():
+                    for event in decoder.feed(chunk):
+                        if isinstance(event, codec.Ended):
+                            end = event.header
+        except TimeoutError as error:
+            raise self._silent("/v1/lookup", self._stall_s + request.wait_s) from error
+        decoder.finish()
+        return codec.read(LookupEnd, end), rows
 
     async def info(self) -> PserverInfo:
         return await self._ask("/v1/info", None, PserverInfo)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
 from shared.lanes import Interval
 from shared.records.job_spec import Narrow
 from shared.records.step import NodeResult
-from shared.wire.messages import PushBlock
+from shared.wire.messages import ROWS, PushBlock
 from trainer_agent.data_plane.routing import Routes
 
 
@@ -107,6 +107,7 @@ class Outboxes(dict[int, Outbox]):
         super().__init__((index, Outbox()) for index in routes.blocks)
         self.version, self._owners, self._dtypes = routes.version, routes.owners, dtypes
         self.blocks = len(dtypes)
+        self._rows = 0
 
     def adder(
         self,
@@ -134,10 +135,16 @@ class Outboxes(dict[int, Outbox]):
 
         return add
 
+    def add_rows(self, lane: int, count: int, parts: Mapping[int, tuple[tuple[int, ...], memoryview]]) -> None:
+        """A lane's gradients of rows of embedding tables, by parameter server: how many of each table, and the payload. `count`: the lane's records."""
+        for index, (rows, payload) in parts.items():
+            self[index].add(PushBlock(block=ROWS, lanes=(lane, lane + 1), count=count, rows=rows), payload)
+            self._rows += 1
+
     @property
     def added(self) -> int:
         """How many blocks were added."""
-        return sum(len(outbox) for outbox in self.values())
+        return sum(len(outbox) for outbox in self.values()) - self._rows
 
     @property
     def first(self) -> tuple[int, ...]:

@@ -12,11 +12,13 @@ from shared.slots import slot_of
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """`owners[block]`: pserver index. `blocks[index]`: in ascending order. `version`: of the slot map."""
+    """`owners[block]`: pserver index. `blocks[index]`: in ascending order; if the model has embedding tables, of each parameter server that owns slots,
+    maybe none. `slots[slot]`: pserver index. `version`: of the slot map."""
 
     version: int
     owners: tuple[int, ...]
     blocks: dict[int, tuple[int, ...]]
+    slots: tuple[int, ...] = ()
 
     def split(self, blocks: Iterable[int]) -> dict[int, tuple[int, ...]]:
         """Some blocks by pserver index."""
@@ -28,6 +30,8 @@ class Routes:
 
 def route(layout: Layout, slots: SlotMap) -> Routes:
     owners = tuple(slots.owners[slot_of(block.number, layout.slot_count)] for block in layout.blocks())
-    routes = Routes(slots.version, owners, {})
+    routes = Routes(slots.version, owners, {}, slots.owners)
+    if layout.tables:
+        routes.blocks.update((index, ()) for index in sorted(set(slots.owners)))
     routes.blocks.update(routes.split(range(len(owners))))
     return routes

@@ -19,9 +19,13 @@ from shared.errors import BadFrame, CallerError, DeadlineExceeded, NotReady, Pee
 from shared.lanes import Interval
 from shared.records import PserverMember, Record
 from shared.runtime import clock, http, telemetry
+from shared.tables.payload import MOST_BYTES
 from shared.wire import codec
 from shared.wire.lending import NOTHING, Offers, Place, place_in
 from shared.wire.messages import (
+    LookupEnd,
+    LookupIds,
+    LookupRequest,
     PulledBlock,
     PullEnd,
     PullRequest,
@@ -52,17 +56,16 @@ def _head(
 
 
 def _fields(number: int, item: PushBlock) -> codec.Fields:
-    """Of a block with a result; Record.model_dump takes three times as long."""
-    result = item.result
-    assert result is not None
-    told = {
-        "loss_sum": result.loss_sum,
-        "records": result.records,
-        "skipped": result.skipped,
-        "metrics": result.metrics,
-    }
-    fields: codec.Fields = {"id": number, "block": item.block, "lanes": item.lanes, "count": item.count, "result": told}
-    return fields | ({"dtype": item.dtype} if item.dtype else {})
+    """Of a block with a result, or of rows; Record.model_dump takes three times as long."""
+    fields: codec.Fields = {"id": number, "block": item.block, "lanes": item.lanes, "count": item.count}
+    if (result := item.result) is not None:
+        fields["result"] = {
+            "loss_sum": result.loss_sum,
+            "records": result.records,
+            "skipped": result.skipped,
+            "metrics": result.metrics,
+        }
+    return fields | ({"dtype": item.dtype} if item.dtype else {}) | ({"rows": item.rows} if item.rows else {})
 
 
 class _Call:
@@ -70,6 +73,7 @@ class _Call:
 
     def __init__(self, sink: Sink | None = None, placed: Placed | None = None) -> None:
         self.sink, self.placed = sink, placed
+        self.rows: memoryview | None = None  # of a lookup, whose payload comes here
         self.lent: set[Region] = set()
         self.took = 0  # blocks copied out of the pserver's memory, of which it was not told yet
         self.answer: asyncio.Future[codec.Fields] = asyncio.get_running_loop().create_future()
@@ -190,15 +194,22 @@ class TrainerStream(FrameStream):
 
     # ------------------------------------------------------------ FrameStream
 
-    def prepare(self, header: codec.Fields) -> tuple[int, PulledBlock, Place | None]:
+    def prepare(self, header: codec.Fields) -> tuple[int, PulledBlock | LookupIds, Place | None]:
         number, at = header.pop("id", None), place_in(header)
         if not isinstance(number, int):
-            raise BadFrame(f"{self._name} sent a block whose id is {number!r}: expected that of a pull")
-        return number, codec.read(PulledBlock, header), at
+            raise BadFrame(f"{self._name} sent a block whose id is {number!r}: expected that of a pull or a lookup")
+        item = codec.read(LookupIds, header) if "lookup" in header else codec.read(PulledBlock, header)
+        return number, item, at
 
-    def place(self, header: tuple[int, PulledBlock, Place | None], size: int) -> memoryview | None:
+    def place(self, header: tuple[int, PulledBlock | LookupIds, Place | None], size: int) -> memoryview | None:
         number, item, at = header
         call = self.calls.get(number)
+        if isinstance(item, LookupIds):
+            if call is None or size > MOST_BYTES:
+                raise BadFrame(f"{self._name} sent {size} bytes of rows that were not asked for")
+            self._into = None
+            call.rows = memoryview(bytearray(size))
+            return call.rows
         if call is None or call.sink is None:
             raise BadFrame(f"{self._name} sent a block that was not asked for")
         lent = self.memory.payload(at, size) if at is not None else None
@@ -224,7 +235,8 @@ class TrainerStream(FrameStream):
         return NOTHING
 
     def on_block(self, payload: memoryview) -> None:  # noqa: ARG002
-        assert self._into is not None
+        if self._into is None:
+            return  # rows of a lookup
         assert self._item is not None
         if self._into.placed is not None:
             try:
@@ -327,7 +339,7 @@ class StreamPserver(HttpPserver):
                         at = await stream.refer(call, view, self._stall_s)
                         size = 0 if at else view.nbytes
                         head = _head(number, item.block, item.lanes, item.count, item.dtype, size, at)
-                        if item.result is not None:
+                        if item.result is not None or item.rows is not None:
                             fields = _fields(number, item) | ({"at": at} if at else {})
                             head = codec.encode_block(fields, size)
                         if at:
@@ -348,6 +360,19 @@ class StreamPserver(HttpPserver):
             return await super().pull(request, sink, placed)
         with stream.call("pull", request, sink, placed) as (_, call):
             return codec.read(PullEnd, await stream.answered(call, self._stall_s + waits_s(request)))
+
+    async def lookup(self, request: LookupRequest, ids: memoryview) -> tuple[LookupEnd, memoryview]:
+        stream = await self._connected()
+        if stream is None:
+            return await super().lookup(request, ids)
+        with stream.call("lookup", request) as (number, call):
+            if ids.nbytes:
+                await stream.taken(self._stall_s)
+                stream.send(codec.encode_block({"id": number, "lookup": True}, ids.nbytes), ids)
+            await stream.taken(self._stall_s)
+            stream.send_map({"id": number, "end": True})
+            end = codec.read(LookupEnd, await stream.answered(call, self._stall_s + request.wait_s))
+            return end, call.rows if call.rows is not None else memoryview(b"")
 
     async def _connected(self) -> TrainerStream | None:
         """None: plain requests are what this pserver understands. Raises PeerError."""

@@ -21,6 +21,7 @@ from shared.errors import (
 from shared.lanes import Interval
 from shared.runtime import telemetry
 from shared.wire.messages import (
+    ROWS,
     LedgerAnswer,
     LedgerQuery,
     PserverInfo,
@@ -105,6 +106,9 @@ class Transfer(Pulls):
                 if found is Verdict.MOVED:
                     moved = moved_blocks(answer)
                     everything = await outbox.items()
+                    if ROWS in moved:
+                        # other rows may belong to other parameter servers now: the step is computed again by the newest map
+                        raise StaleGeneration(f"rows of tables moved away from pserver-{index}: compute the step again")
                     rest = [item for item in everything if item[0].block in moved]
                     refusals += 1
                     asked_by = self.routes.version if version is None else version

@@ -24,8 +24,6 @@ from shared.tables.table import Table
 from shared.wire.messages import InitHeader
 from shared.wire.verdict import Verdict
 
-ROWS = -1  # instead of the number of a block
-
 
 class TableRows:
     """`tables`: in the layout's order, all at `version`."""

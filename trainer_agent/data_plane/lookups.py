@@ -1,0 +1,113 @@
+"""Rows of embedding tables from all parameter servers: each is asked for the ids of its slots, until all are there.
+
+ids of each table ──by slot──► parameter servers ──rows at one version──► rows, in the order of the ids
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.errors import BadFrame, Gone, PeerError, StaleGeneration, WrongOwner
+from shared.tables.hashing import Ids, slots_of
+from shared.tables.payload import joined, rows_in, size_of
+from shared.wire.messages import LookupEnd, LookupRequest
+from trainer_agent.data_plane.peers import OWN_LEASE, Peers
+from trainer_agent.data_plane.routing import Routes
+from trainer_agent.waiting.retry import Backoff
+from trainer_agent.waiting.single_error import SingleErrorGroup
+
+LOOKUP_WAIT_S = 10.0
+Rows = npt.NDArray[np.float32]
+Chosen = npt.NDArray[np.bool_]
+
+
+class Lookups(Peers):
+    """Of a model with embedding tables."""
+
+    @cached_property
+    def _dims(self) -> list[int]:
+        return [spec.dim for spec in self._layout.tables]
+
+    def split_ids(self, routes: Routes, ids: Sequence[Ids]) -> dict[int, list[Chosen]]:
+        """Parameter server -> which ids of each table are its own; of all that own slots."""
+        owners = np.array(routes.slots)
+        count = self._layout.slot_count
+        owner_of = [
+            owners[slots_of(some, spec.seed, count)] for some, spec in zip(ids, self._layout.tables, strict=True)
+        ]
+        return {index: [own == index for own in owner_of] for index in sorted(set(routes.slots))}
+
+    async def lookup(self, version: int, ids: Sequence[Ids]) -> list[Rows]:
+        """The rows at `version`: of each table float32 (n, dim). `ids`: of each table int64 (n,), ascending, each once. Waits until the parameter servers have
+        the version. Raises Gone if it is no longer kept, StaleGeneration."""
+        found = [np.empty((len(some), dim), np.float32) for some, dim in zip(ids, self._dims, strict=True)]
+        await self._lookup_into(version, ids, found, [np.arange(len(some)) for some in ids], 0)
+        return found
+
+    async def _lookup_into(
+        self,
+        version: int,
+        ids: Sequence[Ids],
+        found: Sequence[Rows],
+        places: Sequence[npt.NDArray[np.int64]],
+        refusals: int,
+    ) -> None:
+        """`places`: where in `found` the rows of `ids` belong."""
+        routes = self.routes
+        async with SingleErrorGroup() as group:
+            for index, chosen in self.split_ids(routes, ids).items():
+                if any(own.any() for own in chosen):
+                    some = [each[own] for each, own in zip(ids, chosen, strict=True)]
+                    into = [each[own] for each, own in zip(places, chosen, strict=True)]
+                    group.create_task(self._lookup_at(index, routes, version, some, found, into, refusals))
+
+    async def _lookup_at(
+        self,
+        index: int,
+        routes: Routes,
+        version: int,
+        ids: Sequence[Ids],
+        found: Sequence[Rows],
+        places: Sequence[npt.NDArray[np.int64]],
+        refusals: int,
+    ) -> None:
+        counts, payload = tuple(len(some) for some in ids), joined(ids)
+        backoff = Backoff(f"rows of version {version} from pserver-{index}")
+        while True:
+            if await self._certain():
+                backoff.waited(OWN_LEASE)
+            request = LookupRequest(**self.envelope(), version=version, rows=counts, wait_s=LOOKUP_WAIT_S)
+            try:
+                end, rows = await self._port(index).lookup(request, payload)
+            except WrongOwner as error:
+                end, rows = LookupEnd(code="WRONG_OWNER", message=error.message), memoryview(b"")
+            except (PeerError, StaleGeneration) as error:
+                if self.routes.version != routes.version:
+                    await self._lookup_into(version, ids, found, places, refusals)
+                    return
+                await self._suspect_peer(index, error)
+                await backoff.failed(error)
+                continue
+            match end.code:
+                case "OK":
+                    if rows.nbytes != size_of(counts, self._dims, ids=False, rows=True):
+                        raise BadFrame(f"pserver-{index} sent {rows.nbytes} bytes for {sum(counts)} rows")
+                    for into, place, part in zip(
+                        found, places, rows_in(rows, counts, self._dims, ids=False), strict=True
+                    ):
+                        into[place] = part
+                    return
+                case "GONE":
+                    raise Gone(end.message)
+                case "TOO_EARLY":
+                    backoff.waited(end.message)
+                case "WRONG_OWNER":
+                    await self._rerouted(routes.version, refusals + 1)
+                    await self._lookup_into(version, ids, found, places, refusals + 1)
+                    return
+                case "NOT_READY":
+                    await backoff.failed(end.message)
