@@ -7,7 +7,7 @@ init --> Store;  admit(header) --> Push;  apply(push, block, payload) --> Verdic
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +19,7 @@ from pserver_service.core.history import History
 from pserver_service.core.ledger import Ledger
 from pserver_service.core.optimizers import BlockOptimizer, Options, arguments, options_of
 from pserver_service.core.saved_ledger import AsyncSnapshot
-from pserver_service.core.table.rows import TableRows, rows_of
+from pserver_service.core.table.of_model import rows_of
 from shared.blocks.buffers import Buffer, BufferPool, tensor_over
 from shared.blocks.snapshot import Snapshot
 from shared.checkpoints.schedule import EVALUATED_RANK, Schedule
@@ -30,6 +30,9 @@ from shared.records.layout import Block
 from shared.records.step import StepRecord
 from shared.wire.messages import InitHeader, PushBlock, PushHeader
 from shared.wire.verdict import Verdict
+
+if TYPE_CHECKING:
+    from pserver_service.core.table.rows import TableRows
 
 
 class Store:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from pserver_service.core.store import Store
-from pserver_service.core.table.rows import TableRows
 from pserver_service.pserver import Pserver
 from shared.errors import BadFrame, InvalidArgument
 from shared.runtime import clock, telemetry
@@ -18,6 +18,9 @@ from shared.runtime.waiting import event_within
 from shared.tables.payload import ids_in, size_of
 from shared.wire.messages import LookupEnd, LookupRequest
 from shared.wire.verdict import Verdict
+
+if TYPE_CHECKING:
+    from pserver_service.core.table.rows import TableRows
 
 TURN_S = 0.002  # of a step of tables, before the event loop has its turn
 MOST_WAIT_S = 60.0

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from shared.errors import BadFrame
-from shared.tables.memory import Floats, Numbers
+from shared.tables.hashing import Ids
 
 MOST_BYTES = 256 << 20  # of one payload
 ID_BYTES, NUMBER_BYTES = 8, 4
 
 Bytes = bytes | bytearray | memoryview
+Rows = npt.NDArray[np.float32]
 
 
 def size_of(counts: Sequence[int], dims: Sequence[int], *, ids: bool, rows: bool) -> int:
@@ -32,12 +34,12 @@ def size_of(counts: Sequence[int], dims: Sequence[int], *, ids: bool, rows: bool
     return size
 
 
-def joined(ids: Sequence[Numbers], rows: Sequence[Floats] = ()) -> memoryview:
+def joined(ids: Sequence[Ids], rows: Sequence[Rows] = ()) -> memoryview:
     """The payload."""
     return memoryview(b"".join([*(each.tobytes() for each in ids), *(each.tobytes() for each in rows)]))
 
 
-def ids_in(payload: Bytes, counts: Sequence[int], dims: Sequence[int], *, rows: bool) -> list[Numbers]:
+def ids_in(payload: Bytes, counts: Sequence[int], dims: Sequence[int], *, rows: bool) -> list[Ids]:
     """The ids of each table, each ascending; views of the payload. Raises BadFrame."""
     view = memoryview(payload).cast("B")
     if (expected := size_of(counts, dims, ids=True, rows=rows)) != view.nbytes:
@@ -54,7 +56,7 @@ def ids_in(payload: Bytes, counts: Sequence[int], dims: Sequence[int], *, rows: 
     return found
 
 
-def rows_in(payload: Bytes, counts: Sequence[int], dims: Sequence[int], *, ids: bool) -> list[Floats]:
+def rows_in(payload: Bytes, counts: Sequence[int], dims: Sequence[int], *, ids: bool) -> list[Rows]:
     """The rows of each table, float32 (n, dim); views of the payload, which has the right size."""
     view, found = memoryview(payload).cast("B"), []
     first = ID_BYTES * sum(counts) if ids else 0

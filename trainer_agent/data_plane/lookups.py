@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,9 @@ from trainer_agent.data_plane.peers import OWN_LEASE, Peers
 from trainer_agent.data_plane.routing import Routes
 from trainer_agent.waiting.retry import Backoff
 from trainer_agent.waiting.single_error import SingleErrorGroup
+
+if TYPE_CHECKING:
+    from shared.tables.lanes import LaneRows  # loads numba
 
 LOOKUP_WAIT_S = 10.0
 Rows = npt.NDArray[np.float32]
@@ -40,6 +44,16 @@ class Lookups(Peers):
             owners[slots_of(some, spec.seed, count)] for some, spec in zip(ids, self._layout.tables, strict=True)
         ]
         return {index: [own == index for own in owner_of] for index in sorted(set(routes.slots))}
+
+    def row_parts(self, routes: Routes, lane: Sequence[LaneRows]) -> dict[int, tuple[tuple[int, ...], memoryview]]:
+        """A lane's gradients by parameter server: how many of each table, and the payload. Of all that own slots, also of those without any: then it is
+        known that nothing is missing."""
+        parts = {}
+        for index, chosen in self.split_ids(routes, [rows.ids for rows in lane]).items():
+            ids = [rows.ids[own] for rows, own in zip(lane, chosen, strict=True)]
+            gradients = [rows.gradients[own] for rows, own in zip(lane, chosen, strict=True)]
+            parts[index] = tuple(len(some) for some in ids), joined(ids, gradients)
+        return parts
 
     async def lookup(self, version: int, ids: Sequence[Ids]) -> list[Rows]:
         """The rows at `version`: of each table float32 (n, dim). `ids`: of each table int64 (n,), ascending, each once. Waits until the parameter servers have

@@ -105,6 +105,7 @@ class Outboxes(dict[int, Outbox]):
 
     def __init__(self, routes: Routes, dtypes: Sequence[Narrow | None]) -> None:
         super().__init__((index, Outbox()) for index in routes.blocks)
+        self.routes = routes
         self.version, self._owners, self._dtypes = routes.version, routes.owners, dtypes
         self.blocks = len(dtypes)
         self._rows = 0
@@ -135,10 +136,17 @@ class Outboxes(dict[int, Outbox]):
 
         return add
 
-    def add_rows(self, lane: int, count: int, parts: Mapping[int, tuple[tuple[int, ...], memoryview]]) -> None:
-        """A lane's gradients of rows of embedding tables, by parameter server: how many of each table, and the payload. `count`: the lane's records."""
+    def add_rows(
+        self, lane: int, count: int, parts: Mapping[int, tuple[tuple[int, ...], memoryview]], result: NodeResult
+    ) -> None:
+        """A lane's gradients of rows of embedding tables, by parameter server: how many of each table, and the payload. `count`: the lane's records. `result`:
+        for parameter servers that have no blocks."""
         for index, (rows, payload) in parts.items():
-            self[index].add(PushBlock(block=ROWS, lanes=(lane, lane + 1), count=count, rows=rows), payload)
+            told = None if self.routes.blocks[index] else result
+            item = PushBlock.model_construct(
+                block=ROWS, lanes=(lane, lane + 1), count=count, dtype=None, result=told, rows=rows
+            )
+            self[index].add(item, payload)
             self._rows += 1
 
     @property

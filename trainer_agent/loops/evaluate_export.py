@@ -7,6 +7,7 @@ acquire ─► EVALUATE: sums over the task's minibatches      EXPORT: files, an
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from shared.errors import (
     CheckpointUnusable,
@@ -93,6 +94,8 @@ class EvaluateExportLoop:
             self._final = await self._transfer.pull(None, exact=True)
             self._transfer.swap()
             self._pulled = True
+            if self._compute.layout.tables and self._final is not None:
+                self._compute.read_rows(partial(self._transfer.lookup, self._final.version))
         return self._final
 
     async def _store_metrics(self) -> None:

@@ -129,10 +129,13 @@ class SyncLoop:
     async def _compute_gradients(self, step: Step, work: LaneWork) -> None:
         """Forward and backward of each lane's minibatch. A node is a group of lanes whose mean gradient is pushed as one."""
         self._compute.forget_nodes()
+        tables = bool(self._compute.layout.tables)
+        if tables:
+            self._compute.read_rows(partial(self._transfer.lookup, step.number))
         for node in nodes_to_compute(work.lanes):
             samples = partial(self._compute.samples, node)
-            result = partial(self._result_of, work, node)
-            finished = work.outboxes.adder(node, samples, partial(self._compute.contribution, node), result)
+            told = partial(self._result_of, work, node)
+            finished = work.outboxes.adder(node, samples, partial(self._compute.contribution, node), told)
             for lane in range(*node):
                 portion, seed = work.portions[lane], step_seed(self._spec.seed, step.number, lane)
                 try:
@@ -142,6 +145,10 @@ class SyncLoop:
                     if portion.task is None:
                         raise
                     raise TaskFailed(portion.task, error, f"step {step.number}, lane {lane}") from error
+                if tables:
+                    result = work.results[lane]
+                    parts = self._transfer.row_parts(work.outboxes.routes, self._compute.lane_rows())
+                    work.outboxes.add_rows(lane, result.records, parts, node_result(result))
                 if skipped := work.results[lane].skipped:
                     log.warning("minibatch_skipped", step=step.number, lane=lane, records=skipped)
         work.outboxes.close()

@@ -87,6 +87,9 @@ def check_layout(mine: Layout, job: Layout) -> None:
         differences.append(f"segments ({_sizes(mine)}, the job has {_sizes(job)})")
     if mine.block_bytes != job.block_bytes:
         differences.append(f"block_bytes ({mine.block_bytes}, the job has {job.block_bytes})")
+    if mine.tables != job.tables:
+        names = [[table.name for table in layout.tables] for layout in (mine, job)]
+        differences.append(f"the embedding tables or their settings ({names[0]}, the job has {names[1]})")
     if mine.optimizer.name != job.optimizer.name:
         differences.append(f"the optimizer ({mine.optimizer.name}, the job has {job.optimizer.name})")
     if mine.initial != job.initial and not differences:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shared.lanes import Interval
 from shared.logged_metrics import Logged
@@ -20,6 +20,10 @@ from shared.records.job_spec import Narrow
 from shared.records.layout import Layout
 from shared.records.step import LaneZero, NodeResult
 from shared.records.tasks import MetricValue
+
+if TYPE_CHECKING:
+    from shared.tables.lanes import LaneRows  # loads numba
+    from trainer_agent.tables.remote import Lookup
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -145,6 +149,12 @@ class Compute(Protocol):
 
     def samples(self, node: Interval) -> int:
         """How many records the mean of a node with a finished block is of."""
+
+    def read_rows(self, lookup: Lookup) -> None:
+        """Where the coming forward passes find the rows of embedding tables."""
+
+    def lane_rows(self) -> Sequence[LaneRows]:
+        """Of each embedding table: the gradients of rows that the last `gradient` made; without ids if its lane had no records, or they were left out."""
 
     def forget_nodes(self) -> None:
         """All contributions may be overwritten: their pushes are over, or the step is computed again."""

@@ -202,6 +202,10 @@ class MinibatchRunner:
             return self._numbers("metrics(sums)", self._user.call("metrics", dict(sums)))
         return dict(sums) if self._user.has("evaluate") else means_of(sums)
 
+    def permit(self, _: torch.Tensor | None = None) -> None:
+        """See BackwardGuard."""
+        self._guard.permit()
+
     def check_gradients(self) -> None:
         """Of the last backward. Raises NonFiniteError, which names a parameter."""
         names = (place.name for place in self._plan.parameters)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from trainer_agent.model import optimizer_spec as optimizers
 from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, LaneResult, Records
 from trainer_agent.model.devices import HOST, check_precision, device_of, is_host
 from trainer_agent.model.export import write_model
-from trainer_agent.model.finite import NonFiniteError
+from trainer_agent.model.finite import NonFiniteError, check_gradients
 from trainer_agent.model.flat import Plan, Vector, bytes_of, plan
 from trainer_agent.model.gradient_tree import Entry, GradientTree
 from trainer_agent.model.minibatch import MinibatchRunner, UserCode
@@ -42,6 +42,11 @@ from trainer_agent.model.send_buffers import SendBuffers
 from trainer_agent.own_loop.turns import OwnLoop
 from trainer_agent.start_values.load import start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
+from trainer_agent.tables.trained import TrainedTables
+
+if TYPE_CHECKING:
+    from shared.tables.lanes import LaneRows  # loads numba
+    from trainer_agent.tables.remote import Lookup
 
 T = TypeVar("T")
 ANNOUNCED_BYTES = 256 << 10  # finished blocks are announced when there are so many bytes of them, or no more will come
@@ -79,7 +84,8 @@ class TorchCompute:
         optimizers_without_compiler()
         self.optimizer = user.call("optimizer", self.model)
         laid_out = plan(self.model, self.optimizer, spec.block_bytes, spec.slot_count, self._device.type)
-        begun = laid_out.layout.model_copy(update={"initial": self.started.digest})
+        self.tables = TrainedTables(self.model, spec, own_loop=user.loop is not None)
+        begun = laid_out.layout.model_copy(update={"initial": self.started.digest, "tables": self.tables.specs})
         self.plan: Plan = replace(laid_out, layout=begun)
         scheduler = user.call("scheduler", self.optimizer) if user.has("scheduler") else None
         self._schedule = Schedule(scheduler, spec, user.guard)
@@ -251,6 +257,12 @@ class TorchCompute:
     def forget_nodes(self) -> None:
         self.tree.forget()
 
+    def read_rows(self, lookup: Lookup) -> None:
+        self.tables.rows.read_by(lookup)
+
+    def lane_rows(self) -> Sequence[LaneRows]:
+        return self.tables.lane
+
     def _gradient(
         self, node: Interval, lane: int, seed: int, records: Records | None, announce: Callable[[int], None]
     ) -> LaneResult:
@@ -261,6 +273,7 @@ class TorchCompute:
         if overlaps:
             self.tree.open(node, entry, announce)
         self._result, self._records = (None, len(records)) if records else (LaneResult(0.0, 0), 0)
+        self.tables.begin_lane()
         try:
             if records and entry.slot is not None:
                 self._backward(entry.slot, records, seed, overlaps=overlaps)
@@ -271,6 +284,7 @@ class TorchCompute:
             if not self._skips or entry.slot is None:
                 raise self._user.error_of(error, fatal=True) from error
             self.tree.free(entry.slot)
+            self.tables.begin_lane()
             self._result = LaneResult(0.0, 0, entry.count)
             entry = Entry(1, 0, None)
         if last and not overlaps:
@@ -291,7 +305,12 @@ class TorchCompute:
     def _backward(self, slot: int, records: Records, seed: int, *, overlaps: bool) -> None:
         """Raises NonFiniteError."""
         finish = self.tree.finish if overlaps else partial(self.tree.look, slot)
-        self.minibatch.backward(records, seed, self._current, self.tree.vector(slot), finish if self._on_host else None)
+        vector = self.tree.vector(slot)
+        with self.tables.minibatch(self.minibatch.permit):
+            self.minibatch.backward(records, seed, self._current, vector, finish if self._on_host else None)
+        of_rows = self.tables.end_lane(len(records))
+        if self._finite:
+            check_gradients(of_rows)
         self.tree.note_unchanged(slot, self._current)
         if not overlaps and not self.tree.is_finite(slot):
             self.minibatch.check_gradients()
@@ -311,8 +330,12 @@ class TorchCompute:
 
     async def evaluate(self, records: Records, seed: int = 0, *, pinned: bool = False) -> dict[str, float]:
         if not pinned:
-            return await self._in_thread(self.minibatch.evaluate, records, seed, self._current)
+            return await self._in_thread(self._evaluate, records, seed)
         return await self._in_thread(self._evaluate_pinned, records, seed)
+
+    def _evaluate(self, records: Records, seed: int) -> dict[str, float]:
+        with self.tables.reading():
+            return self.minibatch.evaluate(records, seed, self._current)
 
     def _evaluate_pinned(self, records: Records, seed: int) -> dict[str, float]:
         """The parameters are those in use again afterwards; buffers are loaded for each minibatch that is trained."""
@@ -361,11 +384,15 @@ class TorchCompute:
             self._user.loop.close()
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run in the executor. If cancelled, it returns only when the thread no longer uses the vectors."""
+        """Run in the executor. If cancelled, it returns only when the thread no longer uses the vectors. What kept the script from its rows is
+        raised as it is: it is no error of the script."""
         future = asyncio.get_running_loop().run_in_executor(self._executor, partial(work, *arguments))
         try:
             return await asyncio.shield(future)
+        except UserCodeError as error:
+            raise self.tables.rows.failure or error from None
         except asyncio.CancelledError:
+            self.tables.rows.give_up()
             while not future.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([future])

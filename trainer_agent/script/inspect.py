@@ -12,9 +12,9 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -24,6 +24,10 @@ from shared.records.datasets import Dataset
 from trainer_agent.script.sample_records import first_records
 from trainer_agent.script.user_module import UserModule, load
 
+if TYPE_CHECKING:
+    from trainer_agent.model.torch_compute import TorchCompute  # loads torch
+
+T = TypeVar("T")
 USAGE, USER_CODE = 2, 1
 
 
@@ -67,26 +71,34 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
     from trainer_agent.model.flat import groups_of, tensors_of  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.model.schedule import check_plateau_metric  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.model.torch_compute import TorchCompute  # noqa: PLC0415  torch only when it is needed
-    from trainer_agent.tables.of_model import refuse_tables  # noqa: PLC0415  torch only when it is needed
 
     spec = _spec(user, dataset, evaluation, settings)
     with ThreadPoolExecutor(1, "compute") as executor:
         compute = executor.submit(TorchCompute, user, spec, executor).result()
-        refuse_tables(compute.model)
         minibatch = first_records(dataset, spec.minibatch_size)
         compute.begin_step()
         with _doing("the first minibatch"):
-            asyncio.run(compute.gradient((0, 1), 0, 0, minibatch, lambda _block: None))
+            asyncio.run(_with_rows(compute, lambda: compute.gradient((0, 1), 0, 0, minibatch, lambda _block: None)))
         if evaluation is not None:
             held_out = first_records(evaluation, spec.minibatch_size)
             with _doing("the first minibatch of the evaluation"):
-                metrics = asyncio.run(compute.metrics(asyncio.run(compute.evaluate(held_out))))
+                sums = asyncio.run(_with_rows(compute, lambda: compute.evaluate(held_out)))
+                metrics = asyncio.run(compute.metrics(sums))
             check_plateau_metric(spec, metrics)
     tensors = tensors_of(compute.model, groups_of(compute.optimizer))
     left_out = {"notice": compute.started.sentence} if compute.started.sentence else {}
     return left_out | {
         "model": {"tensors": tensors, "optimizer": compute.layout.optimizer.model_dump(mode="json")},
     }
+
+
+async def _with_rows(compute: TorchCompute, work: Callable[[], Awaitable[T]]) -> T:
+    """Embedding tables have their initial rows."""
+    if tables := compute.layout.tables:
+        from trainer_agent.tables.local import LocalTables  # noqa: PLC0415  numba only when it is needed
+
+        compute.read_rows(LocalTables(tables, compute.layout.slot_count).rows)
+    return await work()
 
 
 @contextlib.contextmanager

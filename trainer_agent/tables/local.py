@@ -32,6 +32,10 @@ class LocalTables:
         one.lookup(ids, found)
         return found
 
+    async def rows(self, ids: Sequence[Numbers]) -> list[Floats]:
+        """Of all tables at once, as a trainer asks parameter servers."""
+        return [self.lookup(table, some) for table, some in enumerate(ids)]
+
     def step(self, lane: Sequence[LaneRows] | None) -> None:
         """All tables, by the rows of the only lane. None: its minibatch is left out; rows stay, and time goes on for them."""
         for place, table in enumerate(self._tables):

@@ -12,16 +12,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from shared.errors import InvalidArgument
 from shared.lanes import Interval
-from shared.records import Mode, SlotMap
+from shared.records import SlotMap
 from shared.records.layout import Layout
 from shared.tables.hashing import slots_of
 from shared.tables.lanes import LaneRows, mean_over_lanes
 from shared.tables.memory import Floats, Numbers
 from shared.tables.payload import ids_in, rows_in
 from shared.tables.table import Table
-from shared.wire.messages import InitHeader
 from shared.wire.verdict import Verdict
 
 
@@ -115,12 +113,3 @@ class TableRows:
             table.lookup(some, flat[first : first + size].reshape(len(some), table.spec.dim), version)
             first += size
         return flat.data.cast("B")
-
-
-def rows_of(header: InitHeader) -> TableRows | None:
-    """None: the model has no tables. Raises InvalidArgument."""
-    tables = header.layout.tables
-    if tables and header.mode is Mode.ASYNC:
-        msg = f"the model has {len(tables)} embedding tables, which asynchronous jobs cannot have yet"
-        raise InvalidArgument(msg, hint="use mode sync")
-    return TableRows(header.layout, header.lanes, header.record.version) if tables else None

@@ -8,9 +8,10 @@ from contextlib import aclosing
 from typing import Any
 
 from master_service.leadership.master import Master
+from pserver_service.data_plane.lookups import lookup
 from pserver_service.pserver import Pserver
 from shared.errors import NotFound, PeerError
-from shared.wire.messages import PullEnd
+from shared.wire.messages import LookupEnd, PullEnd
 
 
 class DirectMaster:
@@ -60,6 +61,10 @@ class DirectPserver:
                 if placed is not None:
                     placed(block)
         raise AssertionError("a pull ended without PullEnd")
+
+    async def lookup(self, request, ids):
+        found = await lookup(self._pserver, request, memoryview(bytes(ids)))
+        return (found, memoryview(b"")) if isinstance(found, LookupEnd) else (LookupEnd(code="OK"), found)
 
     async def info(self):
         return await self._pserver.info()

@@ -1,0 +1,88 @@
+"""The embedding tables of a model that a trainer trains: rows come from parameter servers, gradients go there.
+
+with tables.minibatch(permit): forward, backward ─► tables.end_lane(records) ─► tables.lane: pushed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+
+from shared.errors import InvalidArgument
+from shared.records import JobSpec, Mode
+from trainer_agent.tables.of_model import ModelTables
+from trainer_agent.tables.recording import Recording
+from trainer_agent.tables.remote import RemoteRows
+
+if TYPE_CHECKING:
+    from shared.tables.lanes import LaneRows
+
+
+class TrainedTables:
+    """`lane`: of the last lane, see Compute.lane_rows. `own_loop`: the script has one. Raises InvalidArgument."""
+
+    def __init__(self, model: nn.Module, spec: JobSpec, *, own_loop: bool) -> None:
+        self._layers = ModelTables(model, spec.seed)
+        self.specs = self._layers.specs
+        self.rows = RemoteRows(len(self.specs))
+        self.lane: tuple[LaneRows, ...] = ()
+        self._recording: Recording | None = None
+        if self.specs:
+            _check(spec, [table.name for table in self.specs], own_loop=own_loop)
+
+    def begin_lane(self) -> None:
+        """Nothing is known of its rows."""
+        if self.specs:
+            from shared.tables.lanes import LaneRows  # noqa: PLC0415  only where there are tables: it loads numba
+
+            none = np.empty(0, np.int64)
+            self.lane = tuple(LaneRows(none, np.empty((0, table.dim), np.float32), 0) for table in self.specs)
+            self.rows.begin()
+
+    @contextmanager
+    def minibatch(self, permit: Callable[[torch.Tensor | None], None]) -> Iterator[None]:
+        """For forward and backward. `permit`: see Recording."""
+        if not self.specs:
+            yield
+            return
+        with self._layers.recording(self.rows, permit) as self._recording:
+            yield
+
+    def end_lane(self, records: int) -> dict[str, torch.Tensor]:
+        """`lane` is of the last minibatch. Its gradients, as errors name them."""
+        if self._recording is None:
+            return {}
+        self.lane, self._recording = self._recording.lane_rows(records), None
+        named = zip(self.specs, self.lane, strict=True)
+        return {f"table {table.name}": torch.from_numpy(rows.gradients) for table, rows in named}
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """For an evaluation."""
+        if not self.specs:
+            yield
+            return
+        self.rows.begin()
+        with self._layers.reading(self.rows):
+            yield
+
+
+def _check(spec: JobSpec, names: list[str], *, own_loop: bool) -> None:
+    problems = {
+        "mode async": (spec.mode is Mode.ASYNC, "use mode sync"),
+        f"evaluate_every = {spec.evaluate_every}": (
+            spec.evaluate_every is not None,
+            "leave it out: the last version is evaluated after training",
+        ),
+        f"init_from = {spec.init_from}": (spec.init_from is not None, "leave it out: a job that resumes needs none"),
+        "trireme.prepare": (own_loop, "write it as functions (docs/script.md)"),
+    }
+    for what, (there, instead) in problems.items():
+        if there:
+            msg = f"the model has embedding tables ({', '.join(names):.200}), which do not go together with {what} yet"
+            raise InvalidArgument(msg, hint=instead)
