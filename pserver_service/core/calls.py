@@ -15,8 +15,9 @@ from shared.blocks.buffers import Buffer
 from shared.errors import BadFrame, InvalidArgument, WrongOwner
 from shared.records import Mode
 from shared.records.job_spec import Narrow
+from shared.records.layout import ROWS
 from shared.records.step import StepRecord
-from shared.wire.messages import ROWS, PullEnd, PullRequest, PushAnswer, PushBlock, PushHeader, Refusal
+from shared.wire.messages import PullEnd, PullRequest, PushAnswer, PushBlock, PushHeader, Refusal
 from shared.wire.verdict import Verdict
 
 Payload = bytes | bytearray | memoryview
@@ -84,7 +85,7 @@ class BlockServer:
 
     def rows_stepped(self, store: Store) -> None:
         assert store.rows is not None
-        store.history.fix(store.rows.version)
+        store.rows_stepped()
         for wake in tuple(self.lookups):
             wake()
         self.stepped(ROWS, store.rows.version)
@@ -189,8 +190,8 @@ class OpenPull:
         self._server, self._store = server, store
         self._version, self._dtype = request.version, request.dtype
         self._results_from = request.results_from
-        self._moment = store.moment_of(request.known)
-        self._known = None if request.known is None else store.known_of(request.version)
+        self._moment = moment_of(store, request.known)
+        self._known = None if request.known is None else known_of(store, request.version)
         self._blocks = request.blocks
         self._due = deque(request.blocks)
         self._missing: set[int] = set()
@@ -234,7 +235,7 @@ class OpenPull:
             self._lowest = min(self._lowest, version)
             # the history may drop it before the last block is sent
             self._record = self._record or store.history.record(version)
-            if self._moment is not None and store.is_same(number, wanted, self._moment):
+            if self._moment is not None and is_same(store, number, wanted, self._moment):
                 return number, version, None
             try:
                 narrow = self.narrow(number)
@@ -349,3 +350,23 @@ def check_pull(store: Store, request: PullRequest, index: int) -> None:
         twice = min(block for block, times in Counter(request.blocks).items() if times > 1)
         msg = f"block {twice} is named twice in one pull: name each block once"
         raise InvalidArgument(msg, block=twice)
+
+
+def known_of(store: Store, version: int | None) -> str:
+    """A name for the values that a pull of `version` brings if it begins now; "" if blocks may be of several versions."""
+    moment = store.changes if store.mode is Mode.ASYNC else version
+    return "" if moment is None else f"{store.name}@{moment}"
+
+
+def moment_of(store: Store, known: str | None) -> int | None:
+    """Of a name that `known_of` of this store made, else None."""
+    name, _, moment = (known or "").rpartition("@")
+    return int(moment) if name and name == store.name and moment.isascii() and moment.isdecimal() else None
+
+
+def is_same(store: Store, number: int, version: int | None, moment: int) -> bool:
+    """Whether it is certain that a pull of `version` finds a block with the bits that a whole pull had at `moment`. Only
+    blocks of buffers are watched, and who has a newer version than it asks for gets everything."""
+    state = store.blocks[number]
+    newest = store.changes if store.mode is Mode.ASYNC else state.version if version is None else version
+    return state.is_buffer and state.changed <= moment <= newest

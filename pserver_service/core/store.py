@@ -26,7 +26,7 @@ from shared.checkpoints.schedule import EVALUATED_RANK, Schedule
 from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, StepTorn
 from shared.lanes import Interval, is_aligned
 from shared.records import Mode, SlotMap
-from shared.records.layout import Block
+from shared.records.layout import ROWS, Block
 from shared.records.step import StepRecord
 from shared.wire.messages import InitHeader, PushBlock, PushHeader
 from shared.wire.verdict import Verdict
@@ -278,29 +278,12 @@ class Store:
             return Verdict.WRONG_OWNER
         return state.current if version is None else state.pull(version)
 
-    def known_of(self, version: int | None) -> str:
-        """A name for the values that a pull of `version` brings if it begins now; "" if blocks may be of several versions."""
-        moment = self.changes if self.mode is Mode.ASYNC else version
-        return "" if moment is None else f"{self.name}@{moment}"
-
-    def moment_of(self, known: str | None) -> int | None:
-        """Of a name that `known_of` of this store made, else None."""
-        name, _, moment = (known or "").rpartition("@")
-        return int(moment) if name and name == self.name and moment.isascii() and moment.isdecimal() else None
-
-    def is_same(self, number: int, version: int | None, moment: int) -> bool:
-        """Whether it is certain that a pull of `version` finds a block with the bits that a whole pull had at `moment`. Only
-        blocks of buffers are watched, and who has a newer version than it asks for gets everything."""
-        state = self.blocks[number]
-        newest = self.changes if self.mode is Mode.ASYNC else state.version if version is None else version
-        return state.is_buffer and state.changed <= moment <= newest
-
     # ------------------------------------------------------------ snapshots
 
     def save_first(self) -> None:
         """Copy the version of the initial values, if it is due."""
         record = self.history.record(self._first_version)
-        if record is not None and self.blocks:
+        if record is not None and self._parts:
             self._begin(record)
 
     def copy_now(self, record: StepRecord) -> None:
@@ -345,7 +328,13 @@ class Store:
             taken, self.snapshot = self.snapshot, None
         return taken
 
-    def _save(self, state: BlockState) -> None:
+    def rows_stepped(self) -> None:
+        """`rows` have just reached their version."""
+        assert self.rows is not None
+        self.history.fix(self.rows.version)
+        self._save(self.rows)
+
+    def _save(self, state: BlockState | TableRows) -> None:
         """`state` has just reached its version."""
         if self._schedule is None:
             return
@@ -369,14 +358,19 @@ class Store:
             self._before = self.snapshot if both else self._before
             if not both:
                 self.snapshot.release()
-        self.snapshot = Snapshot(self.history.saved(record), rank, self.blocks, self.slots)
-        for state in self.blocks.values():
-            self._enter(state)
+        numbers = [*self.blocks, *([] if self.rows is None else [ROWS])]
+        self.snapshot = Snapshot(self.history.saved(record), rank, numbers, self.slots)
+        for part in self._parts:
+            self._enter(part)
         return True
 
-    def _enter(self, state: BlockState) -> None:
-        if self.snapshot is not None and self.snapshot.version == state.version and not self.snapshot.whole:
-            self.snapshot.add(state.place.number, state.current, state.optimizer_state(), self.pool)
+    def _enter(self, part: BlockState | TableRows) -> None:
+        if self.snapshot is None or self.snapshot.version != part.version or self.snapshot.whole:
+            return
+        if isinstance(part, BlockState):
+            self.snapshot.add(part.place.number, part.current, part.optimizer_state(), self.pool)
+        else:
+            self.snapshot.add_tables(part.copies())
 
     def judge(self, push: Push, lanes: Interval) -> Verdict | None:
         """None if `lanes` is a node of the tree and the step's other blocks have data of the same records; else the refusal."""

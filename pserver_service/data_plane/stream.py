@@ -17,11 +17,12 @@ from pserver_service.data_plane.lookups import StreamLookups
 from pserver_service.pserver import Pserver
 from shared.blocks.buffers import Buffer
 from shared.errors import BadFrame, DeadlineExceeded, PeerError, TooLarge, TriremeError
+from shared.records.layout import ROWS
 from shared.runtime import clock, telemetry
 from shared.tables.payload import MOST_BYTES
 from shared.wire import codec
 from shared.wire.lending import NOTHING, Offers, Place, place_in
-from shared.wire.messages import ROWS, LookupEnd, LookupIds, LookupRequest, PullEnd, PullRequest, PushBlock, PushHeader
+from shared.wire.messages import LookupEnd, LookupIds, LookupRequest, PullEnd, PullRequest, PushBlock, PushHeader
 from shared.wire.round_robin import RoundRobin
 from shared.wire.server_memory import ServerMemory
 from shared.wire.shared_memory import peer_of

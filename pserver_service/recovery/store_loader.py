@@ -14,6 +14,7 @@ from pserver_service.core.clipping import Clipping
 from pserver_service.core.ledger import Ledger
 from pserver_service.core.saved_ledger import SavedLedger
 from pserver_service.core.store import Store
+from pserver_service.recovery.table_loader import TableLoader
 from shared.blocks.buffers import Buffer, BufferPool, bytes_of
 from shared.blocks.narrow import DTYPES
 from shared.checkpoints import stored
@@ -54,10 +55,14 @@ def load_store(
     store = Store(_header(manifest, index), schedule, pool, clipping)
     parts = {part.pserver: part for part in manifest.parts}
     ledgers: dict[int, tuple[SavedLedger, int]] = {}
-    for owner, blocks in sorted(_wanted(manifest, store, index, slots).items()):
+    tables = TableLoader.of(store, index, slots, ref)
+    wanted = _wanted(manifest, store, index, slots)
+    if tables is not None:
+        wanted |= {owner: wanted.get(owner, {}) for owner in tables.owners(manifest.slots)}
+    for owner, blocks in sorted(wanted.items()):
         if owner not in parts:
             stored.unusable(ref, f"it lacks part of pserver-{owner}")
-        summary = _load_part(storage_url, ref, parts[owner], blocks, store)
+        summary = _load_part(storage_url, ref, parts[owner], blocks, store, tables)
         if manifest.mode is Mode.ASYNC:
             ledgers |= _ledger(ref, summary)
     store.seal()
@@ -113,11 +118,18 @@ class _Loading:
 
 
 def _load_part(
-    storage_url: str, ref: CheckpointRef, part: CheckpointPart, blocks: Mapping[int, Block], store: Store
+    storage_url: str,
+    ref: CheckpointRef,
+    part: CheckpointPart,
+    blocks: Mapping[int, Block],
+    store: Store,
+    tables: TableLoader | None,
 ) -> Summary:
     loading = {number: _Loading(block) for number, block in blocks.items()}
 
     def sink(entry: Entry) -> memoryview | None:
+        if tables is not None and (place := tables.place(entry)) is not None:
+            return place
         _, number, name = [*entry.name.split(".", 2), "", ""][:3]
         item = loading.get(int(number)) if number.isdecimal() else None
         if item is None:
@@ -136,6 +148,8 @@ def _load_part(
         return bytes_of(tensor.reshape(-1))
 
     summary = stored.read_part(storage_url, ref, part, sink)
+    if tables is not None:
+        tables.take(summary)
     for number, item in sorted(loading.items()):
         if item.values is None:
             stored.unusable(ref, f"it lacks block {number} in {part.file}")

@@ -8,13 +8,15 @@ In asynchronous mode all blocks are added at one instant; updates go into new bu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from shared.blocks.buffers import Buffer, BufferPool
 from shared.records import SlotMap
+from shared.records.layout import ROWS
 from shared.records.step import StepRecord
 
 
@@ -24,15 +26,22 @@ class SavedTensor:
     shape: tuple[int, ...]
 
 
+class TableSnapshot(Protocol):
+    """See shared.tables.snapshot."""
+
+    def close(self) -> None: ...
+
+
 class Snapshot:
     """`tensors`: by the names they have in the file, `block.<n>` and `block.<n>.<state>`. `slots`: the map that gave these blocks
-    to their owner (None: not known). A checkpoint consists of parts of one map."""
+    to their owner (None: not known). A checkpoint consists of parts of one map. `tables`: in the layout's order."""
 
     def __init__(self, record: StepRecord, rank: int, blocks: Iterable[int], slots: SlotMap | None = None) -> None:
         self.record = record
         self.rank = rank
         self.slots = slots
         self.tensors: dict[str, SavedTensor] = {}
+        self.tables: Sequence[TableSnapshot] = ()
         self.blocks = tuple(blocks)
         self._missing = set(self.blocks)
 
@@ -56,8 +65,16 @@ class Snapshot:
             copy.tensor.copy_(tensor.reshape(-1))
             self.tensors[f"block.{number}.{name}"] = SavedTensor(copy, tuple(tensor.shape))
 
+    def add_tables(self, tables: Sequence[TableSnapshot]) -> None:
+        """Of the embedding tables, which have just reached this version; they are `ROWS` among the blocks."""
+        self._missing.remove(ROWS)
+        self.tables = tables
+
     def release(self) -> None:
         """Give its memory back; it must not be read any more."""
+        for table in self.tables:
+            table.close()
+        self.tables = ()
         for saved in self.tensors.values():
             saved.buffer.release()
         self.tensors = {}

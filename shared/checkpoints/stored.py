@@ -48,8 +48,8 @@ def spec_digest(spec: JobSpec) -> str:
 
 
 def writers(layout: Layout, slots: SlotMap) -> tuple[int, ...]:
-    """The pservers that have blocks, in order: a complete checkpoint has a part of each."""
-    count = sum(1 for _ in layout.blocks())
+    """The pservers that have blocks or, if there are embedding tables, slots, in order: a complete checkpoint has a part of each."""
+    count = sum(1 for _ in layout.blocks()) if not layout.tables else layout.slot_count
     return tuple(
         sorted({slots.owners[slot_of(block, layout.slot_count)] for block in range(min(count, layout.slot_count))})
     )

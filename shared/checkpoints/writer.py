@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import torch
 
 from shared.blocks.snapshot import Snapshot
-from shared.checkpoints import stored
+from shared.checkpoints import stored, tables
 from shared.errors import InvalidArgument
 from shared.records.checkpoints import Manifest
 from shared.records.layout import Layout
@@ -30,7 +30,7 @@ def write_part(
 ) -> Summary:
     """All tensors of a snapshot; `metadata` may be slow to make; `rest` is called between chunks; `checksum`: its name. Raises OSError; InvalidArgument
     if a tensor named in `finite` is not: such a checkpoint must not take the place of a good one."""
-    tensors = []
+    tensors: list[tuple[Entry, memoryview | Callable[[], memoryview]]] = []
     for name in finite:
         if name in snapshot.tensors:
             _check_finite(name, snapshot.tensors[name].buffer.tensor)
@@ -38,7 +38,13 @@ def write_part(
     for name, saved in snapshot.tensors.items():
         dtype = str(saved.buffer.tensor.dtype).removeprefix("torch.")
         tensors.append((Entry(name, dtype, saved.shape), saved.buffer.view))
-    return tensor_file.write(url, metadata(), tensors, rest, checksum)
+    return tensor_file.write(
+        url,
+        {**metadata(), **tables.metadata_of(snapshot)},
+        [*tensors, *tables.tensors_of(snapshot, finite=bool(finite))],
+        rest,
+        checksum,
+    )
 
 
 def parameters_of(layout: Layout) -> list[str]:

@@ -19,6 +19,7 @@ from shared.records.record import Record
 
 ALIGNMENT_BYTES = 64
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
+ROWS = -1  # instead of the number of a block: the rows of all embedding tables
 TABLE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 MOST_TABLES = 256
 MOST_DIM = 4096

@@ -74,24 +74,26 @@ class Summary:
 def write(
     url: str,
     metadata: Mapping[str, str],
-    tensors: Sequence[tuple[Entry, memoryview]],
+    tensors: Sequence[tuple[Entry, memoryview | Callable[[], memoryview]]],
     rest: Callable[[], None] = lambda: None,
     checksum: str = DEFAULT_CHECKSUM,
 ) -> Summary:
     """Write all or nothing under `url`. Wide elements come first, so that each lies at a multiple of its size. `rest` is called after
-    each chunk; an exception it raises ends the writing. `checksum`: a name in CHECKSUMS. Raises OSError."""
+    each chunk; an exception it raises ends the writing. `checksum`: a name in CHECKSUMS. A tensor may be a function that makes it when it is
+    written; of elements of one width they are written in the given order. Raises OSError, and what such a function raises."""
     ordered = sorted(tensors, key=lambda item: -ITEM_BYTES[item[0].dtype])
     head = _header(metadata, [entry for entry, _ in ordered])
-    pieces = [memoryview(head), *(view for _, view in ordered)]
     digest = CHECKSUMS[checksum]()
     with files.write_atomic(url) as file:
-        for piece in pieces:
+        for made in (memoryview(head), *(view for _, view in ordered)):
+            piece = made() if callable(made) else made
             for start in range(0, piece.nbytes, CHUNK_BYTES):
                 part = piece[start : start + CHUNK_BYTES]
                 digest.update(part)  # this also loads it into the processor's cache
                 file.write(part)
                 rest()
-    return Summary(f"{checksum}:{digest.hexdigest()}", sum(piece.nbytes for piece in pieces), metadata)
+    size = len(head) + sum(entry.bytes for entry, _ in ordered)
+    return Summary(f"{checksum}:{digest.hexdigest()}", size, metadata)
 
 
 def read(url: str, sink: Sink, checksum: str = DEFAULT_CHECKSUM) -> Summary:

@@ -79,15 +79,15 @@ class Counts:
 
 
 class Table:
-    """`version`: steps made. `updates`: steps that had data (Adam counts them). Not for several threads at once. `leaving` is called with rows
-    that a step is about to change or remove, as they were (see snapshot.py)."""
+    """`version`: steps made. `updates`: steps that had data (Adam counts them). Not for several threads at once. Each of `leaving` is called with rows
+    that a step has changed or removed, as they were (see snapshot.py); while there are any, nothing is swept."""
 
     def __init__(self, spec: TableSpec, slot_count: int, version: int = 0) -> None:
         self.spec, self.version, self.updates = spec, version, 0
         self.slot_count = slot_count
         self.counts = Counts()
         self.before: RowsOfIds | None = None
-        self.leaving: Callable[[RowsOfIds], None] | None = None
+        self.leaving: list[Callable[[RowsOfIds], None]] = []
         self._cells = Cells(slot_count, spec.seed)
         self._rows = Rows(spec.row_words)
         self._ttl = -1 if spec.evict_after_steps is None else spec.evict_after_steps
@@ -203,8 +203,8 @@ class Table:
         self.counts.admitted += int(fresh.sum()) - refused
         self.counts.evicted += int((fresh & (words != 0)).sum())
         self.before = before if gone is None else joined([before, gone], self.width)
-        if self.leaving is not None:
-            self.leaving(self.before)
+        for leaves in self.leaving:
+            leaves(self.before)
 
     def _update(self, before: RowsOfIds, places: Numbers, fresh: Flags, gradients: Floats, scalars: Floats) -> None:
         rows = self._rows
@@ -274,7 +274,7 @@ class Table:
 
     def sweep(self, slot: int) -> int:
         """Give back the memory of rows that are expired at both versions; answers how many."""
-        if self._ttl < 0 or not self._cells.used[slot]:
+        if self._ttl < 0 or not self._cells.used[slot] or self.leaving:
             return 0
         ids, words = self._cells.of_slot(slot)
         chosen = np.flatnonzero(self.version - 1 - stamps_of(words) > self._ttl)
@@ -288,6 +288,10 @@ class Table:
         order = np.argsort(ids)
         ids, words = ids[order], words[order]
         return RowsOfIds(ids, words, self._rows.read((words & parts.ROW_MASK).astype(np.int64) - 1))
+
+    def counts_by_slot(self) -> Numbers:
+        """How many rows each has: int64 (slots,)."""
+        return self._cells.used.copy()
 
     def slots(self) -> Iterator[int]:
         """Those that have rows."""

@@ -19,7 +19,6 @@ from shared.records.layout import MOST_TABLES, Layout
 from shared.records.step import LanePosition, LaneZero, NodeResult, StepRecord, StepResult
 
 PROTOCOL_VERSION = 1
-ROWS = -1  # instead of the number of a block: rows of the embedding tables
 KNOWN_CHARACTERS = 300
 
 

@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
 from shared.lanes import Interval
 from shared.records.job_spec import Narrow
+from shared.records.layout import ROWS
 from shared.records.step import NodeResult
-from shared.wire.messages import ROWS, PushBlock
+from shared.wire.messages import PushBlock
 from trainer_agent.data_plane.routing import Routes
 
 

@@ -19,9 +19,9 @@ from shared.errors import (
     WrongOwner,
 )
 from shared.lanes import Interval
+from shared.records.layout import ROWS
 from shared.runtime import telemetry
 from shared.wire.messages import (
-    ROWS,
     LedgerAnswer,
     LedgerQuery,
     PserverInfo,

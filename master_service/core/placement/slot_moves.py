@@ -28,6 +28,8 @@ def planned_owners(layout: Layout, slots: SlotMap, pservers: int) -> tuple[int, 
     weights = [0] * len(slots.owners)
     for block in layout.blocks():
         weights[slot_of(block.number, layout.slot_count)] += block.bytes
+    if layout.tables:  # all slots have about as many rows, however few blocks there are
+        weights = [weight + layout.block_bytes for weight in weights]
     return rebalanced(slots.owners, weights, pservers)
 
 

@@ -8,6 +8,7 @@ All tables step together. A lane without an id of a table pushes no ids, but it 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -19,6 +20,7 @@ from shared.tables.hashing import slots_of
 from shared.tables.lanes import LaneRows, mean_over_lanes
 from shared.tables.memory import Floats, Numbers
 from shared.tables.payload import ids_in, rows_in
+from shared.tables.snapshot import TableSnapshot
 from shared.tables.table import Table
 from shared.wire.verdict import Verdict
 
@@ -33,6 +35,7 @@ class TableRows:
         self._slot_count = layout.slot_count
         self._waiting: dict[int, list[LaneRows]] = {}
         self.stepping = False
+        self._lock = threading.Lock()  # held while they are stepped
 
     def __repr__(self) -> str:
         return f"<TableRows version {self.version}: {len(self._waiting)} of {self.lanes} lanes, {self.tables}>"
@@ -87,13 +90,18 @@ class TableRows:
         """The next version; some milliseconds of work between two values."""
         self.stepping = True
         lanes = [self._waiting[lane] for lane in range(self.lanes)]
-        for number, table in enumerate(self.tables):
-            mean = mean_over_lanes([lane[number] for lane in lanes], table.spec.dim)
-            yield
-            yield from table.steps(*mean)
+        with self._lock:
+            for number, table in enumerate(self.tables):
+                mean = mean_over_lanes([lane[number] for lane in lanes], table.spec.dim)
+                yield
+                yield from table.steps(*mean)
         self._waiting = {}
         self.version += 1
         self.stepping = False
+
+    def copies(self) -> list[TableSnapshot]:
+        """Of all tables at their version; the caller closes them."""
+        return [TableSnapshot(table, self._lock) for table in self.tables]
 
     # ------------------------------------------------------------ lookups
 

@@ -1,0 +1,88 @@
+"""The rows of embedding tables, out of the parts of a checkpoint into a store; those of its own slots."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from pserver_service.core.store import Store
+from shared.checkpoints import stored
+from shared.checkpoints.tables import table_in, updates_in
+from shared.errors import BadFrame
+from shared.records import SlotMap
+from shared.records.checkpoints import CheckpointRef
+from shared.storage.tensor_file import Entry, Summary
+from shared.tables.hashing import slots_of
+
+if TYPE_CHECKING:
+    from shared.tables.table import Table  # loads numba
+
+Records = npt.NDArray[np.int64]
+
+
+class TableLoader:
+    """`place` of each tensor of a part, then `take` once the part's checksum was right."""
+
+    def __init__(self, store: Store, index: int, slots: SlotMap, ref: CheckpointRef) -> None:
+        assert store.rows is not None
+        self._tables: dict[str, Table] = {table.spec.name: table for table in store.rows.tables}
+        self._own = np.array([owner == index for owner in slots.owners])
+        self._ref = ref
+        self._read: list[tuple[str, str, Records]] = []
+
+    @classmethod
+    def of(cls, store: Store, index: int, slots: SlotMap, ref: CheckpointRef) -> TableLoader | None:
+        """None: the model has no tables."""
+        return None if store.rows is None else cls(store, index, slots, ref)
+
+    def owners(self, slots: SlotMap) -> set[int]:
+        """Who had the rows of the own slots by the checkpoint's slot map."""
+        return {owner for owner, own in zip(slots.owners, self._own, strict=True) if own}
+
+    def place(self, entry: Entry) -> memoryview | None:
+        """Memory for the tensor; None: it is of no table. Raises CheckpointUnusable."""
+        named = table_in(entry.name)
+        if named is None:
+            return None
+        table, what = named
+        words = self._words(table, what)
+        if words is None or entry.dtype != "int64" or len(entry.shape) != 2 or entry.shape[1] != words:
+            stored.unusable(self._ref, f"{entry.name} is {entry.dtype} {entry.shape}: the job's tables are others")
+        records = np.empty(entry.shape, np.int64)
+        self._read.append((table, what, records))
+        return records.data.cast("B")
+
+    def _words(self, table: str, what: str) -> int | None:
+        from shared.tables.snapshot import record_words  # noqa: PLC0415  loads numba
+
+        found = self._tables.get(table)
+        if found is None:
+            return None
+        if what == "sketch":
+            return None if found.sketch is None else found.sketch.shape[1] // 8
+        return record_words(found.width)
+
+    def take(self, part: Summary) -> None:
+        """What was read is used. Raises CheckpointUnusable."""
+        from shared.tables.snapshot import from_records  # noqa: PLC0415  loads numba
+
+        try:
+            updates = updates_in(part.metadata)
+        except BadFrame as error:
+            stored.unusable(self._ref, error.message, error)
+        for name, table in self._tables.items():
+            if name not in updates:
+                stored.unusable(self._ref, f"it lacks table {name}: the job's tables are others")
+            table.updates = updates[name]
+        for name, what, records in self._read:
+            table = self._tables[name]
+            if what == "sketch":
+                assert table.sketch is not None
+                mine = np.flatnonzero(self._own)
+                table.sketch[mine] |= records.view(np.uint8)[mine]
+                continue
+            rows = from_records(records, table.width)
+            table.put_rows(rows.where(self._own[slots_of(rows.ids, table.spec.seed, table.slot_count)]))
+        self._read.clear()
