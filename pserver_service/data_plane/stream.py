@@ -155,7 +155,10 @@ class PserverStream(FrameStream):
             self.apply_later(push, item, self._referred)
             self._referred = None
             return
-        push.pushing.apply(item, payload, None if item.block == ROWS else push.memory)
+        if item.block == ROWS:  # behind its blocks: the first of them tells the result of the step
+            self.apply_later(push, item, payload)
+            return
+        push.pushing.apply(item, payload, push.memory)
         if push.memory.references > 1:  # it waits in the tree, so the next block is received elsewhere
             push.memory = push.memory.replaced()
 
