@@ -33,7 +33,6 @@ from shared.records import EvaluationSums, JobSpec
 from shared.records.datasets import Dataset
 from shared.records.job_spec import Precision
 from shared.records.tasks import BestEvaluation
-from shared.runtime import clock
 from shared.storage import files
 from trainer_agent.data import (
     Minibatch,
@@ -55,20 +54,22 @@ from trainer_agent.model.torch_compute import checked_model
 from trainer_agent.script.user_module import UserModule
 from trainer_agent.start_values.load import load_start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
+from trainer_agent.tables.files import StoredTable, write_tables
+from trainer_agent.tables.one_lane import OneLane
 from trireme import settings
+from trireme.plain.progress_lines import ProgressLines
 from trireme.view.chart import show_chart
-
-REPORT_SECONDS = 2.0
 
 
 @dataclass(slots=True)
 class PlainResult:
     """`metrics` as the script's `metrics(sums)` gives them; `losses`: mean loss of each epoch; `epochs`: means of the loss and of what
-    the script logs, by epoch. `evaluations`: those while it trained; `best`, `best_state`: of the best one, that after training included, as
-    `keep_best` says. `curve`: the loss by step."""
+    the script logs, by epoch. `evaluations`: those while it trained; `best`, `best_state`, `best_tables`: of the best one, that after training
+    included, as `keep_best` says. `curve`: the loss by step."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    tables: OneLane
     steps: int = 0
     records: int = 0
     losses: list[float] = field(default_factory=list)
@@ -78,6 +79,7 @@ class PlainResult:
     evaluations: list[Evaluation] = field(default_factory=list)
     best: BestEvaluation | None = None
     best_state: dict[str, torch.Tensor] = field(default_factory=dict)
+    best_tables: tuple[StoredTable, ...] = ()
 
 
 def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> PlainResult:
@@ -98,11 +100,11 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
         for name, value in result.metrics.items():
             print(f"{name} {value:.6g}")  # noqa: T201
         if options.export:
-            for path in write_model(result.model, options.export).values():
+            for path in _write(result.model, result.tables.stored(), options.export):
                 print(path)  # noqa: T201
             if result.best is not None:
                 print(f"best {result.best.metric} {result.best.value:.6g} at step {result.best.step}")  # noqa: T201
-                for path in _write_best(result, options.export).values():
+                for path in _write_best(result, files.join(options.export, "best")):
                     print(path)  # noqa: T201
         show_chart(LOSS, result.curve)
     except UserCodeError as error:
@@ -114,10 +116,14 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
     return result
 
 
-def _write_best(result: PlainResult, directory: str) -> dict[str, str]:
+def _write(model: nn.Module, tables: Sequence[StoredTable], directory: str) -> list[str]:
+    return [*write_model(model, directory).values(), *write_tables(tables, directory).values()]
+
+
+def _write_best(result: PlainResult, directory: str) -> list[str]:
     best = copy.deepcopy(result.model)
     best.load_state_dict(result.best_state)
-    return write_model(best, files.join(directory, "best"))
+    return _write(best, result.best_tables, directory)
 
 
 def plain_spec(user: UserModule, flags: Mapping[str, Any], assignments: Sequence[str] = ()) -> JobSpec:
@@ -160,6 +166,7 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     load_start_state(model, optimizer, schedule.scheduler, spec)
     vars(optimizer)["_opt_called"] = True  # a first step that is left out is no mistake in the order of calls
     trained, guard = trained_parameters(model, optimizer), BackwardGuard(user)
+    tables = OneLane(model, spec.seed, spec.slot_count)
     clipper = None
     if spec.clip_grad_norm is not None:
         laid_out = plan(model, optimizer, spec.block_bytes, spec.slot_count)
@@ -176,8 +183,8 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
         parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
         for parameter in trained.values()
     ]
-    result = PlainResult(model, optimizer)
-    progress = _ProgressLines(spec, table.records, report)
+    result = PlainResult(model, optimizer, tables)
+    progress = ProgressLines(spec, table.records, report)
     evaluations = _Evaluations(user, spec, table, device, report)
     for epoch in range(spec.epochs):
         loss_sum, records, trained_records = 0.0, 0, 0
@@ -189,18 +196,21 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
             model.train()
             optimizer.zero_grad()
             buffers = [buffer.clone() for buffer in model.buffers()] if spec.on_nonfinite == "skip" else []
-            with collected() as logged:
-                batch = _batch(user, minibatch, device)
-                with autocast(spec.precision, device):
-                    found = guard.call("loss", model, batch)
-            loss = user.guard(loss_in, found)
-            guard.run(loss)
-            if (error := _nonfinite(spec, loss, trained)) is None:
+            with tables.minibatch(guard.permit) as recorded:
+                with collected() as logged:
+                    batch = _batch(user, minibatch, device)
+                    with autocast(spec.precision, device):
+                        found = guard.call("loss", model, batch)
+                loss = user.guard(loss_in, found)
+                guard.run(loss)
+            rows = recorded.lane_rows(len(minibatch))
+            if (error := _nonfinite(spec, loss, trained, tables.gradients(rows))) is None:
                 if spec.clip_lane_norm is not None:
                     nn.utils.clip_grad_norm_(trained.values(), spec.clip_lane_norm)
                 if clipper is not None:
                     clipper.clip([parameter.grad for parameter in trained.values()])
                 user.guard(optimizer.step)
+                tables.step(rows)
                 found_loss = loss.item()
                 loss_sum += found_loss * len(minibatch)
                 result.curve.append(result.steps, 0, Value(found_loss, 1, found_loss, found_loss))
@@ -211,6 +221,7 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
                 report(f"step {result.steps} is left out: {error}")
                 for buffer, before in zip(model.buffers(), buffers, strict=True):
                     buffer.copy_(before)
+                tables.step(None)
             else:
                 raise user.error_of(error)
             schedule.after_step()
@@ -238,13 +249,15 @@ def _means(loss_sum: float, records: int, sums: Mapping[str, Logged]) -> dict[st
     return {LOSS: loss_sum / max(records, 1)} | {name: value.total / value.weight for name, value in sums.items()}
 
 
-def _nonfinite(spec: JobSpec, loss: torch.Tensor, trained: Mapping[str, nn.Parameter]) -> NonFiniteError | None:
-    """What is not finite in this minibatch, if the job minds."""
+def _nonfinite(
+    spec: JobSpec, loss: torch.Tensor, trained: Mapping[str, nn.Parameter], rows: Mapping[str, torch.Tensor]
+) -> NonFiniteError | None:
+    """What is not finite in this minibatch, if the job minds. `rows`: gradients of tables."""
     if spec.on_nonfinite == "ignore":
         return None
     try:
         check_loss(loss.item())
-        check_gradients({name: p.grad for name, p in trained.items() if p.grad is not None})
+        check_gradients({name: p.grad for name, p in trained.items() if p.grad is not None} | dict(rows))
     except NonFiniteError as error:
         return error
     return None
@@ -351,6 +364,7 @@ class _Evaluations:
         best = better(result.best, done, self._spec.keep_best)
         if best is not None and best.step == result.steps:
             result.best_state = {name: value.detach().clone() for name, value in result.model.state_dict().items()}
+            result.best_tables = result.tables.stored()
         result.evaluations.append(done)
         result.best = best
 
@@ -358,28 +372,6 @@ class _Evaluations:
 def _batch(user: UserModule, minibatch: Minibatch, device: torch.device) -> Any:
     batch = user.call("collate", list(minibatch)) if user.has("collate") else default_collate(minibatch)
     return batch if device.type == "cpu" else on_device(batch, device)
-
-
-class _ProgressLines:
-    """A line every REPORT_SECONDS, and one at each epoch's end."""
-
-    def __init__(self, spec: JobSpec, records: int, report: Any) -> None:
-        self._spec, self._records, self._report = spec, records, report
-        self._epoch_started = self._last = clock.monotonic()
-
-    def update(self, epoch: int, step: int, records: int, means: Mapping[str, float], *, final: bool = False) -> None:
-        now = clock.monotonic()
-        if not final and now - self._last < REPORT_SECONDS:
-            return
-        rate = records / max(now - self._epoch_started, 1e-9)
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in means.items())
-        self._report(
-            f"epoch {epoch + 1}/{self._spec.epochs}  step {step}  {shown}  "
-            f"{records}/{self._records} records  {rate:.0f}/s"
-        )
-        self._last = now
-        if final:
-            self._epoch_started = now
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,0 +1,59 @@
+"""A model's tables in training with one lane, without any service; nothing for a model that has none.
+
+with tables.minibatch() as recorded: forward, backward
+tables.step(recorded.lane_rows(records))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from trainer_agent.tables.files import StoredTable
+from trainer_agent.tables.of_model import ModelTables
+from trainer_agent.tables.recording import Recording
+
+if TYPE_CHECKING:
+    from shared.tables.lanes import LaneRows
+    from trainer_agent.tables.local import LocalTables
+
+
+class OneLane:
+    """The model's layers read the tables from now on; in `minibatch` their rows have gradients. `slot_count`: see LocalTables. Raises
+    InvalidArgument."""
+
+    def __init__(self, model: nn.Module, seed: int, slot_count: int) -> None:
+        self._layers = ModelTables(model, seed)
+        self._tables: LocalTables | None = None
+        if self._layers.specs:
+            from trainer_agent.tables.local import LocalTables  # noqa: PLC0415  only where there are tables: it loads numba
+
+            self._tables = LocalTables(self._layers.specs, slot_count)
+            self._layers.bind(self._tables)
+
+    @contextmanager
+    def minibatch(self, permit: Callable[[torch.Tensor], None]) -> Iterator[Recording]:
+        """For forward and backward. `permit`: see Recording."""
+        if self._tables is None:
+            yield Recording(())
+            return
+        with self._layers.recording(self._tables, permit) as recording:
+            yield recording
+
+    def gradients(self, lane: Sequence[LaneRows]) -> dict[str, torch.Tensor]:
+        """As errors name them."""
+        named = zip(self._layers.specs, lane, strict=True)
+        return {f"table {spec.name}": torch.from_numpy(rows.gradients) for spec, rows in named}
+
+    def step(self, lane: Sequence[LaneRows] | None) -> None:
+        """See LocalTables.step."""
+        if self._tables is not None:
+            self._tables.step(lane)
+
+    def stored(self) -> tuple[StoredTable, ...]:
+        """Copies of all rows."""
+        return () if self._tables is None else self._tables.stored()
