@@ -15,7 +15,6 @@ from master_service.core.state.whole_steps import WholeSteps
 from master_service.masterless.writer import SharedWriter
 from master_service.store.writer import MasterWriter
 from pserver_service.core.blocks import BlockState
-from shared.wire.verdict import Verdict
 from pserver_service.core.calls import BlockServer
 from pserver_service.core.history import Results
 from pserver_service.core.ledger import Ledger
@@ -23,6 +22,7 @@ from shared.blocks.accumulator import Accumulator
 from shared.blocks.buffers import Buffer
 from shared.records import StepMetrics
 from shared.wire.messages import PushHeader
+from shared.wire.verdict import Verdict
 from tests.equipment.replaced import replaced
 
 

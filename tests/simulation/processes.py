@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from master_service.masterless.dispatcher import Dispatcher
-from shared.wire.verdict import Verdict
 from pserver_service.core.calls import OpenPush
 from pserver_service.core.store import Store
 from pserver_service.pserver import Pserver
@@ -18,6 +17,7 @@ from shared.records import Dispatch, TrainerMember
 from shared.runtime import ids
 from shared.runtime.service import LEASE_LOST
 from shared.wire.messages import PushBlock, PushHeader
+from shared.wire.verdict import Verdict
 from tests.equipment.cluster.network_ports import STALL_S, SimulatedMaster, SimulatedPserver
 from tests.simulation.cluster import Main, SimulatedCluster
 from tests.simulation.compute import Speed, TinyCompute

@@ -37,13 +37,6 @@ def tables_of(model: nn.Module, job_seed: int) -> tuple[TableSpec, ...]:
     return tuple(found[name].model_copy(update={"seed": table_seed(job_seed, name)}) for name in sorted(found))
 
 
-def refuse_tables(model: nn.Module) -> None:
-    """Where tables are not trained yet. Raises InvalidArgument."""
-    if names := sorted({layer.spec.name for layer in layers_of(model)}):
-        msg = f"the model has embedding tables ({', '.join(names):.200}), which trireme run does not train yet"
-        raise InvalidArgument(msg, hint="train it in one process: python script.py; or use torch.nn.Embedding")
-
-
 class ModelTables:
     """The layers of a model, to be bound. `specs`: see tables_of; layers that come later are not seen."""
 

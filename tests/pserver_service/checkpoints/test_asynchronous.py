@@ -11,7 +11,6 @@ import torch
 
 from pserver_service import pserver as pserver_module
 from pserver_service.checkpoints import ledger_text
-from shared.wire.verdict import Verdict
 from pserver_service.core.ledger import Ledger
 from pserver_service.core.store import Store
 from shared.checkpoints import stored
@@ -21,6 +20,7 @@ from shared.records.checkpoints import OwnCheckpoints
 from shared.records.pauses import Saving
 from shared.records.step import StepRecord
 from shared.runtime import clock
+from shared.wire.verdict import Verdict
 from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import parts
 from tests.pserver_service.checkpoints.async_job import (

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.wire.verdict import Verdict
 from pserver_service.core.store import Store
 from shared.errors import StepTorn
 from shared.records import Mode
 from shared.records.step import LanePosition, LaneZero
 from shared.wire.messages import PushBlock, PushHeader
+from shared.wire.verdict import Verdict
 from tests.pserver_service.jobs import JOB, init_header, layout_of
 
 LAYOUT = layout_of(48)  # three blocks

@@ -6,12 +6,12 @@ from collections import Counter
 import pytest
 import torch
 
-from shared.wire.verdict import Verdict
 from pserver_service.core.ledger import Ledger
 from shared.errors import BadFrame
 from shared.records import Mode
 from shared.records.layout import OptimizerSpec
 from shared.wire.messages import EpochLedger, LedgerAnswer, LedgerQuery, PushBlock
+from shared.wire.verdict import Verdict
 from tests.pserver_service.jobs import async_header, check_invariants, initialised, item, layout_of, payload_of, stream
 
 PLAIN = OptimizerSpec(name="SGD", defaults={"lr": 1.0}, groups=({},))
