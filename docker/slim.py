@@ -39,6 +39,8 @@ UNUSED = (
     "sympy/**/benchmarks",
     "networkx/**/tests",
     "mpmath/tests",
+    "numba/tests",
+    "llvmlite/tests",
 )
 # what must still work, imported at the end
 NEEDED = (
@@ -56,6 +58,7 @@ NEEDED = (
         "pyarrow.dataset",
         "pyarrow.compute",
         "numpy.random",
+        "numba",
         "s3fs",
         "fsspec",
         "safetensors.torch",

@@ -31,7 +31,7 @@ from tests.soak.run import SoakError
 from trireme.client import Client
 
 IMAGE, ETCD_IMAGE = "trireme-test:latest", "trireme-test-etcd:latest"
-MOST_MB = 1200
+MOST_MB = 1400
 
 
 def main() -> int:

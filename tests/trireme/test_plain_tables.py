@@ -217,10 +217,12 @@ def test_a_backward_of_the_scripts_own_is_refused_for_rows_too(tmp_path):
         run(user, plain_spec(user, {}))
 
 
-def test_trireme_run_refuses_tables_with_one_message(tmp_path, capsys):
-    assert inspect_script(str(script(tmp_path)), check=True, settings=[]) == 2
-    said = capsys.readouterr().out
-    assert "the model has embedding tables (genre, item, user), which trireme run does not train yet" in said
+def test_what_does_not_go_together_with_tables_yet_is_refused_with_one_message(tmp_path, capsys):
+    path = script(tmp_path)
+    for setting, what in (("mode=async", "mode async"), ("evaluate_every=5", "evaluate_every = 5")):
+        assert inspect_script(str(path), check=True, settings=[setting]) == 2
+        said = capsys.readouterr().out
+        assert f"the model has embedding tables (genre, item, user), which do not go together with {what} yet" in said
 
 
 def test_what_is_wrong_in_forward_is_an_error_of_the_script(tmp_path):

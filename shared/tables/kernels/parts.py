@@ -44,13 +44,20 @@ def fma(typingctx: Any, x: Any, y: Any, z: Any) -> Any:  # noqa: ARG001
 
 
 def compiled(function: Any) -> Any:
-    """Compiled at the first call, and kept on disk beside the module (or in NUMBA_CACHE_DIR)."""
-    return njit(nogil=True, cache=True, error_model="numpy")(function)
+    """Compiled at the first call, and kept on disk: beside the module, in the user's cache folder, or in NUMBA_CACHE_DIR."""
+    return _kept(function)
 
 
 def inlined(function: Any) -> Any:
     """Part of other kernels."""
-    return njit(nogil=True, cache=True, error_model="numpy", inline="never")(function)
+    return _kept(function)
+
+
+def _kept(function: Any) -> Any:
+    try:
+        return njit(nogil=True, cache=True, error_model="numpy")(function)
+    except RuntimeError:  # none of these folders can be written: it is compiled in each process
+        return njit(nogil=True, error_model="numpy")(function)
 
 
 @inlined
