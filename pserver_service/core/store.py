@@ -124,7 +124,7 @@ class Store:
 
     @property
     def _parts(self) -> list[BlockState | TableRows]:
-        return [*self.blocks.values(), *([] if self.rows is None else [self.rows])]
+        return [*self.blocks.values(), *filter(None, [self.rows])]
 
     @property
     def lowest(self) -> int:
@@ -358,7 +358,7 @@ class Store:
             self._before = self.snapshot if both else self._before
             if not both:
                 self.snapshot.release()
-        numbers = [*self.blocks, *([] if self.rows is None else [ROWS])]
+        numbers = list(self.blocks) + [ROWS] * (self.rows is not None)
         self.snapshot = Snapshot(self.history.saved(record), rank, numbers, self.slots)
         for part in self._parts:
             self._enter(part)

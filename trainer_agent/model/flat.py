@@ -255,3 +255,9 @@ def _dtype(name: str, tensor: torch.Tensor) -> str:
             f"{name} has dtype {tensor.dtype}", hint="use float32, bfloat16 or float16 (model.float() converts)"
         )
     return _NAMES[tensor.dtype]
+
+
+def checked_model(model: Any) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    raise InvalidArgument(f"model() returned {type(model).__name__}", hint="return a torch.nn.Module")

@@ -18,10 +18,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
 
 from shared.blocks.narrow import DTYPES
-from shared.errors import InvalidArgument, UserCodeError
+from shared.errors import UserCodeError
 from shared.lanes import Interval
 from shared.records import JobSpec, Mode
 from shared.records.job_spec import Narrow
@@ -33,7 +32,7 @@ from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, LaneResult, 
 from trainer_agent.model.devices import HOST, check_precision, device_of, is_host
 from trainer_agent.model.export import write_model
 from trainer_agent.model.finite import NonFiniteError, check_gradients
-from trainer_agent.model.flat import Plan, Vector, bytes_of, plan
+from trainer_agent.model.flat import Plan, Vector, bytes_of, checked_model, plan
 from trainer_agent.model.gradient_tree import Entry, GradientTree
 from trainer_agent.model.minibatch import MinibatchRunner, UserCode
 from trainer_agent.model.optimizer.block_states import BlockStates
@@ -399,9 +398,3 @@ class TorchCompute:
             if not future.cancelled():
                 future.exception()  # nobody waits for it any more; asyncio would report it as never retrieved
             raise
-
-
-def checked_model(model: Any) -> nn.Module:
-    if isinstance(model, nn.Module):
-        return model
-    raise InvalidArgument(f"model() returned {type(model).__name__}", hint="return a torch.nn.Module")

@@ -47,10 +47,9 @@ from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.devices import autocast, check_precision, device_of
 from trainer_agent.model.export import write_model
 from trainer_agent.model.finite import NonFiniteError, check_gradients, check_loss
-from trainer_agent.model.flat import plan, trained_parameters
+from trainer_agent.model.flat import checked_model, plan, trained_parameters
 from trainer_agent.model.minibatch import BackwardGuard, means_of, on_device, seed_everything, sums_of
 from trainer_agent.model.schedule import Schedule, check_plateau_metric
-from trainer_agent.model.torch_compute import checked_model
 from trainer_agent.script.user_module import UserModule
 from trainer_agent.start_values.load import load_start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
