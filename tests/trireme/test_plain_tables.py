@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import contextvars
 import dataclasses
+import runpy
 import sys
 import textwrap
 from pathlib import Path
@@ -160,6 +163,11 @@ def test_an_exported_model_gets_its_rows_in_plain_pytorch(tmp_path, capsys):
     assert result.best is not None
     assert (result.best.step, found) == (1, pytest.approx(result.best.value, rel=1e-5))
 
+    (saved,) = {Path(path).parent for path in trireme.nn.save_tables(model, tmp_path / "again")}
+    assert [path.read_bytes() for path in sorted(saved.iterdir())] == [(Path(out) / p).read_bytes() for p in expected]
+    with pytest.raises(InvalidArgument, match=r"tables \(genre, item, user\) are not in this process"):
+        trireme.nn.save_tables(user.call("model"), out)
+
     model.user = trireme.nn.Embedding("user", 8)
     with pytest.raises(InvalidArgument, match="holds the table user of dim 4, the model has user of dim 8"):
         trireme.nn.load_tables(model, out)
@@ -215,6 +223,35 @@ def test_a_backward_of_the_scripts_own_is_refused_for_rows_too(tmp_path):
     user = load(path)
     with pytest.raises(UserCodeError, match=r"the script calls backward\(\) itself; return the loss"):
         run(user, plain_spec(user, {}))
+
+
+OWN_LOOP = """
+    if __name__ == "__main__":
+        torch.manual_seed(5)
+        net = model()
+        net, steps, batches = trireme.prepare(net, optimizer(net), dataset())
+        for batch in batches:
+            steps.zero_grad()
+            trireme.backward(loss(net, batch))
+            steps.step()
+        trireme.nn.save_tables(net, "{folder}/own")
+"""
+
+
+def test_a_loop_of_the_scripts_own_gives_the_same_rows(tmp_path, monkeypatch):
+    path = script(tmp_path)
+    user = load(path)
+    result = run(user, plain_spec(user, {}))
+    own = path.with_name("own.py")
+    text = path.read_text()
+    own.write_text(text[: text.index("if __name__")] + textwrap.dedent(OWN_LOOP).replace("{folder}", str(tmp_path)))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(own), raising=False)
+    monkeypatch.setattr(atexit, "register", lambda _: None)
+    contextvars.copy_context().run(runpy.run_path, str(own), run_name="__main__")
+    for table in result.tables.stored():
+        found = read_table(str(tmp_path / "own" / "tables" / f"{table.spec.name}.safetensors"))
+        assert np.array_equal(found.ids, table.ids)
+        assert np.array_equal(found.values, table.values)
 
 
 def test_what_does_not_go_together_with_tables_yet_is_refused_with_one_message(tmp_path, capsys):

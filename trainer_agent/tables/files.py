@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 from pydantic import ValidationError
@@ -57,14 +57,25 @@ class StoredTables:
         found[there] = stored.values[places[there]]
         return found
 
+    def stored(self) -> tuple[StoredTable, ...]:
+        return tuple(self._tables)
+
+
+@runtime_checkable
+class Storable(Protocol):
+    """A RowSource that has all rows in this process."""
+
+    def stored(self) -> tuple[StoredTable, ...]: ...
+
 
 def write_tables(tables: Sequence[StoredTable], directory: str) -> dict[str, str]:
     """Into `tables/` in the directory; "table <name>" -> URL. A retry overwrites with the same bytes."""
     urls = {}
     for table in tables:
         url = urls[f"table {table.spec.name}"] = files.join(directory, FOLDER, table.spec.name + SUFFIX)
-        settings = {"table": table.spec.model_dump_json(), "version": str(table.version)}
-        files.write_bytes(url, save({"ids": table.ids, "values": table.values}, settings))
+        about = json.dumps({"table": table.spec.model_dump(mode="json"), "version": table.version})
+        # one entry: safetensors writes several in any order, and the same rows are the same bytes
+        files.write_bytes(url, save({"ids": table.ids, "values": table.values}, {"trireme": about}))
     return urls
 
 
@@ -78,9 +89,10 @@ def read_table(url: str) -> StoredTable:
     try:
         arrays = load(content)
         header = json.loads(content[LENGTH_BYTES : LENGTH_BYTES + int.from_bytes(content[:LENGTH_BYTES], "little")])
-        spec = TableSpec.model_validate_json(header["__metadata__"]["table"])
-        found = StoredTable(spec, int(header["__metadata__"]["version"]), arrays["ids"], arrays["values"])
-    except (SafetensorError, ValidationError, KeyError, ValueError) as error:
+        about = json.loads(header["__metadata__"]["trireme"])
+        spec = TableSpec.model_validate(about["table"])
+        found = StoredTable(spec, int(about["version"]), arrays["ids"], arrays["values"])
+    except (SafetensorError, ValidationError, KeyError, TypeError, ValueError) as error:
         raise InvalidArgument(f"{url} is no table that Trireme exported: {error}") from error
     ids, values = found.ids, found.values
     fits = ids.dtype == np.int64 and values.dtype == np.float32 and values.shape == (len(ids), spec.dim)
@@ -102,3 +114,17 @@ def load_tables(model: nn.Module, folder: str) -> None:
             raise InvalidArgument(msg, hint="use the script that the tables were trained with")
         stored.append(found)
     tables.bind(StoredTables(stored))
+
+
+def save_tables(model: nn.Module, folder: str) -> list[str]:
+    """Write the rows of a model that was trained in this process, for load_tables: below `tables/` in the folder. Returns the files. `python
+    script.py --export` does it by itself. Raises InvalidArgument: the rows are not in this process."""
+    tables = ModelTables(model, 0)
+    source: object = tables.source
+    if not isinstance(source, Storable):
+        names = ", ".join(spec.name for spec in tables.specs) or "none"
+        msg = f"the rows of the model's tables ({names:.200}) are not in this process, so they cannot be saved"
+        raise InvalidArgument(
+            msg, hint="save_tables is for a model that plain python has trained, or whose tables were loaded"
+        )
+    return list(write_tables(source.stored(), str(folder)).values())

@@ -48,6 +48,12 @@ class ModelTables:
     def __repr__(self) -> str:
         return f"<ModelTables {', '.join(spec.name for spec in self.specs)}>"
 
+    @property
+    def source(self) -> RowSource | None:
+        """What rows come from at the moment."""
+        bound = self._layers[0][0].bound if self._layers else None
+        return None if bound is None else bound.source
+
     def bind(self, source: RowSource | None) -> None:
         """Until the next call, rows come from there and have no gradients. None: from nowhere."""
         for layer, table in self._layers:
