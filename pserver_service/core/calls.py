@@ -85,7 +85,7 @@ class BlockServer:
 
     def rows_stepped(self, store: Store) -> None:
         assert store.rows is not None
-        store.rows_stepped()
+        store.stepped(store.rows)
         for wake in tuple(self.lookups):
             wake()
         self.stepped(ROWS, store.rows.version)

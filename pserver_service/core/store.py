@@ -231,7 +231,7 @@ class Store:
             measured, content = self.clipping.measures(step), (value, item.count, options, memory, item.dtype)
             verdict = state.push(step, item.lanes, *content, lent=lent, measured=measured)
             if state.version != before:
-                self._stepped(state)
+                self.stepped(state)
             elif state.held:
                 self._held_step = state.version
             return verdict
@@ -263,13 +263,13 @@ class Store:
         if norm is None:
             return False
         state.settle(self.clipping.factor(norm), self._options(state.version, state.place))
-        self._stepped(state)
+        self.stepped(state)
         return True
 
-    def _stepped(self, state: BlockState) -> None:
-        """`state` has just reached its version."""
-        self.history.fix(state.version)
-        self._save(state)
+    def stepped(self, part: BlockState | TableRows) -> None:
+        """It has just reached its version."""
+        self.history.fix(part.version)
+        self._save(part)
 
     def pull(self, number: int, version: int | None) -> Buffer | Verdict:
         """A block's values at `version` (None: the current one); the caller retains them to keep them across an await."""
@@ -327,12 +327,6 @@ class Store:
         if taken is None and self.snapshot_waits:
             taken, self.snapshot = self.snapshot, None
         return taken
-
-    def rows_stepped(self) -> None:
-        """`rows` have just reached their version."""
-        assert self.rows is not None
-        self.history.fix(self.rows.version)
-        self._save(self.rows)
 
     def _save(self, state: BlockState | TableRows) -> None:
         """`state` has just reached its version."""

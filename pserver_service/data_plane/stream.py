@@ -10,9 +10,9 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 from pserver_service.core.calls import OpenPull, OpenPush
+from pserver_service.data_plane.heads import head_of, same_of
 from pserver_service.data_plane.lookups import StreamLookups
 from pserver_service.pserver import Pserver
 from shared.blocks.buffers import Buffer
@@ -34,19 +34,6 @@ MAX_AHEAD = 4096  # references read on one connection whose payloads are not app
 UNUSED_S = 3600.0  # for a connection without a call: trainers keep it open while they compute
 
 log = telemetry.logger("pserver.stream")
-
-
-@lru_cache(maxsize=codec.KNOWN_HEADERS)
-def _head(number: int, block: int, dtype: str | None, size: int, at: Place | None = None) -> bytes:
-    """The header of a block that a pull gets; it is the same in every step."""
-    fields: codec.Fields = {"id": number, "block": block}
-    return codec.encode_block(fields | ({"dtype": dtype} if dtype else {}) | ({"at": at} if at else {}), size)
-
-
-@lru_cache(maxsize=codec.KNOWN_HEADERS)
-def _same(number: int, block: int) -> bytes:
-    """All of a block that a pull need not get again."""
-    return codec.encode_block({"id": number, "block": block, "same": True}, 0)
 
 
 @dataclass(slots=True)
@@ -317,19 +304,19 @@ class PserverStream(FrameStream):
                 self._due.append(number)
                 block, _, buffer = found
                 if buffer is None:
-                    self.send_head(_same(number, block))
+                    self.send_head(same_of(number, block))
                     continue
                 size, dtype = buffer.view.nbytes, pull.pulling.narrow(block)
                 lent = self._memory.lend(number, buffer)
                 if lent is None:
                     self._sent.append(buffer)
-                    self.send(_head(number, block, dtype, size), buffer.view)
+                    self.send(head_of(number, block, dtype, size), buffer.view)
                     self._release()
                 else:
                     offers, at = lent
                     if offers.offers:
                         self.send_map(codec.plain(offers))
-                    self.send_head(_head(number, block, dtype, 0, at))
+                    self.send_head(head_of(number, block, dtype, 0, at))
 
     def _arrived(self, number: int) -> None:
         """A block that a pull waits for has its version (called in the middle of a push)."""

@@ -6,9 +6,9 @@ change is kept first, once, as long as its slot is not written: so what is kept 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from threading import Lock as Lock
 
 import numpy as np
 
@@ -32,7 +32,7 @@ class SlotGroup:
 class TableSnapshot:
     """Of the table's newest version. `lock`: held while the table is stepped. `close` it at the end. `updates`, `sketch`: see Table."""
 
-    def __init__(self, table: Table, lock: threading.Lock) -> None:
+    def __init__(self, table: Table, lock: Lock) -> None:
         self.spec, self.version, self.updates = table.spec, table.version, table.updates
         self.width = table.width
         self.sketch = None if table.sketch is None else table.sketch.copy()

@@ -89,8 +89,8 @@ FOLDERS = {"shared", "shared.checkpoints", "shared.wire"}  # an import of a file
 PURE_SHARED = (
     "blocks",
     "checkpoints.schedule",
-    "cron",
     "criteria",
+    "cron",
     "errors",
     "evaluations",
     "events",
@@ -99,9 +99,11 @@ PURE_SHARED = (
     "metric_names",
     "optimizers",
     "records",
-    "times",
     "slots",
+    "tables",
+    "times",
     "wire.messages",
+    "wire.verdict",
 )
 
 

@@ -12,11 +12,10 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from itertools import count
 
 from shared.errors import BadFrame, CallerError, DeadlineExceeded, NotReady, PeerError, TriremeError, from_map
-from shared.lanes import Interval
 from shared.records import PserverMember, Record
 from shared.runtime import clock, http, telemetry
 from shared.tables.payload import MOST_BYTES
@@ -36,6 +35,7 @@ from shared.wire.messages import (
 from shared.wire.shared_memory import Region, peer_of
 from shared.wire.stream import HEAD_COST_BYTES, HEADS, FrameStream
 from shared.wire.upgrade import UpgradeRefused, upgrade
+from trainer_agent.data_plane.heads import fields_of, head_of
 from trainer_agent.data_plane.http import HttpPserver, Placed, Sink, socket_of, waits_s
 from trainer_agent.data_plane.memory import TrainerMemory
 from trainer_agent.waiting.leave_when_done import leave_when_done
@@ -46,34 +46,12 @@ CLOSE_S = 2.0
 log = telemetry.logger("stream")
 
 
-@lru_cache(maxsize=codec.KNOWN_HEADERS)
-def _head(
-    number: int, block: int, lanes: Interval, samples: int, dtype: str | None, size: int, at: Place | None
-) -> bytes:
-    """What precedes a pushed block; the same in every step."""
-    fields: codec.Fields = {"id": number, "block": block, "lanes": lanes, "count": samples}
-    return codec.encode_block(fields | ({"dtype": dtype} if dtype else {}) | ({"at": at} if at else {}), size)
-
-
-def _fields(number: int, item: PushBlock) -> codec.Fields:
-    """Of a block with a result, or of rows; Record.model_dump takes three times as long."""
-    fields: codec.Fields = {"id": number, "block": item.block, "lanes": item.lanes, "count": item.count}
-    if (result := item.result) is not None:
-        fields["result"] = {
-            "loss_sum": result.loss_sum,
-            "records": result.records,
-            "skipped": result.skipped,
-            "metrics": result.metrics,
-        }
-    return fields | ({"dtype": item.dtype} if item.dtype else {}) | ({"rows": item.rows} if item.rows else {})
-
-
 class _Call:
     """One request in flight; `answer` is its last frame. `lent`: the regions that the pserver may read for it."""
 
     def __init__(self, sink: Sink | None = None, placed: Placed | None = None) -> None:
         self.sink, self.placed = sink, placed
-        self.rows: memoryview | None = None  # of a lookup, whose payload comes here
+        self.rows = NOTHING  # of a lookup, whose payload comes here
         self.lent: set[Region] = set()
         self.took = 0  # blocks copied out of the pserver's memory, of which it was not told yet
         self.answer: asyncio.Future[codec.Fields] = asyncio.get_running_loop().create_future()
@@ -338,9 +316,9 @@ class StreamPserver(HttpPserver):
                         await stream.taken(self._stall_s)
                         at = await stream.refer(call, view, self._stall_s)
                         size = 0 if at else view.nbytes
-                        head = _head(number, item.block, item.lanes, item.count, item.dtype, size, at)
+                        head = head_of(number, item.block, item.lanes, item.count, item.dtype, size, at)
                         if item.result is not None or item.rows is not None:
-                            fields = _fields(number, item) | ({"at": at} if at else {})
+                            fields = fields_of(number, item) | ({"at": at} if at else {})
                             head = codec.encode_block(fields, size)
                         if at:
                             stream.send_head(head)
@@ -366,13 +344,13 @@ class StreamPserver(HttpPserver):
         if stream is None:
             return await super().lookup(request, ids)
         with stream.call("lookup", request) as (number, call):
+            await stream.taken(self._stall_s)
             if ids.nbytes:
-                await stream.taken(self._stall_s)
                 stream.send(codec.encode_block({"id": number, "lookup": True}, ids.nbytes), ids)
             await stream.taken(self._stall_s)
             stream.send_map({"id": number, "end": True})
             end = codec.read(LookupEnd, await stream.answered(call, self._stall_s + request.wait_s))
-            return end, call.rows if call.rows is not None else memoryview(b"")
+            return end, call.rows
 
     async def _connected(self) -> TrainerStream | None:
         """None: plain requests are what this pserver understands. Raises PeerError."""
@@ -393,15 +371,8 @@ class StreamPserver(HttpPserver):
         make, limit_s = partial(TrainerStream, name), min(CONNECT_S, self._stall_s)
         self._share = self._share and bool(uds) and not (self.stream is not None and self.stream.memory.unreadable)
         try:
-            stream = await upgrade(
-                self.member.url,
-                make,
-                self.member.incarnation,
-                uds=uds,
-                token=self._token,
-                tls=self._tls,
-                limit_s=limit_s,
-            )
+            url, meant = self.member.url, self.member.incarnation
+            stream = await upgrade(url, make, meant, uds=uds, token=self._token, tls=self._tls, limit_s=limit_s)
         except UpgradeRefused as error:
             log.warning("upgrade_refused", pserver=self.member.index, cause=error.message)
             self.refused = True

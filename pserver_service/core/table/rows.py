@@ -8,7 +8,6 @@ All tables step together. A lane without an id of a table pushes no ids, but it 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -20,7 +19,7 @@ from shared.tables.hashing import slots_of
 from shared.tables.lanes import LaneRows, mean_over_lanes
 from shared.tables.memory import Floats, Numbers
 from shared.tables.payload import ids_in, rows_in
-from shared.tables.snapshot import TableSnapshot
+from shared.tables.snapshot import Lock, TableSnapshot
 from shared.tables.table import Table
 from shared.wire.verdict import Verdict
 
@@ -35,7 +34,7 @@ class TableRows:
         self._slot_count = layout.slot_count
         self._waiting: dict[int, list[LaneRows]] = {}
         self.stepping = False
-        self._lock = threading.Lock()  # held while they are stepped
+        self._lock = Lock()  # held while they are stepped
 
     def __repr__(self) -> str:
         return f"<TableRows version {self.version}: {len(self._waiting)} of {self.lanes} lanes, {self.tables}>"
