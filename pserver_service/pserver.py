@@ -312,9 +312,7 @@ class Pserver(BlockServer):
         """The same; the caller releases the buffer."""
         store = self._ready(header)
         elements = store.layout.block_bytes // ELEMENT_BYTES["float32"]
-        return store.pool.take("float32", elements), 2 * store.lanes * max(
-            1, len(store.blocks) + (store.rows is not None)
-        )
+        return store.pool.take("float32", elements), 2 * store.lanes * store.parts
 
     def open_push(self, store: Store, header: PushHeader) -> OpenPush:
         return OpenPush(self, store, header)

@@ -127,6 +127,11 @@ class Store:
         return [*self.blocks.values(), *filter(None, [self.rows])]
 
     @property
+    def parts(self) -> int:
+        """How many blocks, and rows, a push may name for each lane."""
+        return max(1, len(self._parts))
+
+    @property
     def lowest(self) -> int:
         return min((part.version for part in self._parts), default=self._first_version)
 

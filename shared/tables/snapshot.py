@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from threading import Lock as Lock
+from threading import Lock
 
 import numpy as np
 
@@ -27,6 +27,11 @@ class SlotGroup:
     first: int
     last: int
     rows: int
+
+
+def new_lock() -> Lock:
+    """For the tables that step together."""
+    return Lock()
 
 
 class TableSnapshot:

@@ -19,7 +19,7 @@ from shared.tables.hashing import slots_of
 from shared.tables.lanes import LaneRows, mean_over_lanes
 from shared.tables.memory import Floats, Numbers
 from shared.tables.payload import ids_in, rows_in
-from shared.tables.snapshot import Lock, TableSnapshot
+from shared.tables.snapshot import TableSnapshot, new_lock
 from shared.tables.table import Table
 from shared.wire.verdict import Verdict
 
@@ -34,7 +34,7 @@ class TableRows:
         self._slot_count = layout.slot_count
         self._waiting: dict[int, list[LaneRows]] = {}
         self.stepping = False
-        self._lock = Lock()  # held while they are stepped
+        self._lock = new_lock()  # held while they are stepped
 
     def __repr__(self) -> str:
         return f"<TableRows version {self.version}: {len(self._waiting)} of {self.lanes} lanes, {self.tables}>"
