@@ -127,8 +127,7 @@ class Store:
         return [*self.blocks.values(), *filter(None, [self.rows])]
 
     @property
-    def parts(self) -> int:
-        """How many blocks, and rows, a push may name for each lane."""
+    def parts(self) -> int:  # that a push may name for each lane
         return max(1, len(self._parts))
 
     @property
