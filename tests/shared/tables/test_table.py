@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.errors import InvalidArgument
 from shared.records.layout import RowInit, RowOptimizer, TableSpec
 from shared.tables.hashing import slots_of
 from shared.tables.table import Table, joined
@@ -131,3 +132,8 @@ def test_many_rows_are_found_again_while_cells_and_memory_grow() -> None:
     everything = joined([table.read_slot(slot) for slot in table.slots()], table.width)
     assert table.rows == len(everything) == len(np.unique(everything.ids))
     assert np.array_equal(everything.content[:, 0], everything.ids.astype(np.float32))
+
+
+def test_a_limit_that_slots_cannot_share_out_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="max_rows is 7, and the job has 8 slots"):
+        Table(spec_of(EXACT[0], max_rows=7), 8)
