@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shared.errors import InvalidArgument
 from shared.records.layout import TableSpec
 from shared.tables.hashing import slots_of
 from shared.tables.kernels import cells as cell_loops
@@ -80,9 +81,14 @@ class Counts:
 
 class Table:
     """`version`: steps made. `updates`: steps that had data (Adam counts them). Not for several threads at once. Each of `leaving` is called with rows
-    that a step has changed or removed, as they were (see snapshot.py); while there are any, nothing is swept."""
+    that a step has changed or removed, as they were (see snapshot.py); while there are any, nothing is swept. Raises InvalidArgument for a `max_rows` below `slot_count`."""
 
     def __init__(self, spec: TableSpec, slot_count: int, version: int = 0) -> None:
+        if spec.max_rows is not None and spec.max_rows < slot_count:
+            msg = f"table {spec.name}: max_rows is {spec.max_rows}, and the job has {slot_count} slots, which share it out"
+            raise InvalidArgument(
+                msg, hint=f"give at least {slot_count}, or leave it out: a table this small needs no limit"
+            )
         self.spec, self.version, self.updates = spec, version, 0
         self.slot_count = slot_count
         self.counts = Counts()
