@@ -73,7 +73,7 @@ class Torch:
         with self._torch.no_grad():
             return self._embedding(self._torch.from_numpy(self._data.places(number))).numpy()
 
-    def step(self, number: int, gradients: np.ndarray, places: np.ndarray) -> None:
+    def step(self, gradients: np.ndarray, places: np.ndarray) -> None:
         self._optimizer.zero_grad()
         self._embedding(self._torch.from_numpy(places)).backward(self._torch.from_numpy(gradients))
         self._optimizer.step()
@@ -165,7 +165,7 @@ class Server:
     def small(self, number: int) -> None:
         self.runner.run(self._rows(np.unique(self._data.all[self._data.places(number, SMALL)])))
 
-    def step(self, number: int, gradients: np.ndarray, places: np.ndarray) -> None:
+    def step(self, gradients: np.ndarray, places: np.ndarray) -> None:
         from shared.tables.grouping import grouped
         from shared.tables.lanes import sums_of
 
@@ -224,7 +224,7 @@ def main() -> None:
                     if number == 0:  # later the peer's steps of rows without a gradient differ from ours
                         assert np.array_equal(expected, found), f"{way.name} found other values"
                 for way in ways:
-                    steps[way.name].append(options.ids / timed(way.step, number, gradients, places)[0] / 1e6)
+                    steps[way.name].append(options.ids / timed(way.step, gradients, places)[0] / 1e6)
                 for way in ways:
                     if isinstance(way, Server):
                         small[way.name] += [timed(way.small, 100 * number + k)[0] * 1e3 for k in range(40)]
