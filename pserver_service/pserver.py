@@ -258,7 +258,7 @@ class Pserver(BlockServer):
         """Raises NotReady, InvalidArgument; WrongOwner: the asker goes by another slot map, so blocks might be left out."""
         if self.store is None:
             raise self._not_ready()
-        self._check_map(self.store, query.slots)
+        self.check_map(self.store, query.slots)
         if not (query.task_id.isascii() and query.task_id.isdigit()):
             msg = f"task {query.task_id[:40]!r} is not in the ledger: only training tasks (numbers) are"
             raise InvalidArgument(msg)
@@ -274,7 +274,7 @@ class Pserver(BlockServer):
             if self.hands_over:
                 msg = f"pserver-{self.index} hands blocks over, and what it promised with them: claim again"
                 raise NotReady(msg)
-            self._check_map(store, header.slots)
+            self.check_map(store, header.slots)
         self._fence(header)
         try:
             push = self.open_push(store, header)
@@ -367,8 +367,8 @@ class Pserver(BlockServer):
     def _not_ready(self) -> NotReady:
         return NotReady(f"pserver-{self.index} ({self.incarnation}) has no parameters yet: wait for init_ps/done")
 
-    def _check_map(self, store: Store, version: int) -> None:
-        """What concerns all owners of blocks has to reach all of them. 0: the asker does not say which map it goes by."""
+    def check_map(self, store: Store, version: int) -> None:
+        """What concerns all owners of blocks has to reach all of them. 0: the asker does not say which map it goes by. Raises NotReady, WrongOwner."""
         if not version or store.slots is None:
             return
         mine = store.slots.version

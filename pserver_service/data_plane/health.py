@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -10,6 +11,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from pserver_service.data_plane.http import PSERVER
 from pserver_service.pserver import Pserver
+
+if TYPE_CHECKING:
+    from pserver_service.core.table.rows import TableRows  # loads numba
+    from shared.tables.table import Table
 
 routes = web.RouteTableDef()
 
@@ -51,6 +56,31 @@ class Collector:
             ]
         for name, text, number in gauges:
             yield GaugeMetricFamily(f"trireme_pserver_{name}", text, value=number)
+        if store is not None and store.rows is not None:
+            yield from _of_tables(store.rows)
+
+
+def _of_tables(rows: TableRows) -> Iterator[Metric]:
+    """Counters count since the process took its rows."""
+    families: list[tuple[GaugeMetricFamily | CounterMetricFamily, Callable[[Table], int]]] = [
+        (_gauge("rows", "rows that have memory, expired ones included"), lambda table: table.rows),
+        (_gauge("bytes", "memory of rows, their state and their index"), lambda table: table.bytes),
+        (_counter("admitted_rows", "rows that appeared"), lambda table: table.counts.admitted),
+        (_counter("evicted_rows", "rows that left"), lambda table: table.counts.evicted),
+        (_counter("refused_gradients", "gradients of ids that had no row yet"), lambda table: table.counts.refused),
+    ]
+    for family, number in families:
+        for table in rows.tables:
+            family.add_metric([table.spec.name], number(table))
+        yield family
+
+
+def _gauge(name: str, text: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"trireme_pserver_table_{name}", text, labels=["table"])
+
+
+def _counter(name: str, text: str) -> CounterMetricFamily:
+    return CounterMetricFamily(f"trireme_pserver_table_{name}", text, labels=["table"])
 
 
 @routes.get("/healthz")

@@ -3,6 +3,7 @@
 POST /v1/init  /v1/push   header, blocks, end  ->  PushAnswer map
 POST /v1/pull             PullRequest map      ->  header, blocks as they arrive, end
 POST /v1/lookup           LookupRequest, ids   ->  header, rows, end
+POST /v1/table            TableRequest map     ->  header, ids and rows, end
 POST /v1/handoffs         header, parts, end   ->  HandoffAnswer map
 POST /v1/ledger           LedgerQuery map      ->  LedgerAnswer map
 GET  /v1/info                                  ->  PserverInfo map (JSON if the caller accepts only that)
@@ -21,7 +22,7 @@ from aiohttp import web
 from pserver_service.core.geometry import MAX_BLOCK_BYTES, MAX_BLOCKS, MAX_INIT_PARTS
 from pserver_service.data_plane.guard import asked_of
 from pserver_service.data_plane.http_frames import Incoming, TimeLimits, write_block
-from pserver_service.data_plane.lookups import ids_bytes, lookup
+from pserver_service.data_plane.lookups import ids_bytes, lookup, portion
 from pserver_service.data_plane.stream import PserverStream
 from pserver_service.pserver import Pserver
 from shared.errors import BadFrame
@@ -44,6 +45,7 @@ from shared.wire.messages import (
     PullRequest,
     PushBlock,
     PushHeader,
+    TableRequest,
 )
 from shared.wire.round_robin import RoundRobin
 from shared.wire.stream import PATH, UPGRADE, unbuffered
@@ -103,13 +105,13 @@ async def rows(request: web.Request) -> web.Response:
     async for _, payload in body.blocks(codec.Limits(payload_bytes=size, blocks=1)):
         ids = payload
     found = await lookup(pserver, wanted, ids)
-    parts: list[bytes | memoryview] = [
-        codec.encode({"protocol": PROTOCOL_VERSION, "job": pserver.job, "generation": pserver.generation})
-    ]
-    if not isinstance(found, LookupEnd):
-        parts += [codec.encode_block(LookupIds(), found.nbytes), found]
-        found = LookupEnd(code="OK")
-    return web.Response(body=b"".join([*parts, codec.encode_end(found)]), content_type=codec.CONTENT_TYPE)
+    return _rows(pserver, found, None) if isinstance(found, LookupEnd) else _rows(pserver, LookupEnd(code="OK"), found)
+
+
+@routes.post("/v1/table")
+async def table(request: web.Request) -> web.Response:
+    pserver = request.app[PSERVER]
+    return _rows(pserver, *portion(pserver, codec.read(TableRequest, await _body(request))))
 
 
 @routes.post("/v1/pull")
@@ -198,6 +200,15 @@ async def close_streams(app: web.Application) -> None:
 
 def _message(record: Record) -> web.Response:
     return web.Response(body=codec.encode(record), content_type=codec.CONTENT_TYPE)
+
+
+def _rows(pserver: Pserver, end: Record, payload: memoryview | None) -> web.Response:
+    """With rows of embedding tables."""
+    opening = {"protocol": PROTOCOL_VERSION, "job": pserver.job, "generation": pserver.generation}
+    parts = [codec.encode(opening), codec.encode_end(end)]
+    if payload is not None:
+        parts[1:1] = [codec.encode_block(LookupIds(), payload.nbytes), bytes(payload)]
+    return web.Response(body=b"".join(parts), content_type=codec.CONTENT_TYPE)
 
 
 async def _body(request: web.Request) -> codec.Fields:

@@ -1,6 +1,7 @@
 """Lookups of rows of embedding tables, for plain requests and for streams; and their steps, in turns with everything else.
 
 LookupRequest ─► ids ─► wait until the tables have the version ─► rows, LookupEnd
+TableRequest ─► rows of some slots, TableEnd
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from pserver_service.core.store import Store
 from pserver_service.pserver import Pserver
-from shared.errors import BadFrame, InvalidArgument
+from shared.errors import BadFrame, Gone, InvalidArgument, NotReady
 from shared.runtime import clock, telemetry
 from shared.runtime.waiting import event_within
 from shared.tables.payload import ids_in, size_of
-from shared.wire.messages import LookupEnd, LookupRequest
+from shared.wire.messages import LookupEnd, LookupRequest, TableEnd, TableRequest
 from shared.wire.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -98,6 +99,27 @@ async def lookup(pserver: Pserver, request: LookupRequest, payload: memoryview) 
         return found
     finally:
         opened.close()
+
+
+def portion(pserver: Pserver, request: TableRequest) -> tuple[TableEnd, memoryview]:
+    """Some rows of a whole table. Raises NotReady, WrongOwner, Gone, InvalidArgument, TooLarge, BadFrame, LayoutMismatch."""
+    pserver.check(request)
+    store = pserver.loaded()
+    rows = tables_in(store)
+    if request.generation < pserver.timeline:
+        msg = f"the job was rolled back in generation {pserver.timeline}, this is of {request.generation}: join again"
+        raise NotReady(msg)
+    pserver.check_map(store, request.slots)
+    if rows.stepping or request.version > rows.version:
+        msg = f"the tables have not reached version {request.version} (they are at {rows.version}): ask again"
+        raise NotReady(msg)
+    if request.version < rows.version:
+        raise Gone(
+            f"the tables are at version {rows.version}, {request.version} was asked: whole tables are read at the newest"
+        )
+    total = rows.rows_in_table(request.table)
+    count, payload, following = rows.portion(request.table, request.first)
+    return TableEnd(rows=count, next=following, total=total), payload
 
 
 @dataclass(slots=True)

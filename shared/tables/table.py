@@ -55,6 +55,12 @@ def stamps_of(words: Words) -> Numbers:
     return (words >> parts.STAMP_SHIFT).astype(np.int64)
 
 
+def living(rows: RowsOfIds, spec: TableSpec, version: int) -> RowsOfIds:
+    """Those that are not expired at `version`."""
+    limit = spec.evict_after_steps
+    return rows if limit is None else rows.where(version - stamps_of(rows.words) <= limit)
+
+
 def joined(parts: list[RowsOfIds], width: int) -> RowsOfIds:
     """In the order of their ids."""
     if len(parts) == 1:

@@ -4,6 +4,7 @@ push (sync)   PushHeader(step, positions, lane_zero?)       then per block PushB
 push (async)  PushHeader(task, start, end, lane_zero)       then per block PushBlock + payload,   then the end map
 pull          PullRequest(version | None, blocks)     ->    per block PulledBlock + payload,      then PullEnd
 lookup        LookupRequest(version, rows) + ids      ->    rows,                                 then LookupEnd
+table         TableRequest(version, table, first)     ->    ids and rows of some slots,           then TableEnd
 """
 
 from __future__ import annotations
@@ -182,6 +183,25 @@ class LookupEnd(Record):
 
     code: Literal["OK", "TOO_EARLY", "GONE", "NOT_READY", "WRONG_OWNER"]
     message: str = ""
+
+
+class TableRequest(MessageHeader):
+    """All rows of the `table`th embedding table at `version`, the newest one: those of slots from `first` on, as many as go into one answer.
+    `first` = slot_count: only how many rows there are. `slots`: version of the slot map that the asker goes by; 0: not checked."""
+
+    version: int
+    table: int = Field(ge=0, lt=MOST_TABLES)
+    first: int = Field(default=0, ge=0)
+    slots: int = 0
+
+
+class TableEnd(Record):
+    """After a payload of `rows` ids, ascending, and their rows; expired rows are left out. `next`: the first slot that is not in it; slot_count:
+    that was all. `total`: rows of the table at this parameter server, expired ones included."""
+
+    rows: int = Field(ge=0)
+    next: int = Field(ge=0)
+    total: int = Field(ge=0)
 
 
 class LedgerQuery(Record):

@@ -39,6 +39,8 @@ from shared.wire.messages import (
     PushAnswer,
     PushBlock,
     PushHeader,
+    TableEnd,
+    TableRequest,
 )
 
 Sink = Callable[[PulledBlock], memoryview]
@@ -69,6 +71,10 @@ class PserverPort(Protocol):
 
     async def lookup(self, request: LookupRequest, ids: memoryview) -> tuple[LookupEnd, memoryview]:
         """The end, and the payload of rows: empty if there is none."""
+        ...
+
+    async def table(self, request: TableRequest) -> tuple[TableEnd, memoryview]:
+        """The end, and the payload of ids and rows."""
         ...
 
     async def info(self) -> PserverInfo: ...
@@ -144,6 +150,13 @@ class HttpPserver:
         return codec.read(PullEnd, end)
 
     async def lookup(self, request: LookupRequest, ids: memoryview) -> tuple[LookupEnd, memoryview]:
+        body = b"".join([codec.encode(request), codec.encode_block(LookupIds(), ids.nbytes), ids, codec.encode_end()])
+        return await self._rows("/v1/lookup", body, LookupEnd, self._stall_s + request.wait_s)
+
+    async def table(self, request: TableRequest) -> tuple[TableEnd, memoryview]:
+        return await self._rows("/v1/table", codec.encode(request), TableEnd, self._stall_s)
+
+    async def _rows(self, path: str, body: bytes, kind: type[Answer], limit_s: float) -> tuple[Answer, memoryview]:
         rows = memoryview(b"")
 
         def place(_: codec.Fields, size: int) -> memoryview:
@@ -151,22 +164,18 @@ class HttpPserver:
             rows = memoryview(bytearray(size))
             return rows
 
-        body = b"".join([codec.encode(request), codec.encode_block(LookupIds(), ids.nbytes), ids, codec.encode_end()])
         decoder = codec.Decoder(codec.Limits(payload_bytes=MOST_BYTES, blocks=1), place)
         end: codec.Fields = {}
         try:
-            async with (
-                asyncio.timeout(self._stall_s + request.wait_s),
-                self._request("POST", "/v1/lookup", body) as response,
-            ):
+            async with asyncio.timeout(limit_s), self._request("POST", path, body) as response:
                 async for chunk in response.content.iter_any():
                     for event in decoder.feed(chunk):
                         if isinstance(event, codec.Ended):
                             end = event.header
         except TimeoutError as error:
-            raise self._silent("/v1/lookup", self._stall_s + request.wait_s) from error
+            raise self._silent(path, limit_s) from error
         decoder.finish()
-        return codec.read(LookupEnd, end), rows
+        return codec.read(kind, end), rows
 
     async def info(self) -> PserverInfo:
         return await self._ask("/v1/info", None, PserverInfo)

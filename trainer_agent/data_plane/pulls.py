@@ -16,9 +16,9 @@ from shared.records.step import StepRecord, StepResult
 from shared.wire.lending import NOTHING
 from shared.wire.messages import PulledBlock, PullEnd, PullRequest
 from trainer_agent.core.steps import agreed
-from trainer_agent.data_plane.lookups import Lookups
 from trainer_agent.data_plane.peers import OWN_LEASE, Connect, Suspect
 from trainer_agent.data_plane.step_norm import StepNormFinder
+from trainer_agent.data_plane.whole_tables import WholeTables
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting.retry import Backoff
 from trainer_agent.waiting.single_error import SingleErrorGroup
@@ -32,7 +32,7 @@ async def _at_once() -> bool:
     return False
 
 
-class Pulls(Lookups):
+class Pulls(WholeTables):
     """`vectors`: whose staging vector a pull fills, and whose parameters in use `swap` replaces."""
 
     def __init__(

@@ -28,6 +28,7 @@ from shared.storage import files
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.evaluating import Evaluator, TaskSums, read_checkpoint
 from trainer_agent.loops.timeline import timeline_of
+from trainer_agent.tables.export import export_tables
 from trainer_agent.tasks.source import LoadedTask, TaskFailed
 from trainer_agent.waiting.retry import retry
 
@@ -122,6 +123,7 @@ class EvaluateExportLoop:
         place = files.join(self._source.spec.storage, "export")
         try:
             exports = await self._compute.export(place)
+            exports |= await self._export_tables(place)
         except (OSError, InvalidArgument) as error:
             message = f"the model cannot be written to {place}: {error}"
             kind = StorageUnreachable if isinstance(error, OSError) else InvalidArgument
@@ -130,6 +132,12 @@ class EvaluateExportLoop:
         await self._compute.finish()
         best = await self._export_best(files.join(place, "best"), exports, metrics)
         return self._source.completion(task, exports=exports, sums=metrics, best=best)
+
+    async def _export_tables(self, place: str) -> dict[str, str]:
+        tables = self._compute.layout.tables
+        if not tables or self._final is None:
+            return {}
+        return await export_tables(self._transfer, tables, self._final.version, place, self._source.offload)
 
     async def _export_best(
         self, place: str, exports: dict[str, str], metrics: dict[str, float]

@@ -13,7 +13,7 @@ from shared.records.layout import TableSpec
 from shared.tables.grouping import Numbers
 from shared.tables.lanes import LaneRows, mean_over_lanes
 from shared.tables.memory import Floats
-from shared.tables.table import RowsOfIds, Table, joined, stamps_of
+from shared.tables.table import Table, joined, living
 from trainer_agent.tables.files import StoredTable
 
 
@@ -50,10 +50,6 @@ class LocalTables:
 
 
 def _stored(table: Table) -> StoredTable:
-    rows = joined([_living(table, table.read_slot(slot)) for slot in table.slots()], table.width)
+    rows = joined([table.read_slot(slot) for slot in table.slots()], table.width)
+    rows = living(rows, table.spec, table.version)
     return StoredTable(table.spec, table.version, rows.ids, np.ascontiguousarray(rows.content[:, : table.spec.dim]))
-
-
-def _living(table: Table, rows: RowsOfIds) -> RowsOfIds:
-    limit = table.spec.evict_after_steps
-    return rows if limit is None else rows.where(table.version - stamps_of(rows.words) <= limit)

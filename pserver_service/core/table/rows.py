@@ -12,16 +12,20 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from shared.errors import InvalidArgument, TooLarge
 from shared.lanes import Interval
 from shared.records import SlotMap
 from shared.records.layout import Layout
 from shared.tables.hashing import slots_of
 from shared.tables.lanes import LaneRows, mean_over_lanes
 from shared.tables.memory import Floats, Numbers
-from shared.tables.payload import ids_in, rows_in
+from shared.tables.payload import ID_BYTES, MOST_BYTES, NUMBER_BYTES, ids_in, rows_in
+from shared.tables.payload import joined as payload_of
 from shared.tables.snapshot import TableSnapshot, new_lock
-from shared.tables.table import Table
+from shared.tables.table import RowsOfIds, Table, joined, living
 from shared.wire.verdict import Verdict
+
+PORTION_BYTES = 4 << 20  # of a whole table in one answer, if its slots are not larger: milliseconds
 
 
 class TableRows:
@@ -120,3 +124,33 @@ class TableRows:
             table.lookup(some, flat[first : first + size].reshape(len(some), table.spec.dim), version)
             first += size
         return flat.data.cast("B")
+
+    # ------------------------------------------------------------ whole tables
+
+    def rows_in_table(self, number: int) -> int:
+        """That have memory. Raises InvalidArgument."""
+        if number >= len(self.tables):
+            raise InvalidArgument(f"table {number} was asked for: the model has {len(self.tables)}")
+        return self.tables[number].rows
+
+    def portion(self, number: int, first: int) -> tuple[int, memoryview, int]:
+        """Of a table at the newest version, the rows of slots from `first` on that go into one answer: how many, the payload (ids, rows), and
+        the first slot that is not in it. Raises TooLarge: one slot has more than a payload can."""
+        table = self.tables[number]
+        counts, dim = table.counts_by_slot(), table.spec.dim
+        row_bytes = ID_BYTES + NUMBER_BYTES * dim
+        most, rows, slot = PORTION_BYTES // row_bytes, 0, first
+        found: list[RowsOfIds] = []
+        for slot in range(first, self._slot_count):
+            count = int(counts[slot])
+            if found and rows + count > most:
+                break
+            if count * row_bytes > MOST_BYTES:
+                raise TooLarge(f"slot {slot} of table {table.spec.name} has {count} rows: too many for one answer")
+            rows += count
+            if count:
+                found.append(table.read_slot(slot))
+        else:
+            slot = self._slot_count
+        whole = living(joined(found, table.width), table.spec, table.version)
+        return len(whole), payload_of([whole.ids], [whole.content[:, :dim]]), slot

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 from master_service.leadership.master import Master
-from pserver_service.data_plane.lookups import lookup
+from pserver_service.data_plane.lookups import lookup, portion
 from pserver_service.pserver import Pserver
 from shared.errors import NotFound, PeerError
 from shared.wire.messages import LookupEnd, PullEnd
@@ -65,6 +65,10 @@ class DirectPserver:
     async def lookup(self, request, ids):
         found = await lookup(self._pserver, request, memoryview(bytes(ids)))
         return (found, memoryview(b"")) if isinstance(found, LookupEnd) else (LookupEnd(code="OK"), found)
+
+    async def table(self, request):
+        end, payload = portion(self._pserver, request)
+        return end, memoryview(bytes(payload))
 
     async def info(self):
         return await self._pserver.info()

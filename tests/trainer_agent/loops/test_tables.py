@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from pserver_service.core.table import rows
 from shared.records import Phase
 from shared.tables.table import joined
 from tests.trainer_agent.cluster import TorchCluster, cluster
 from tests.trainer_agent.scripts import differing, spec_for, write_script
+from trainer_agent.script.user_module import load
+from trainer_agent.tables import export
+from trainer_agent.tables.files import StoredTable, read_table, write_tables
+from trireme import plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 MODEL = """
@@ -36,7 +44,20 @@ async def trained(spec, trainers: int = 1, *, kill: bool = False):
             await job.kill("trainer-0-x")
         state = await job.ended()
         assert state.phase is Phase.COMPLETED, state
-        return job.exported(), tables_of(job)
+        found = tables_of(job)
+        exported = files_of(spec, state)
+        for name, (ids, content) in found.items():
+            assert np.array_equal(exported[name].ids, ids)
+            assert np.array_equal(exported[name].values, content[:, : exported[name].spec.dim])
+        return job.exported(), found
+
+
+def files_of(spec, state) -> dict[str, StoredTable]:
+    """What the export of the job says that it wrote, and what is there."""
+    folder = Path(spec.storage) / "export" / "tables"
+    written = {name: url for name, url in state.result.exports.items() if name.startswith("table ")}
+    assert written == {f"table {path.stem}": str(path) for path in folder.iterdir()}
+    return {path.stem: read_table(str(path)) for path in folder.iterdir()}
 
 
 def tables_of(job: TorchCluster) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -73,3 +94,39 @@ async def test_a_killed_trainer_leaves_no_trace_in_the_rows(tmp_path):
     spec = spec_for(script, lanes=4, records_per_task=8, pservers=2, epochs=3)
     expected = await trained(spec)
     assert_same(await trained(spec.model_copy(update={"storage": str(tmp_path / "other")}), 2, kill=True), expected)
+
+
+@pytest.fixture
+def small_portions(monkeypatch):
+    monkeypatch.setattr(rows, "PORTION_BYTES", 40)
+
+
+@pytest.mark.usefixtures("small_portions")
+async def test_one_lanes_export_has_the_bytes_of_plain_python(tmp_path):
+    script = write_script(tmp_path, model=MODEL)
+    spec = spec_for(script, lanes=1, pservers=2, slot_count=128)
+    await trained(spec, 2)
+    alone = plain.run(load(script), spec)
+    write_tables(alone.tables.stored(), str(tmp_path))
+    for name in ("user", "tag"):
+        path = f"tables/{name}.safetensors"
+        assert (Path(spec.storage) / "export" / path).read_bytes() == (tmp_path / path).read_bytes()
+
+
+async def test_a_table_that_is_too_large_for_a_trainer_is_left_out_of_the_export_with_a_word(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(export, "MOST_BYTES", 400)
+    script = write_script(tmp_path, model=MODEL)
+    spec = spec_for(script, pservers=2)
+    async with cluster(spec, 1) as job:
+        state = await job.ended()
+        assert state.phase is Phase.COMPLETED, state
+        sizes = {name: len(tables_of(job)[name][0]) * (8 + 4 * dim) for name, dim in (("tag", 3), ("user", 4))}
+        assert sizes["user"] <= 400 < sizes["tag"]
+        assert files_of(spec, state).keys() == {"user"}
+    said = capsys.readouterr().err
+    assert re.search(
+        r"table tag is not in the export: its \d+ rows are \d+ bytes, and a trainer writes at most 400", said
+    )
+    assert "`trireme export` writes it from a checkpoint" in said

@@ -1,0 +1,75 @@
+"""All rows of an embedding table, from all parameter servers: some slots at a time, so that no answer is large.
+
+each parameter server: slots from 0 on ──► ids, rows, next slot ──► ... ──► all, in the order of their ids
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shared.errors import BadFrame
+from shared.tables.hashing import Ids
+from shared.tables.payload import ids_in, rows_in
+from shared.wire.messages import TableEnd, TableRequest
+from trainer_agent.data_plane.lookups import Lookups, Rows
+from trainer_agent.data_plane.routing import Routes
+
+Part = tuple[Ids, Rows]
+
+
+class WholeTables(Lookups):
+    """At the newest version. All raise Gone if there is a newer one, DeadlineExceeded if a parameter server stays away."""
+
+    async def count_rows(self, table: int, version: int) -> int:
+        """How many rows the table has, maybe with some that are expired."""
+
+        async def ask(routes: Routes, index: int) -> int:
+            end, _ = await self._portion(routes, index, version, table, self._layout.slot_count)
+            return end.total
+
+        return sum(await self._ask_by_one_map(ask))
+
+    async def whole_table(self, table: int, version: int) -> Part:
+        """int64 (n,), ascending, and float32 (n, dim). Raises TooLarge: a parameter server cannot send it."""
+        dim = self._dims[table]
+
+        async def ask(routes: Routes, index: int) -> list[Part]:
+            found, slot = [], 0
+            while slot < self._layout.slot_count:
+                end, payload = await self._portion(routes, index, version, table, slot)
+                if end.next <= slot:
+                    raise BadFrame(f"pserver-{index} sent slots {slot} to {end.next} of a table: none at all")
+                (ids,) = ids_in(payload, [end.rows], [dim], rows=True)
+                (rows,) = rows_in(payload, [end.rows], [dim], ids=True)
+                found.append((ids, rows))
+                slot = end.next
+            return found
+
+        parts = [part for found in await self._ask_by_one_map(ask) for part in found]
+        return in_order([ids for ids, _ in parts], [rows for _, rows in parts], dim)
+
+    async def _portion(
+        self, routes: Routes, index: int, version: int, table: int, first: int
+    ) -> tuple[TableEnd, memoryview]:
+        return await self._ask(
+            index,
+            lambda port: port.table(
+                TableRequest(**self.envelope(), version=version, table=table, first=first, slots=routes.version)
+            ),
+            routes=routes,
+        )
+
+
+def in_order(ids: Sequence[Ids], rows: Sequence[Rows], dim: int) -> Part:
+    """All parts as one, ascending by id."""
+    flat = np.concatenate([np.empty(0, np.int64), *ids])
+    places = np.empty(len(flat), np.int64)
+    places[np.argsort(flat)] = np.arange(len(flat))
+    found, first = np.empty((len(flat), dim), np.float32), 0
+    for part in rows:
+        found[places[first : first + len(part)]] = part
+        first += len(part)
+    flat.sort()
+    return flat, found

@@ -1,0 +1,58 @@
+"""The tables of a job beside its exported model: from the parameter servers into files, one table at a time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from shared.errors import TooLarge
+from shared.records.layout import TableSpec
+from shared.runtime import telemetry
+from shared.tables.hashing import Ids
+from shared.tables.payload import Rows
+from trainer_agent.tables.files import StoredTable, write_tables
+
+MOST_BYTES = 2 << 30  # of ids and values of one table: the trainer has up to three times as much while it writes them
+
+log = telemetry.logger("tables.export")
+
+
+class TableReader(Protocol):
+    """Parameter servers, see trainer_agent/data_plane/whole_tables.py."""
+
+    async def count_rows(self, table: int, version: int) -> int: ...
+
+    async def whole_table(self, table: int, version: int) -> tuple[Ids, Rows]: ...
+
+
+async def export_tables(
+    reader: TableReader,
+    specs: Sequence[TableSpec],
+    version: int,
+    directory: str,
+    offload: Callable[..., Awaitable[dict[str, str]]],
+    most_bytes: int | None = None,
+) -> dict[str, str]:
+    """As write_tables. A table of more than `most_bytes` (None: MOST_BYTES) is left out, and the job's output says so. Raises OSError, Gone."""
+    urls: dict[str, str] = {}
+    limit = MOST_BYTES if most_bytes is None else most_bytes
+    for number, spec in enumerate(specs):
+        rows = await reader.count_rows(number, version)
+        size = rows * (8 + 4 * spec.dim)
+        if size > limit:
+            _left_out(spec, f"its {rows} rows are {size} bytes, and a trainer writes at most {limit}")
+            continue
+        try:
+            ids, values = await reader.whole_table(number, version)
+        except TooLarge as error:
+            _left_out(spec, error.message)
+            continue
+        urls |= await offload(write_tables, [StoredTable(spec, version, ids, values)], directory)
+    return urls
+
+
+def _left_out(spec: TableSpec, cause: str) -> None:
+    message = f"table {spec.name} is not in the export: {cause}; `trireme export` writes it from a checkpoint"
+    log.warning("table_not_exported", table=spec.name, cause=cause)
+    print(message, file=sys.stderr)  # noqa: T201  appears among what the script prints
