@@ -132,6 +132,13 @@ class OpenPush:
             if verdict is Verdict.MOVING and server.on_moving is not None:
                 server.on_moving()
 
+    def most_bytes(self, item: PushBlock, block: int) -> int:
+        """Of its payload; `block`: of one of a block. Raises BadFrame: no rows can be as many."""
+        rows = self._store.rows
+        if item.block != ROWS or rows is None or item.rows is None:
+            return block
+        return rows.payload_bytes(item.rows)
+
     def answer(self) -> PushAnswer:
         return PushAnswer(
             applied=self._applied,

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from pserver_service.core.store import Store
 from pserver_service.pserver import Pserver
-from shared.errors import BadFrame, Gone, InvalidArgument, NotReady
+from shared.errors import BadFrame, Gone, InvalidArgument, NotReady, TooLarge, TriremeError
 from shared.runtime import clock, telemetry
 from shared.runtime.waiting import event_within
-from shared.tables.payload import ids_in, size_of
+from shared.tables.payload import MOST_BYTES, ids_in, size_of
 from shared.wire.messages import LookupEnd, LookupRequest, TableEnd, TableRequest
 from shared.wire.verdict import Verdict
 
@@ -124,19 +124,25 @@ def portion(pserver: Pserver, request: TableRequest) -> tuple[TableEnd, memoryvi
 
 @dataclass(slots=True)
 class _Lookup:
+    """`size`: bytes of the ids. `refused`: its ids and its end may still come."""
+
     request: LookupRequest
-    memory: memoryview
-    filled: bool = False
+    size: int
+    memory: memoryview | None = None
+    refused: bool = False
     opened: OpenLookup | None = None
     expiry: asyncio.TimerHandle | None = None
 
 
 @dataclass(slots=True)
 class StreamLookups:
-    """Those of one stream. `send(number, rows or end)` is called once for each that has begun."""
+    """Those of one stream. For each either `refuse` is called or `send(number, rows or end)`, once, and only while `may_send()`: what was sent
+    may still lie in this process."""
 
     pserver: Pserver
     send: Callable[[int, memoryview | LookupEnd], None]
+    refuse: Callable[[int, TriremeError], None]
+    may_send: Callable[[], bool]
     _open: dict[int, _Lookup] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -146,46 +152,72 @@ class StreamLookups:
         return number in self._open
 
     def begin(self, number: int, request: LookupRequest) -> None:
-        """The ids follow. Raises as `ids_bytes`."""
-        self._open[number] = _Lookup(request, memoryview(bytearray(ids_bytes(self.pserver, request))))
+        """The ids follow, and the end, even if it is refused."""
+        lookup = self._open[number] = _Lookup(request, 0, refused=True)
+        try:
+            size = ids_bytes(self.pserver, request)
+            if sum(each.size for each in self._open.values()) + size > MOST_BYTES:
+                raise TooLarge(f"lookups of more than {MOST_BYTES} bytes of ids at once: await their answers")
+        except TriremeError as error:
+            self.refuse(number, error)
+        else:
+            lookup.size, lookup.refused = size, False
 
-    def place(self, number: int, size: int) -> memoryview:
-        """Memory for the ids. Raises BadFrame."""
+    def place(self, number: int, size: int) -> memoryview | None:
+        """Memory for the ids; None: it is refused. Raises BadFrame."""
         lookup = self._open.get(number)
-        if lookup is None or lookup.filled or lookup.memory.nbytes != size:
+        if lookup is not None and lookup.refused:
+            return None
+        if lookup is None or lookup.memory is not None or lookup.size != size:
             msg = f"{size} bytes of ids that belong to no lookup, or are not as many as it says"
             raise BadFrame(msg)
-        lookup.filled = True
+        lookup.memory = memoryview(bytearray(size))
         return lookup.memory
 
     def end(self, number: int) -> None:
-        """The ids are there. Raises as OpenLookup."""
-        lookup = self._open[number]
-        if (not lookup.filled and lookup.memory.nbytes) or lookup.opened is not None:
+        """The ids are there."""
+        if self._open[number].refused:
+            self._drop(number)
+            return
+        try:
+            self._ask(number, self._open[number])
+        except TriremeError as error:
+            self._drop(number)
+            self.refuse(number, error)
+
+    def _ask(self, number: int, lookup: _Lookup) -> None:
+        """Raises as OpenLookup."""
+        if (lookup.memory is None and lookup.size) or lookup.opened is not None:
             raise BadFrame("a lookup ended without its ids, or twice")
-        lookup.opened = OpenLookup(self.pserver, lookup.request, lookup.memory, lambda: self._look(number))
+        ids = memoryview(b"") if lookup.memory is None else lookup.memory
+        lookup.opened = OpenLookup(self.pserver, lookup.request, ids, lambda: self._look(number))
         wait_s = lookup.opened.deadline - clock.monotonic()
         lookup.expiry = asyncio.get_running_loop().call_later(wait_s, self._look, number)
         self._look(number)
 
-    def drop(self, number: int) -> None:
-        """It is refused."""
+    def _drop(self, number: int) -> None:
+        """It is over."""
         lookup = self._open.pop(number, None)
         if lookup is not None and lookup.opened is not None:
             lookup.opened.close()
         if lookup is not None and lookup.expiry is not None:
             lookup.expiry.cancel()
 
+    def on_writable(self) -> None:
+        for number in tuple(self._open):
+            self._look(number)
+
     def close(self) -> None:
         for number in tuple(self._open):
-            self.drop(number)
+            self._drop(number)
 
     def _look(self, number: int) -> None:
         lookup = self._open.get(number)
-        if lookup is None or lookup.opened is None or (found := lookup.opened.answer()) is None:
+        if lookup is None or lookup.opened is None or not self.may_send():
             return
-        self.drop(number)
-        self.send(number, found)
+        if (found := lookup.opened.answer()) is not None:
+            self._drop(number)
+            self.send(number, found)
 
 
 class RowTurns:

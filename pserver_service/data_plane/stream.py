@@ -19,7 +19,6 @@ from shared.blocks.buffers import Buffer
 from shared.errors import BadFrame, DeadlineExceeded, PeerError, TooLarge, TriremeError
 from shared.records.layout import ROWS
 from shared.runtime import clock, telemetry
-from shared.tables.payload import MOST_BYTES
 from shared.wire import codec
 from shared.wire.lending import NOTHING, Offers, Place, place_in
 from shared.wire.messages import LookupEnd, LookupIds, LookupRequest, PullEnd, PullRequest, PushBlock, PushHeader
@@ -87,7 +86,7 @@ class PserverStream(FrameStream):
         self._push: _Push | None = None  # the push whose payload is being read
         self._referred: memoryview | None = None  # its payload, if it lies in the trainer's memory
         self._ahead: deque[tuple[_Push, PushBlock, memoryview]] = deque()  # such payloads that are not applied yet
-        self._lookups = StreamLookups(pserver, self._send_rows)
+        self._lookups = StreamLookups(pserver, self._send_rows, self._refuse, lambda: self._is_writable)
         self._memory = ServerMemory(lambda: peer_of(self.transport and self.transport.get_extra_info("socket")))
         self._watchdog = asyncio.get_running_loop().call_later(stall_s / 2, self._watch)
 
@@ -118,16 +117,17 @@ class PserverStream(FrameStream):
         if push.pushing is None or push.memory is None:
             return None
         rows = item.block == ROWS
-        memory = memoryview(bytearray(min(size, MOST_BYTES))) if rows and at is None else push.memory.view
+        most = push.pushing.most_bytes(item, push.memory.view.nbytes)
         if at is not None:
             self._referred = self._memory.payload(at, size)
             size = self._referred.nbytes
-        if size > (MOST_BYTES if rows else memory.nbytes) or not push.blocks_left:
-            msg = f"a payload of {size} bytes with {push.blocks_left} blocks left: at most {memory.nbytes} bytes each"
+        if size > most or not push.blocks_left:
+            msg = f"a payload of {size} bytes with {push.blocks_left} blocks left: at most {most} bytes each"
             raise TooLarge(msg)
         push.blocks_left -= 1
         if at is not None:
             return NOTHING
+        memory = memoryview(bytearray(size)) if rows else push.memory.view
         return memory if size == memory.nbytes else memory[:size]
 
     def on_block(self, payload: memoryview) -> None:
@@ -158,7 +158,7 @@ class PserverStream(FrameStream):
             self._end_push(self._pushes[number])
             return
         if fields.get("end") is True and number in self._lookups:
-            self._try(number, lambda: self._lookups.end(number))
+            self._lookups.end(number)
             return
         if "took" in fields:
             self._on_taken(number, fields["took"])
@@ -175,20 +175,12 @@ class PserverStream(FrameStream):
             case "pull":
                 self._begin_pull(number, codec.read(PullRequest, message))
             case "lookup":
-                request = codec.read(LookupRequest, message)
-                self._try(number, lambda: self._lookups.begin(number, request))
+                self._lookups.begin(number, codec.read(LookupRequest, message))
             case "share":
                 self._share(number, message)
             case other:
                 msg = f"call {other!r}: expected 'push', 'pull', 'lookup' or 'share'; the rest are plain requests"
                 raise BadFrame(msg)
-
-    def _try(self, number: int, lookup: Callable[[], None]) -> None:
-        try:
-            lookup()
-        except TriremeError as error:
-            self._lookups.drop(number)
-            self._refuse(number, error)
 
     def _send_rows(self, number: int, found: memoryview | LookupEnd) -> None:
         if not isinstance(found, LookupEnd):
@@ -284,12 +276,17 @@ class PserverStream(FrameStream):
     # ------------------------------------------------------------ out
 
     @property
+    def _is_writable(self) -> bool:
+        return not (self.paused or self.rests or self.closed or self.failure is not None)
+
+    @property
     def _may_send(self) -> bool:
-        return not (self.paused or self.rests or self.closed or self.failure is not None or self._memory.full)
+        return self._is_writable and not self._memory.full
 
     def on_writable(self) -> None:
-        """Send blocks until the transport is full; the pulls take turns."""
+        """Send rows, and blocks, until the transport is full; the pulls take turns."""
         self._release()
+        self._lookups.on_writable()
         while self._due and self._may_send:
             number = self._due.popleft()
             pull = self._pulls[number]

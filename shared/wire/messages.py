@@ -84,7 +84,7 @@ class PushBlock(Record):
 
     block: int
     lanes: tuple[int, int] = (0, 1)
-    count: int
+    count: int = Field(le=1 << 40)
     dtype: Narrow | None = None
     result: NodeResult | None = None
     rows: tuple[int, ...] | None = Field(default=None, max_length=MOST_TABLES)

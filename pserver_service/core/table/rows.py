@@ -19,7 +19,7 @@ from shared.records.layout import Layout
 from shared.tables.hashing import slots_of
 from shared.tables.lanes import LaneRows, mean_over_lanes
 from shared.tables.memory import Floats, Numbers
-from shared.tables.payload import ID_BYTES, MOST_BYTES, NUMBER_BYTES, ids_in, rows_in
+from shared.tables.payload import ID_BYTES, MOST_BYTES, NUMBER_BYTES, ids_in, rows_in, size_of
 from shared.tables.payload import joined as payload_of
 from shared.tables.snapshot import TableSnapshot, new_lock
 from shared.tables.table import RowsOfIds, Table, joined, living
@@ -62,6 +62,10 @@ class TableRows:
         return len(self._waiting) == self.lanes and not self.stepping
 
     # ------------------------------------------------------------ pushes
+
+    def payload_bytes(self, counts: Sequence[int]) -> int:
+        """Of ids and gradients, so many of each table. Raises BadFrame."""
+        return size_of(counts, self.dims, ids=True, rows=True)
 
     def read(self, counts: Sequence[int], payload: memoryview) -> tuple[list[Numbers], list[Floats]]:
         """Ids and gradients of each table; views. Raises BadFrame."""

@@ -1,0 +1,185 @@
+"""Tables over streams, on both event loops, and over plain requests: lookups that wait, steps in portions, roll-backs."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from pserver_service.core.progress import missing_lanes
+from pserver_service.data_plane import lookups
+from shared.errors import BadFrame, CallerError, NotReady
+from shared.records import SlotMap
+from shared.wire.verdict import Verdict
+from tests.pserver_service.data_plane.servers import TRANSPORTS, server
+from tests.pserver_service.data_plane.streams import streamed
+from tests.pserver_service.jobs import PLAIN, layout_of, pull_request, push_header, settled, stream
+from tests.pserver_service.table.tables import LAYOUT, NONE, ids, pushed_rows, step_of, values_in, wanted, whole_blocks
+
+__all__ = ["server"]
+everywhere = pytest.mark.parametrize("server", TRANSPORTS, indirect=True)
+KEYS = ids(1, 2), ids(7)
+
+
+async def made(server, layout=LAYOUT):
+    await server.initialise(layout)
+
+
+async def push(server, step, items, **fields):
+    return await server.client.push(push_header(step, **fields), stream(*items))
+
+
+async def rows_at(server, version, *keys, **fields):
+    """(code, values): values of each table."""
+    end, rows = await server.client.lookup(*wanted(version, *keys, **{"wait_s": 10, **fields}))
+    return end.code, values_in(rows, *(len(some) for some in keys)) if end.code == "OK" else rows.nbytes
+
+
+@asynccontextmanager
+async def waiting(server, version, *keys, **fields):
+    """A lookup that the server has and that has to wait."""
+    looking = asyncio.ensure_future(rows_at(server, version, *keys, **{"wait_s": 20, **fields}))
+    before = len(server.pserver.lookups)
+    async with asyncio.timeout(5):
+        while len(server.pserver.lookups) == before:
+            await asyncio.sleep(0.001)
+    yield looking
+    assert not server.pserver.lookups
+
+
+@everywhere
+async def test_rows_go_out_and_gradients_come_in(server):
+    await made(server)
+    assert await rows_at(server, 0, *KEYS) == ("OK", [[[0.5] * 2] * 2, [[0.5] * 3]])
+    answer = await push(server, 0, step_of(KEYS))
+    assert (answer.applied, answer.refused) == (7, ())
+    assert await rows_at(server, 1, *KEYS) == ("OK", [[[-0.5] * 2] * 2, [[-0.5] * 3]])
+    assert await rows_at(server, 0, *KEYS) == ("OK", [[[0.5] * 2] * 2, [[0.5] * 3]])
+    assert await rows_at(server, 1, NONE, NONE) == ("OK", [[], []])
+    await push(server, 1, step_of(KEYS))
+    assert await rows_at(server, 0, *KEYS) == ("GONE", 0)
+
+
+@everywhere
+async def test_a_lookup_waits_for_its_version(server):
+    await made(server)
+    async with waiting(server, 1, ids(2), NONE) as looking:
+        await push(server, 0, step_of(KEYS))
+        assert await looking == ("OK", [[[-0.5] * 2], []])
+    assert await rows_at(server, 5, ids(2), NONE, wait_s=0.01) == ("TOO_EARLY", 0)
+
+
+@everywhere
+async def test_a_lookup_that_waits_hears_of_a_roll_back(server):
+    await made(server)
+    async with waiting(server, 1, ids(2), NONE) as looking:
+        server.pserver.drop(2)
+        assert await looking == ("NOT_READY", 0)
+    with pytest.raises(NotReady):
+        await rows_at(server, 0, ids(2), NONE)
+
+
+@everywhere
+async def test_duplicates_and_lanes_that_come_too_early_change_nothing(server):
+    await made(server)
+    one = pushed_rows(0, *KEYS)
+    assert (await push(server, 0, [one, one])).duplicate == 1
+    assert (await push(server, 0, [pushed_rows(0, *KEYS, value=9.0)])).duplicate == 1
+    refused = (await push(server, 1, [pushed_rows(1, *KEYS)])).refused
+    assert [(each.block, each.lanes, each.code) for each in refused] == [(-1, (1, 2), Verdict.TOO_EARLY)]
+    await push(server, 0, [*whole_blocks(), *(pushed_rows(lane, *KEYS) for lane in (1, 2, 3))])
+    assert await rows_at(server, 1, *KEYS) == ("OK", [[[-0.5] * 2] * 2, [[-0.5] * 3]])
+
+
+@everywhere
+async def test_ids_of_another_parameter_server_are_refused(server):
+    await made(server)
+    server.pserver.store.slots = SlotMap(version=2, owners=(1,) * LAYOUT.slot_count)
+    assert await rows_at(server, 0, *KEYS) == ("WRONG_OWNER", 0)
+    assert [each.code for each in (await push(server, 0, [pushed_rows(0, *KEYS)])).refused] == [Verdict.WRONG_OWNER]
+    assert await rows_at(server, 0, NONE, NONE) == ("OK", [[], []])
+    assert not server.pserver.store.rows.lanes_there
+
+
+@everywhere
+async def test_a_pull_of_a_version_waits_for_the_tables(server):
+    await made(server)
+    await push(server, 0, [*whole_blocks(), *(pushed_rows(lane, *KEYS) for lane in range(3))])
+    assert missing_lanes(server.pserver.store) == ((3, 4),)
+    blocks = {number: bytearray(64) for number in range(3)}
+
+    def sink(block):
+        return memoryview(blocks[block.block])[: 32 if block.block == 2 else 64]
+
+    early = await server.client.pull(pull_request(1, range(3), wait_s=0.05), sink)
+    assert (early.code, "rows of tables are at 0" in early.message) == ("TOO_EARLY", True)
+    pulling = asyncio.ensure_future(server.client.pull(pull_request(1, range(3), wait_s=20), sink))
+    async with asyncio.timeout(5):
+        while not server.pserver.pulls:
+            await asyncio.sleep(0.001)
+    await push(server, 0, [pushed_rows(3, NONE, NONE)])
+    end = await pulling
+    assert (end.code, end.record.version) == ("OK", 1)
+    assert missing_lanes(server.pserver.store) == ((0, 4),)
+
+
+@pytest.mark.parametrize("server", ["stream tcp", "stream unix"], indirect=True)
+async def test_a_step_in_portions_lets_lookups_wait_and_is_forgotten_by_a_roll_back(server, monkeypatch):
+    await made(server)
+    monkeypatch.setattr(lookups, "TURN_S", 0.0)  # as long as it can take
+    many = np.arange(30_000)
+    seen, turns, go_on = [], [], lookups.RowTurns._go_on
+
+    def noted(self, store, steps):
+        turns.append(store.rows.judge(0))
+        if len(turns) == 3:
+            seen.append(asyncio.ensure_future(rows_at(server, 0, *KEYS, wait_s=20)))
+        go_on(self, store, steps)
+
+    monkeypatch.setattr(lookups.RowTurns, "_go_on", noted)
+    await push(server, 0, step_of((many, ids(7))))
+    assert await rows_at(server, 1, *KEYS, wait_s=20) == ("OK", [[[-0.5] * 2] * 2, [[-0.5] * 3]])
+    assert len(turns) > 5
+    assert await seen[0] == ("OK", [[[0.5] * 2] * 2, [[0.5] * 3]])
+    store, before = server.pserver.store, len(turns)
+    pushing = asyncio.ensure_future(push(server, 1, step_of((many, ids(7)))))
+    async with asyncio.timeout(5):
+        while len(turns) < before + 2:
+            await asyncio.sleep(0)
+    server.pserver.drop(2)
+    await pushing
+    assert store.rows.stepping
+    assert store.rows.version == 1
+    with pytest.raises(NotReady):
+        await rows_at(server, 1, *KEYS)
+    copies = store.rows.copies()  # whoever copied rows of the version that is gone does not wait for ever
+    await asyncio.sleep(0)
+    for copied in copies:
+        copied.close()
+
+
+@streamed
+async def test_a_refused_lookup_leaves_the_stream_to_the_other_calls(server):
+    await made(server)
+    await push(server, 0, step_of(KEYS))
+    connection = server.client.stream
+    async with waiting(server, 2, *KEYS) as looking:
+        for _ in range(70):  # more than may be open at once
+            with pytest.raises(BadFrame, match="for 2 tables"):
+                await rows_at(server, 1, *KEYS, ids(3))
+        await push(server, 1, step_of(KEYS))
+        assert (await looking)[0] == "OK"
+    assert server.client.stream is connection
+
+
+@everywhere
+async def test_a_job_without_tables_has_no_rows(server):
+    await made(server, layout_of(40, optimizer=PLAIN))
+    with pytest.raises(CallerError, match="without embedding tables"):
+        await rows_at(server, 0, *KEYS)
+    refused = (await push(server, 0, [pushed_rows(0, NONE, NONE), *whole_blocks()])).refused
+    assert [each.code for each in refused] == [Verdict.LAYOUT_MISMATCH]
+    assert [state.version for state in server.pserver.store.blocks.values()] == [1, 1, 1]
+    await settled(server.pserver)
