@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pserver_service.core.progress import missing_lanes
+from pserver_service.core.table.rows import TableRows
 from pserver_service.data_plane import lookups
 from shared.errors import BadFrame, CallerError, NotReady
 from shared.records import SlotMap
@@ -130,18 +131,20 @@ async def test_a_step_in_portions_lets_lookups_wait_and_is_forgotten_by_a_roll_b
     await made(server)
     monkeypatch.setattr(lookups, "TURN_S", 0.0)  # as long as it can take
     many = np.arange(30_000)
-    seen, turns, go_on = [], [], lookups.RowTurns._go_on
+    seen, turns, steps = [], [], TableRows.steps
 
-    def noted(self, store, steps):
-        turns.append(store.rows.judge(0))
-        if len(turns) == 3:
-            seen.append(asyncio.ensure_future(rows_at(server, 0, *KEYS, wait_s=20)))
-        go_on(self, store, steps)
+    def noted(self):
+        for _ in steps(self):
+            turns.append(self.judge(0))
+            if len(turns) == 3:
+                seen.append(asyncio.ensure_future(rows_at(server, 0, *KEYS)))
+            yield
 
-    monkeypatch.setattr(lookups.RowTurns, "_go_on", noted)
+    monkeypatch.setattr(TableRows, "steps", noted)
     await push(server, 0, step_of((many, ids(7))))
     assert await rows_at(server, 1, *KEYS, wait_s=20) == ("OK", [[[-0.5] * 2] * 2, [[-0.5] * 3]])
     assert len(turns) > 5
+    assert set(turns) == {Verdict.TOO_EARLY}
     assert await seen[0] == ("OK", [[[0.5] * 2] * 2, [[0.5] * 3]])
     store, before = server.pserver.store, len(turns)
     pushing = asyncio.ensure_future(push(server, 1, step_of((many, ids(7)))))
