@@ -55,6 +55,11 @@ def stamps_of(words: Words) -> Numbers:
     return (words >> parts.STAMP_SHIFT).astype(np.int64)
 
 
+def frequencies_of(words: Words) -> Numbers:
+    """About log2(1 + steps that changed it) of each row."""
+    return ((words >> parts.FREQUENCY_SHIFT) & parts.FREQUENCY_MASK).astype(np.int64)
+
+
 def living(rows: RowsOfIds, spec: TableSpec, version: int) -> RowsOfIds:
     """Those that are not expired at `version`."""
     limit = spec.evict_after_steps

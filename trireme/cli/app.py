@@ -44,11 +44,13 @@ from trireme.cli.options import (
     PushEvery,
     Script,
     Seed,
+    Tables,
     Trackers,
     Url,
     WaitS,
 )
 from trireme.cli.security import commands as security_commands
+from trireme.cli.tables import commands as table_commands
 
 app = typer.Typer(
     name="trireme",
@@ -68,6 +70,7 @@ checkpoint = typer.Typer(help="Checkpoints of a job, running or not.", no_args_i
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(security_commands.token, name="token")
 history_commands.register(app)
+table_commands.register(app)
 
 
 @app.command()
@@ -310,6 +313,7 @@ def export(
     optimizer: Annotated[
         bool, typer.Option("--optimizer", help="Write the state of the optimizer and the scheduler, too: training.pt.")
     ] = False,
+    tables: Tables = "safetensors",
     job: Job = None,
     data_dir: DataDir = None,
     url: Url = None,
@@ -322,7 +326,7 @@ def export(
     """
     from trireme.cli.export import export as run_export  # noqa: PLC0415
 
-    raise typer.Exit(run_export(job, data_dir, which, out, url, optimizer=optimizer, as_json=as_json))
+    raise typer.Exit(run_export(job, data_dir, which, out, url, optimizer=optimizer, tables=tables, as_json=as_json))
 
 
 @chaos.command("kill")

@@ -17,6 +17,7 @@ from shared.records.job_spec import TRAINING_FILE
 from shared.storage import files
 from trireme.cli import exit_codes
 from trireme.cli.checkpoint import Answer, answer, choose, spec_of
+from trireme.cli.tables.written import write_checkpoint_tables
 from trireme.cli.targets import Target, cluster_of
 from trireme.view.client import JOBS
 from trireme.view.cluster_client import ClusterClient
@@ -30,16 +31,17 @@ def export(
     url: str | None = None,
     *,
     optimizer: bool = False,
+    tables: str = "safetensors",
     as_json: bool,
 ) -> int:
-    """Returns the exit code."""
+    """`tables`: see write_checkpoint_tables. Returns the exit code."""
 
     def work() -> Answer:
         spec, cluster = spec_of(job, data_dir, url), cluster_of(job, data_dir, url)
         with tempfile.TemporaryDirectory(prefix="trireme-export-") as folder:
             if cluster is not None and stored_source(spec.script):
                 spec = spec.model_copy(update={"script": str(asyncio.run(_fetch(cluster, Path(folder), spec.job)))})
-            return _export(spec, which, out, optimizer=optimizer, as_json=as_json)
+            return _export(spec, which, out, optimizer=optimizer, tables=tables, as_json=as_json)
 
     return answer(work, as_json=as_json)
 
@@ -54,11 +56,14 @@ async def _fetch(cluster: Target, folder: Path, job: str) -> Path:
     return folder / found.file_name
 
 
-def _export(spec: JobSpec, which: str | None, out: Path | str | None, *, optimizer: bool, as_json: bool) -> Answer:
+def _export(
+    spec: JobSpec, which: str | None, out: Path | str | None, *, optimizer: bool, tables: str, as_json: bool
+) -> Answer:
     ref = choose(spec, which)
     manifest = stored.read_manifest(spec.storage, spec.job, ref)
     folder = str(out) if out else files.join(spec.storage, f"export-step-{ref.step}")
     exports = asyncio.run(_write_model(spec, ref, manifest, folder, optimizer=optimizer))
+    exports |= write_checkpoint_tables(spec.storage, ref, manifest, folder, tables)
     if not as_json:
         Console(soft_wrap=True).print(f"checkpoint  step {ref.step}, {ref.uuid}", highlight=False)
         for kind, path in exports.items():

@@ -23,6 +23,10 @@ Url = Annotated[
         "--url", help="Address of the job's master or of a cluster. Default: what runs locally.", metavar="URL"
     ),
 ]
+Tables = Annotated[  # of `export`
+    Literal["safetensors", "npy", "parquet", "none"],
+    typer.Option("--tables", help="How the rows of embedding tables are written, to tables/ in the folder."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 WaitS = Annotated[
     float, typer.Option("--wait-s", help="Seconds to wait for the end; 0: do not wait.", min=0, metavar="S")

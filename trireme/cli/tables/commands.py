@@ -1,0 +1,61 @@
+"""`trireme table`: its commands and their options. This module loads neither torch nor pydantic."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from trireme.cli.options import DataDir, Job, Json, Named, Url
+
+table = typer.Typer(
+    help="Embedding tables of a job, running or not, as they are in its newest checkpoint.", no_args_is_help=True
+)
+Name = Annotated[str, typer.Argument(help="Name of the table.", metavar="NAME")]
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(table, name="table")
+
+
+@table.command()
+def stats(named: Named = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False) -> None:
+    """How many rows each table has, their size, and when they were trained. This machine must see the job's storage."""
+    from trireme.cli.tables.show import stats as show  # noqa: PLC0415
+
+    raise typer.Exit(show(named, data_dir, url, as_json=as_json))
+
+
+# so that negative ids are no options
+@table.command(context_settings={"ignore_unknown_options": True})
+def get(
+    name: Name,
+    ids: Annotated[list[str], typer.Argument(help="Whole numbers.", metavar="ID...")],
+    job: Job = None,
+    data_dir: DataDir = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """The rows of some ids. An id without a row has its initial values."""
+    from trireme.cli.tables.show import get as show  # noqa: PLC0415
+
+    raise typer.Exit(show(job, data_dir, url, name, ids, as_json=as_json))
+
+
+@table.command()
+def top(
+    name: Name,
+    by: Annotated[
+        Literal["frequency", "step", "norm"],
+        typer.Option(help="Trained in the most minibatches, trained last, or with the largest values."),
+    ] = "frequency",
+    count: Annotated[int, typer.Option("--count", "-n", help="So many rows.", min=1, max=100_000, metavar="N")] = 10,
+    job: Job = None,
+    data_dir: DataDir = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """The rows that come first by some measure."""
+    from trireme.cli.tables.show import top as show  # noqa: PLC0415
+
+    raise typer.Exit(show(job, data_dir, url, name, by, count, as_json=as_json))
