@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from pserver_service.core.table import rows
+from shared.errors import NotReady
 from shared.records import Phase
 from shared.tables.table import joined
+from tests.equipment.cluster.direct_ports import DirectPserver
 from tests.trainer_agent.cluster import TorchCluster, cluster
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.script.user_module import load
@@ -130,3 +132,20 @@ async def test_a_table_that_is_too_large_for_a_trainer_is_left_out_of_the_export
         r"table tag is not in the export: its \d+ rows are \d+ bytes, and a trainer writes at most 400", said
     )
     assert "`trireme export` writes it from a checkpoint" in said
+
+
+@pytest.mark.usefixtures("small_portions")
+async def test_an_export_goes_on_when_a_parameter_server_is_away_for_a_moment(tmp_path, monkeypatch):
+    """Between two answers; what came before counts."""
+    calls, whole = [], DirectPserver.table
+
+    async def flaky(port, request):
+        calls.append(request.first)
+        if len(calls) in (4, 9):
+            raise NotReady("away")
+        return await whole(port, request)
+
+    monkeypatch.setattr(DirectPserver, "table", flaky)
+    script = write_script(tmp_path, model=MODEL)
+    await trained(spec_for(script, pservers=2, slot_count=128, epochs=1))
+    assert len(calls) > 12
