@@ -35,6 +35,8 @@ from shared.records.operations import (
 MAX_ATTEMPTS = 20
 MAX_PSERVERS = 128
 SAVING_LIMIT_S = 300.0
+_ROWS_STAY = "embedding tables, whose rows a live resize of the parameter servers cannot move yet"
+_RESTART_MOVES = "use strategy restart (trireme scale --restart): the rows move through a checkpoint"
 
 # -------------------------------------------------------------------- asking
 
@@ -72,6 +74,8 @@ def wanted(job: Job, trainers: int | None, pservers: int | None, strategy: Strat
     if found.pservers != spec.pservers and not saves_on_demand(spec):
         msg = f"job {name} has {spec.checkpoint_kind} checkpoints, which load only with as many parameter servers as before"
         raise Conflict(msg, hint="use coordinated checkpoints, or resize the trainers only")
+    if _moves_rows(job, found):
+        raise Conflict(f"job {name} has {_ROWS_STAY}", hint=_RESTART_MOVES)
     return found
 
 
@@ -144,6 +148,9 @@ def advance(job: Job, operation: Operation, stamp: str) -> Decision[None]:
     assert resize is not None
     if state.phase.final:
         reason = f"the job is {state.phase}: {state.reason}"
+        return _end(job, operation, ResizePhase.FAILED, reason, stamp, Conflict.code)
+    if resize.phase is ResizePhase.PLANNED and _moves_rows(job, resize):  # it was asked for before the model was known
+        reason = f"the job has {_ROWS_STAY}: {_RESTART_MOVES}"
         return _end(job, operation, ResizePhase.FAILED, reason, stamp, Conflict.code)
     if resize.phase is ResizePhase.PLANNED:
         return _begin(job, operation) if state.phase is Phase.RUNNING and job.members.init_done else Decision(None)
@@ -375,7 +382,16 @@ def _groups(job: Job, pservers: int) -> tuple[Group, ...]:
     layout, slots = job.members.layout, job.slots
     if layout is None or slots is None or not job.members.init_done:
         return ()
+    if layout.tables and pservers == max(slots.owners) + 1:
+        return ()  # rows cannot move live, so nothing moves for a better balance alone
     return moves.planned_groups(layout, job.spec.mode, slots, pservers)
+
+
+def _moves_rows(job: Job, resize: Resize) -> bool:
+    """Whether slots of embedding tables would have to move while the job trains."""
+    layout = job.members.layout
+    live = resize.strategy is Strategy.LIVE and layout is not None and bool(layout.tables)
+    return live and bool(_groups(job, resize.pservers))
 
 
 def _missing(job: Job, resize: Resize) -> list[int]:

@@ -14,7 +14,7 @@ from master_service.core.state.job import Job
 from shared.errors import Conflict, InvalidArgument, TriremeError
 from shared.records import Dispatch, JobSpec, JobState, Mode, Phase, SlotMap, TrainerList
 from shared.records.assignments import GivenNumbers, Handed, Migration
-from shared.records.layout import Layout, OptimizerSpec, Segment
+from shared.records.layout import Layout, OptimizerSpec, RowInit, RowOptimizer, Segment, TableSpec
 from shared.records.operations import Operation, OperationKind, OperationState, Resize, ResizePhase, Strategy
 from shared.slots import spread
 from tests.master_service.cluster import spec_of
@@ -327,3 +327,43 @@ def test_a_restart_asks_for_a_checkpoint_first() -> None:
     assert progress(job).saving == "op-1-checkpoint"
     assert job.operations.records["op-1-checkpoint"].kind is OperationKind.CREATE_CHECKPOINT
     assert job.migration is None
+
+
+TABLE = TableSpec(
+    name="user", dim=4, optimizer=RowOptimizer(kind="sgd", lr=0.1), init=RowInit(kind="constant", scale=0.0)
+)
+
+
+def with_tables(job: Job) -> Job:
+    job.members = replace(job.members, layout=LAYOUT.model_copy(update={"tables": (TABLE,)}))
+    return job
+
+
+def test_rows_of_embedding_tables_move_by_restart_alone() -> None:
+    job = with_tables(job_of())
+    for count in (1, 3):
+        with pytest.raises(Conflict, match="rows a live resize") as refused:
+            asked(job, pservers=count)
+        assert "strategy restart (trireme scale --restart)" in refused.value.hint
+    assert asked(job, trainers=3, pservers=2).resize is not None
+    take(job, operations.ask(job, asked(job, pservers=3, strategy=Strategy.RESTART)))
+    step(job)
+    assert job.spec.pservers == 3
+
+
+def test_a_live_resize_that_was_asked_for_before_the_tables_were_known_changes_nothing() -> None:
+    job = job_of()
+    job.state = job.state.model_copy(update={"phase": Phase.WAITING})
+    operation = asked(job, pservers=3)
+    take(job, operations.ask(job, operation))
+    with_tables(job).state = job.state.model_copy(update={"phase": Phase.RUNNING})
+    step(job)
+    done = job.operations.records["op-1"]
+    assert (done.state, job.spec.pservers, job.migration) == (OperationState.FAILED, 2, None)
+    assert "strategy restart" in done.reason
+
+
+def test_slots_of_tables_do_not_move_for_a_better_balance_alone() -> None:
+    job = with_tables(job_of())
+    job.slots = SlotMap(version=1, owners=(0,) * 127 + (1,))
+    assert resize.predict(job, resize.wanted(job, 3, None, Strategy.LIVE)).groups == 0

@@ -1,0 +1,145 @@
+"""Embedding tables in real processes: no bit of rows, parameters or evaluations depends on who is killed, or on how many own the rows."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.errors import CallerError, DeadlineExceeded, PeerError
+from shared.records import JobSpec, Phase
+from shared.runtime import ids
+from tests.end_to_end.local_cluster import RECORDS, cluster_of, ended, reach_step, same_bits, spec_of
+from trireme.launch.cluster import LocalCluster
+from trireme.view.client import Client
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+MODEL = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.user = trireme.nn.Embedding("user", 4, optimizer=trireme.nn.Adam(lr=0.05), init="uniform(0.1)")
+        self.tags = trireme.nn.EmbeddingBag("tag", 3, optimizer=trireme.nn.Adagrad(lr=0.1), admit_after=2)
+        self.deep = nn.Sequential(nn.Linear(4 + 3 + 8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
+
+    def forward(self, x):
+        found = (x * 4).floor().long()
+        return self.deep(torch.cat([self.user(found[:, 0] * 10**15), self.tags(found[:, 1:4]), x], 1))
+
+
+def model():
+    return Model()
+"""
+LIMIT_S = 120.0
+Trained = tuple[dict[str, torch.Tensor], dict[str, bytes], dict[str, float]]
+
+
+def with_tables(folder: Path, **changes: object) -> JobSpec:
+    spec = spec_of(folder, **{"epochs": 6, "slow_s": 0.05, "checkpoint_every_steps": 4, **changes})
+    script = Path(spec.script)
+    plain = script.read_text()
+    begin = plain.index("def model():")
+    script.write_text(plain[:begin] + MODEL + plain[plain.index("def dataset():") :])
+    return spec
+
+
+async def trained(cluster: LocalCluster, *, gone_back: bool = False) -> Trained:
+    """Parameters, files of tables, metrics. `gone_back`: it must have loaded a checkpoint."""
+    state = await ended(cluster)
+    assert state.phase is Phase.COMPLETED, state
+    assert (state.timeline > 0) == gone_back, state
+    assert (state.result.trained_records, state.result.discarded_tasks) == (cluster.spec.epochs * RECORDS, 0)
+    exports = state.result.exports
+    tables = {name: Path(path).read_bytes() for name, path in exports.items() if name.startswith("table ")}
+    assert tables.keys() == {"table user", "table tag"}, exports
+    return torch.load(exports["state_dict"], weights_only=True), tables, state.result.metrics
+
+
+def assert_same(found: Trained, expected: Trained) -> None:
+    assert same_bits(found[0], expected[0])
+    assert found[1:] == expected[1:]
+
+
+@pytest.fixture(scope="module")
+def one_of_each(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """1 trainer, 1 parameter server, undisturbed."""
+    folder = tmp_path_factory.mktemp("one")
+
+    async def main() -> Trained:
+        async with cluster_of(with_tables(folder, trainers=1, pservers=1, slow_s=0.0), folder) as cluster:
+            return await trained(cluster)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.soak
+def test_kills_of_each_kind_cost_no_bit(tmp_path, one_of_each):
+    async def main() -> Trained:
+        async with cluster_of(with_tables(tmp_path, pservers=3), tmp_path, standbys=1) as cluster:
+            for step, kind in ((5, "trainer"), (10, "pserver"), (14, "master")):
+                await reach_step(cluster, step)
+                alive = sorted(
+                    name for name, child in cluster.children.items() if name.startswith(kind) and child.alive
+                )
+                cluster.kill(alive[0], signal.SIGKILL)
+            found = await trained(cluster, gone_back=True)
+            assert sum(cluster.deaths.values()) >= 3
+            return found
+
+    assert_same(asyncio.run(main()), one_of_each)
+
+
+async def call(cluster: LocalCluster, invoke):
+    """Of whoever leads."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            with suppress(PeerError, DeadlineExceeded):
+                async with Client(await cluster.master_url()) as client:
+                    return await invoke(client)
+            await asyncio.sleep(0.1)
+
+
+async def restarted(cluster: LocalCluster, pservers: int) -> None:
+    key = ids.new_id("test")
+    found = await call(cluster, lambda client: client.create_resize(key, pservers=pservers, strategy="restart"))
+    name = found["resize_id"]
+    async with asyncio.timeout(LIMIT_S):
+        while found["state"] == "RUNNING":
+            found = await call(cluster, lambda client: client.resize(name, 1.0))
+    assert found["phase"] == "COMMITTED", found
+
+
+def test_a_resize_of_the_parameter_servers_takes_a_restart_and_costs_no_bit(tmp_path, one_of_each):
+    async def main() -> Trained:
+        async with cluster_of(with_tables(tmp_path, trainers=1, pservers=1), tmp_path) as cluster:
+            await reach_step(cluster, 3)
+            with pytest.raises(CallerError, match="rows a live resize") as refused:
+                await call(cluster, lambda client: client.create_resize(ids.new_id("test"), pservers=3))
+            assert "--restart" in refused.value.hint
+            for pservers in (3, 2):
+                await restarted(cluster, pservers)
+            return await trained(cluster, gone_back=True)
+
+    assert_same(asyncio.run(main()), one_of_each)
+
+
+@pytest.mark.soak
+def test_everything_killed_and_gone_on_with_another_number_of_parameter_servers(tmp_path, one_of_each):
+    async def killed() -> None:
+        async with cluster_of(with_tables(tmp_path, pservers=3), tmp_path) as cluster:
+            await reach_step(cluster, 12)
+            for child in cluster.children.values():
+                with suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGKILL)
+
+    async def main() -> Trained:
+        async with cluster_of(with_tables(tmp_path, trainers=1, pservers=2), tmp_path) as cluster:
+            return await trained(cluster, gone_back=True)
+
+    asyncio.run(killed())
+    assert_same(asyncio.run(main()), one_of_each)

@@ -1,0 +1,129 @@
+"""A snapshot that another thread reads while steps go on is the table as it was; so is what a checkpoint makes of it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.records.layout import RowInit, RowOptimizer, TableSpec
+from shared.tables.snapshot import SlotGroup, TableSnapshot, from_records, new_lock, record_words, to_records
+from shared.tables.table import RowsOfIds, Table, joined
+
+SLOTS, DIM = 8, 3
+IDS = st.sampled_from([0, -1, 2**63 - 1, -(2**63), *range(60)])
+
+
+def table_of(data: Any) -> Table:
+    spec = TableSpec(
+        name="t",
+        dim=DIM,
+        seed=9,
+        optimizer=RowOptimizer(kind="adam", lr=0.1),
+        init=RowInit(kind="uniform", scale=0.1),
+        max_rows=data.draw(st.sampled_from([None, 8, 24, 64])),
+        evict_after_steps=data.draw(st.sampled_from([None, 1, 3])),
+        admit_after=data.draw(st.sampled_from([1, 1, 2])),
+    )
+    return Table(spec, SLOTS)
+
+
+def step(data: Any, table: Table, lock: threading.Lock) -> None:
+    ids = np.array(sorted(data.draw(st.sets(IDS, max_size=24))), np.int64)
+    gradients = np.random.default_rng(table.version).standard_normal((len(ids), DIM)).astype(np.float32)
+    with lock:
+        table.step(ids, None if data.draw(st.integers(0, 7)) == 0 else gradients)
+
+
+def contents(parts: list[RowsOfIds], width: int) -> bytes:
+    whole = joined(parts, width)
+    return to_records(whole).tobytes()
+
+
+def copy_of(table: Table) -> bytes:
+    return contents([table.read_slot(slot) for slot in table.slots()], table.width)
+
+
+class Reading:
+    """Reads a snapshot in a thread of its own, a group each time it is told to."""
+
+    def __init__(self, table: Table, lock: threading.Lock) -> None:
+        self.expected = copy_of(table)
+        self.sketch = None if table.sketch is None else table.sketch.copy()
+        self.updates, self.width = table.updates, table.width
+        self.snapshot = TableSnapshot(table, lock)
+        counts = table.counts_by_slot()  # a group for each slot: so steps come in between
+        self._groups = [SlotGroup(slot, slot + 1, int(counts[slot])) for slot in np.flatnonzero(counts).tolist()]
+        self._go, self._failed = threading.Semaphore(0), []
+        self.parts: list[RowsOfIds] = []
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def go_on(self) -> None:
+        self._go.release()
+
+    def _read(self) -> None:
+        try:
+            for group in self._groups:
+                assert self._go.acquire(timeout=20)
+                self.parts.append(self.snapshot.read(group))
+        except BaseException as error:
+            self._failed.append(error)
+
+    def check(self) -> None:
+        for _ in self._groups:
+            self.go_on()
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        assert not self._failed, self._failed
+        self.snapshot.close()
+        assert contents(self.parts, self.width) == self.expected
+        assert self.snapshot.updates == self.updates
+        assert (self.snapshot.sketch is None) == (self.sketch is None)
+        if self.sketch is not None:
+            assert np.array_equal(self.snapshot.sketch, self.sketch)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_snapshot_read_by_another_thread_is_a_copy_of_its_version(data: Any) -> None:
+    table, lock = table_of(data), new_lock()
+    readings: list[Reading] = []
+    for _ in range(3):
+        step(data, table, lock)
+    for _ in range(data.draw(st.integers(2, 10))):
+        if len(readings) < 3 and data.draw(st.booleans()):
+            readings.append(Reading(table, lock))
+        for reading in readings:
+            for _ in range(data.draw(st.integers(0, 3))):
+                reading.go_on()
+        step(data, table, lock)
+        table.sweep(data.draw(st.integers(0, SLOTS - 1)))
+        if len(readings) == 3 and data.draw(st.booleans()):
+            readings.pop(data.draw(st.integers(0, 2))).check()
+    for reading in readings:
+        reading.check()
+    assert not table.leaving
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_rows_come_back_from_their_records(data: Any) -> None:
+    table, lock = table_of(data), new_lock()
+    for _ in range(4):
+        step(data, table, lock)
+    rows = joined([table.read_slot(slot) for slot in table.slots()], table.width)
+    records = to_records(rows)
+    assert records.shape == (len(rows), record_words(table.width))
+    found = from_records(records, table.width)
+    again = Table(table.spec, SLOTS, table.version)
+    again.put_rows(found)
+    assert copy_of(again) == copy_of(table)
+    wanted = np.array([*range(-2, 62), 2**63 - 1, -(2**63)], np.int64)
+    one, other = (np.empty((len(wanted), DIM), np.float32) for _ in range(2))
+    table.lookup(wanted, one)
+    again.lookup(wanted, other)
+    assert np.array_equal(one, other)
