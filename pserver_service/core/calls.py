@@ -85,7 +85,9 @@ class BlockServer:
 
     def rows_stepped(self, store: Store) -> None:
         assert store.rows is not None
-        store.stepped(store.rows)
+        waits = store.clipping.holds and store.history.norm(store.rows.version - 1) is None
+        if not (waits and store.blocks):  # else the first block that is settled fixes the record, with the norm
+            store.stepped(store.rows)
         for wake in tuple(self.lookups):
             wake()
         self.stepped(ROWS, store.rows.version)

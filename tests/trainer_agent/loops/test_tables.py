@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 
@@ -96,6 +97,18 @@ async def test_a_killed_trainer_leaves_no_trace_in_the_rows(tmp_path):
     spec = spec_for(script, lanes=4, records_per_task=8, pservers=2, epochs=3)
     expected = await trained(spec)
     assert_same(await trained(spec.model_copy(update={"storage": str(tmp_path / "other")}), 2, kill=True), expected)
+
+
+async def test_clipped_gradients_wait_for_their_norm_though_the_rows_are_stepped(tmp_path):
+    script = write_script(tmp_path, model=MODEL)
+    expected = None
+    for trainers, pservers in ((1, 1), (2, 3)):
+        more = {"pservers": pservers, "clip_grad_norm": 0.05, "storage": str(tmp_path / f"s{trainers}")}
+        spec = spec_for(script, lanes=4, records_per_task=8, epochs=1, **more)
+        async with asyncio.timeout(60):
+            found = await trained(spec, trainers)
+        expected = expected or found
+        assert_same(found, expected)
 
 
 @pytest.fixture
