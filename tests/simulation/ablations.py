@@ -15,12 +15,15 @@ from master_service.core.state.whole_steps import WholeSteps
 from master_service.masterless.writer import SharedWriter
 from master_service.store.writer import MasterWriter
 from pserver_service.core.blocks import BlockState
-from pserver_service.core.calls import BlockServer
+from pserver_service.core.calls import BlockServer, OpenPull
 from pserver_service.core.history import Results
 from pserver_service.core.ledger import Ledger
+from pserver_service.core.table.rows import TableRows
+from pserver_service.recovery.table_loader import TableLoader
 from shared.blocks.accumulator import Accumulator
 from shared.blocks.buffers import Buffer
 from shared.records import StepMetrics
+from shared.records.layout import ROWS
 from shared.wire.messages import PushHeader
 from shared.wire.verdict import Verdict
 from tests.equipment.replaced import replaced
@@ -111,6 +114,33 @@ def no_order_of_steps() -> Any:
     return replaced(WholeSteps, "portion", portion)
 
 
+def no_lanes_without_ids() -> Any:
+    """A lane whose push has no ids counts as missing."""
+    push = TableRows.push
+
+    def pushed(self: TableRows, step: int, lane: int, ids: Any, gradients: Any, count: int) -> Verdict:
+        there = any(len(some) for some in ids)
+        return push(self, step, lane, ids, gradients, count) if there else Verdict.DUPLICATE
+
+    return replaced(TableRows, "push", pushed)
+
+
+def no_rows_in_checkpoints() -> Any:
+    """Checkpoints have the blocks alone."""
+    return replaced(TableLoader, "take", lambda *_: None)
+
+
+def no_wait_for_rows() -> Any:
+    """A pull ends when its blocks are there, whatever the tables have."""
+    begun = OpenPull.__init__
+
+    def without(self: OpenPull, *arguments: Any) -> None:
+        begun(self, *arguments)
+        self.stepped(ROWS, self.version or 0)
+
+    return replaced(OpenPull, "__init__", without)
+
+
 def _both(*blocks: contextlib.AbstractContextManager[None]) -> contextlib.ExitStack:
     stack = contextlib.ExitStack()
     for block in blocks:
@@ -128,4 +158,7 @@ ABLATIONS: dict[str, Callable[[], Any]] = {
     "saved ledger": no_saved_ledger,
     "results": no_kept_results,
     "order of steps": no_order_of_steps,
+    "lanes without ids": no_lanes_without_ids,
+    "rows in checkpoints": no_rows_in_checkpoints,
+    "wait for rows": no_wait_for_rows,
 }

@@ -32,6 +32,7 @@ from tests.simulation.job_spec import spec_of
 from tests.simulation.memory_storage import MemorySeries, MemoryStorage
 from tests.simulation.nodes import Node, described, expected
 from tests.simulation.plans import Plan
+from tests.simulation.rows import records_of
 from trireme.view.masterless_client import MasterlessClient
 
 LEAVE_S = 60.0
@@ -320,6 +321,13 @@ class SimulatedCluster(Cluster):
             if self.owner_of(number) == index
         }
         return b"".join(bytes(blocks[number].current.view) for number in sorted(blocks))
+
+    def final_rows(self) -> bytes | None:
+        """Of the embedding table. None: an owner of slots has died since."""
+        value, stores = self.simulated.value(self.keys.slots), dict(self.stores())
+        if value is None or not set(_owners(value)) <= stores.keys():
+            return None
+        return records_of([store.rows.tables[0] for store in stores.values() if store.rows is not None])
 
     def final_digest(self) -> str:
         return hashlib.sha256(self.final_parameters()).hexdigest()

@@ -30,7 +30,10 @@ from shared.records import Mode
 from shared.records.job_spec import Narrow, Transported
 from shared.records.layout import Block, Layout, OptimizerSpec, Segment
 from shared.records.step import LaneZero
+from shared.tables.lanes import LaneRows
+from tests.simulation.rows import SLOTS, TABLE, ids_of, lane_rows, no_rows, sum_of
 from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, LaneResult, Records
+from trainer_agent.tables.remote import Lookup
 
 RECORD_SLOTS = 48
 BLOCK_ELEMENTS = 64
@@ -43,7 +46,7 @@ RATE = 0.25
 _DTYPES = {"float32": np.float32, "int64": np.int64}
 
 
-def layout(mode: Mode) -> Layout:
+def layout(mode: Mode, *, tables: bool = False) -> Layout:
     momentum = 0.9 if mode is Mode.SYNC else 0.0
     options = {"lr": RATE, "momentum": momentum, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
     return Layout(
@@ -56,7 +59,8 @@ def layout(mode: Mode) -> Layout:
         block_bytes=BLOCK_BYTES,
         digest=hashlib.sha256(b"simulated").hexdigest(),
         optimizer=OptimizerSpec(name="SGD", defaults=options, groups=(options, {**options, "lr": RATE})),
-        slot_count=128,
+        slot_count=SLOTS,
+        tables=(TABLE,) if tables else (),
     )
 
 
@@ -110,8 +114,12 @@ class TinyCompute:
         speed: Speed,
         travels_as: Transported = "float32",
         schedule: str = "none",
+        *,
+        tables: bool = False,
     ) -> None:
-        self._mode, self._layout = mode, layout(mode)
+        self._mode, self._layout = mode, layout(mode, tables=tables)
+        self._lookup: Lookup | None = None
+        self._lane_rows = no_rows()
         self._travels_as = travels_as
         self._payloads = self._layout.payloads(travels_as)
         self._sent: dict[tuple[Interval, int], torch.Tensor] = {}
@@ -189,7 +197,11 @@ class TinyCompute:
         self, node: Interval, lane: int, seed: int, records: Records | None, finished: Callable[[int], None]
     ) -> LaneResult:
         names = tuple(int(record["name"]) for record in records) if records else ()
-        found = gradients(self._vectors[0], seed, names)
+        of_rows, self._lane_rows = 0.0, no_rows()
+        if self._lookup is not None and names:
+            (rows,) = await self._lookup([ids_of(names)])
+            of_rows, self._lane_rows = sum_of(rows), lane_rows(self._vectors[0], rows, seed, names)
+        found = gradients(self._vectors[0], seed, names, of_rows)
         if self._mode is Mode.ASYNC:  # what was added to the integers
             found[3] = found[3] - self._vectors[0][3] if names else found[3]
         self._lanes[lane] = (found, len(names))
@@ -207,6 +219,12 @@ class TinyCompute:
                     await asyncio.sleep(0.001)
                 finished(block)
         return self._result
+
+    def read_rows(self, lookup: Lookup) -> None:
+        self._lookup = lookup
+
+    def lane_rows(self) -> Sequence[LaneRows]:
+        return (self._lane_rows,)
 
     def result(self) -> LaneResult:
         return self._result
@@ -279,11 +297,15 @@ class TinyCompute:
         return b"".join(vector.tobytes() for vector in self._vectors[0])
 
 
-def gradients(params: Sequence[np.ndarray[Any, Any]], seed: int, names: Sequence[int]) -> list[np.ndarray[Any, Any]]:
-    """One minibatch's mean gradient of every segment; for buffers the values after the forward pass."""
+def gradients(
+    params: Sequence[np.ndarray[Any, Any]], seed: int, names: Sequence[int], of_rows: float = 0.0
+) -> list[np.ndarray[Any, Any]]:
+    """One minibatch's mean gradient of every segment; for buffers the values after the forward pass. `of_rows`: of the embedding table."""
     if not names:
         return [np.zeros_like(vector) for vector in params]
-    total = np.float32(math.fsum(params[0].tolist()) + math.fsum(params[1].tolist()) + math.fsum(params[2].tolist()))
+    total = np.float32(
+        math.fsum(params[0].tolist()) + math.fsum(params[1].tolist()) + math.fsum(params[2].tolist()) + of_rows
+    )
     noise = np.sin(np.arange(BLOCK_ELEMENTS - RECORD_SLOTS, dtype=np.float32) * np.float32(seed % 89 + sum(names)))
     result: list[np.ndarray[Any, Any]] = []
     for vector in params[:2]:

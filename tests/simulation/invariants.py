@@ -24,6 +24,7 @@ from tests.simulation.reference import (
     Ended,
     evaluations,
     final_parameters,
+    final_rows,
     parameters_at,
     records_until,
     series_of,
@@ -117,6 +118,8 @@ def _parameters(cluster: SimulatedCluster) -> Iterator[str]:
         wanted = parameters_at(job, ended[1]) if ended is not None else final_parameters(job)
         if final != wanted:
             yield f"the final parameters differ from the undisturbed run's{_difference(final, wanted)}"
+        if job.tables and cluster.final_rows() not in (None, final_rows(job)):
+            yield "the final rows of the embedding table differ from the undisturbed run's"
         return
     expected = _applications(job, _ended(cluster))
     lossy = _lossy(cluster)

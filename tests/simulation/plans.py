@@ -111,7 +111,7 @@ class ResizeKill:
 @dataclass(frozen=True)
 class Job:
     """What the trained parameters depend on. `files`: records of each file. `schedule`: none, epoch or plateau; that follows
-    evaluations, one each `evaluated_every`."""
+    evaluations, one each `evaluated_every`. `tables`: see rows.py."""
 
     mode: Mode
     files: tuple[int, ...]
@@ -125,6 +125,7 @@ class Job:
     clip_grad_norm: float | None = None
     schedule: str = "none"
     evaluated_every: int | str | None = None
+    tables: bool = False
 
     @property
     def minibatches(self) -> int:
@@ -211,6 +212,10 @@ CLIP = 1.5  # many gradients are longer
 DTYPES: tuple[Transported, ...] = ("float32", "float32", "bfloat16", "float16")
 
 
+TABLES = 0.3
+"""Of the synchronous jobs have an embedding table."""
+
+
 def plan_of(seed: int, mode: Mode, dispatch: Dispatch = Dispatch.MASTER) -> Plan:
     masterless = dispatch is Dispatch.ETCD
     rng = random.Random(f"{mode}-{seed}{'-masterless' if masterless else ''}")
@@ -228,6 +233,7 @@ def plan_of(seed: int, mode: Mode, dispatch: Dispatch = Dispatch.MASTER) -> Plan
         push_every=rng.choice([1, 1, 2]) if mode is Mode.ASYNC else 1,
         travels_as=random.Random(f"dtype-{seed}").choice(DTYPES) if mode is Mode.SYNC else "float32",
         clip_grad_norm=random.Random(f"clip-{seed}").choice([None, None, CLIP]) if mode is Mode.SYNC else None,
+        tables=mode is Mode.SYNC and random.Random(f"tables-{seed}").random() < TABLES,
         schedule=random.Random(f"schedule-{seed}").choice(["none", "none", "epoch"]) if mode is Mode.SYNC else "none",
     )
     plan = Plan(

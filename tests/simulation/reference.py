@@ -32,6 +32,7 @@ from tests.simulation.compute import (
     validation,
 )
 from tests.simulation.plans import Job
+from tests.simulation.rows import ReferenceRows, lane_rows, no_rows, sum_of
 from trainer_agent.data.order import minibatch_indices, minibatches_in
 from trainer_agent.model.compute import LaneResult
 
@@ -190,9 +191,18 @@ def _is_due(step: int, ended: int, every: int | str | None) -> bool:
     return bool(ended) if every == "epoch" else every is not None and step % int(every) == 0
 
 
-def _trained(job: Job) -> Iterator[tuple[int, int, Vectors, float]]:
+def final_rows(job: Job) -> bytes:
+    """Of a job with tables."""
+    rows = ReferenceRows()
+    for _ in _trained(job, rows):
+        pass
+    return rows.records()
+
+
+def _trained(job: Job, rows: ReferenceRows | None = None) -> Iterator[tuple[int, int, Vectors, float]]:
     """As `versions`, with the learning rate of the step that made it. On a plateau: what an evaluation finds counts from the next one on."""
     rate, found, least = RATE, None, math.inf
+    rows = rows or (ReferenceRows() if job.tables else None)
     segments = layout(Mode.SYNC).segments
     vectors = [
         (np.linspace(-1, 1, s.elements) if s.dtype == "float32" else np.arange(s.elements)).astype(s.dtype)
@@ -206,10 +216,15 @@ def _trained(job: Job) -> Iterator[tuple[int, int, Vectors, float]]:
         longest = max(len(stream) for stream in streams)
         rate /= 2 if epoch and job.schedule == "epoch" else 1
         for number in range(longest):
-            lanes, seen = {}, rounded(vectors, job.travels_as)
+            lanes, seen, of_lanes = {}, rounded(vectors, job.travels_as), []
             for lane, stream in enumerate(streams):
                 names = stream[number] if number < len(stream) else []
-                lanes[lane] = (gradients(seen, step_seed(job.seed, step, lane), names), len(names))
+                seed, of_rows = step_seed(job.seed, step, lane), 0.0
+                if rows is not None:
+                    looked_up = rows.lookup(names)
+                    of_lanes.append(lane_rows(seen, looked_up, seed, names) if names else no_rows())
+                    of_rows = sum_of(looked_up)
+                lanes[lane] = (gradients(seen, seed, names, of_rows), len(names))
             combined = mean_over((0, job.lanes), lanes, job.travels_as)
             for param, gradient in zip(params, combined, strict=False):
                 param.grad = torch.from_numpy(gradient)
@@ -220,6 +235,8 @@ def _trained(job: Job) -> Iterator[tuple[int, int, Vectors, float]]:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
+            if rows is not None:
+                rows.step(of_lanes)
             vectors[2][:], vectors[3][:] = combined[2], combined[3]
             step += 1
             ended = epoch + 1 if number + 1 == longest else 0

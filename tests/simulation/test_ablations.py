@@ -29,7 +29,11 @@ SHOWN = {
     "saved ledger": (Mode.ASYNC, Dispatch.MASTER, 0.0, 10),
     "results": (Mode.SYNC, Dispatch.MASTER, 0.0, 9),
     "order of steps": (Mode.SYNC, Dispatch.MASTER, 0.0, 54),
+    "lanes without ids": (Mode.SYNC, Dispatch.MASTER, 0.0, 0),
+    "rows in checkpoints": (Mode.SYNC, Dispatch.MASTER, 0.0, 0),
+    "wait for rows": (Mode.SYNC, Dispatch.MASTER, 0.0, 0),
 }
+OF_ROWS = {"lanes without ids", "rows in checkpoints", "wait for rows"}
 STORM = replace(STEADY, high_s=0.05, slow=0.03, slow_s=2.0, lose_request=0.01, lose_reply=0.02)
 MOST_SEEDS = 100
 ENOUGH_S = 5.0
@@ -47,6 +51,7 @@ def test_the_simulation_misses_the_safeguard(name):
 
     def outcome(seed: int) -> Outcome:
         drawn = plan_of(seed, mode, dispatch)
+        drawn = replace(drawn, job=replace(drawn.job, tables=True)) if name in OF_ROWS else drawn
         return simulate(
             seed, mode, plan=replace(drawn, conditions=replace(STORM, double=doubled)) if doubled else drawn
         )

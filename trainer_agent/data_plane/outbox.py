@@ -141,11 +141,10 @@ class Outboxes(dict[int, Outbox]):
         self, lane: int, count: int, parts: Mapping[int, tuple[tuple[int, ...], memoryview]], result: NodeResult
     ) -> None:
         """A lane's gradients of rows of embedding tables, by parameter server: how many of each table, and the payload. `count`: the lane's records. `result`:
-        for parameter servers that have no blocks."""
+        the rows of all lanes may be there, and be stepped, before a block of each is."""
         for index, (rows, payload) in parts.items():
-            told = None if self.routes.blocks[index] else result
             item = PushBlock.model_construct(
-                block=ROWS, lanes=(lane, lane + 1), count=count, dtype=None, result=told, rows=rows
+                block=ROWS, lanes=(lane, lane + 1), count=count, dtype=None, result=result, rows=rows
             )
             self[index].add(item, payload)
             self._rows += 1

@@ -12,6 +12,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, Self
 
 from pserver_service.data_plane.handoff_client import Parts
+from pserver_service.data_plane.lookups import lookup, portion
 from shared.errors import DeadlineExceeded, NotLeader, PeerError
 from shared.membership.directory import Directory
 from shared.records import (
@@ -34,6 +35,8 @@ from shared.wire.messages import (
     InitHeader,
     LedgerAnswer,
     LedgerQuery,
+    LookupEnd,
+    LookupRequest,
     PserverInfo,
     PulledBlock,
     PullEnd,
@@ -41,6 +44,8 @@ from shared.wire.messages import (
     PushAnswer,
     PushBlock,
     PushHeader,
+    TableEnd,
+    TableRequest,
 )
 from tests.equipment.cluster.network import Network, Pipe, replay
 from trainer_agent.data_plane.http import waits_s
@@ -190,6 +195,24 @@ class SimulatedPserver:
                 if placed is not None:
                     placed(block)
 
+    async def lookup(self, request: LookupRequest, ids: memoryview) -> tuple[LookupEnd, memoryview]:
+        payload = bytes(ids)
+
+        async def ask(service: Any) -> tuple[LookupEnd, bytes]:
+            found = await lookup(service, request, memoryview(payload))
+            return (found, b"") if isinstance(found, LookupEnd) else (LookupEnd(code="OK"), bytes(found))
+
+        end, rows = await self._network.call(self.member.url, ask, timeout_s=self._stall_s + request.wait_s)
+        return end, memoryview(rows)
+
+    async def table(self, request: TableRequest) -> tuple[TableEnd, memoryview]:
+        async def ask(service: Any) -> tuple[TableEnd, bytes]:
+            end, rows = portion(service, request)
+            return end, bytes(rows)
+
+        end, rows = await self._network.call(self.member.url, ask, timeout_s=self._stall_s)
+        return end, memoryview(rows)
+
     def _pipe(self) -> Pipe:
         return Pipe(self._network, lambda item: (item[0], bytes(item[1])))
 
@@ -292,7 +315,8 @@ async def _in_one_buffer(
     items: AsyncIterator[tuple[Any, bytes]], memory: memoryview, after_block: Callable[[], None]
 ) -> AsyncIterator[Any]:
     async for item, payload in items:
-        place = memory[: len(payload)]
+        # rows of embedding tables have memory of their own
+        place = memory[: len(payload)] if len(payload) <= len(memory) else memoryview(bytearray(payload))
         place[:] = payload
         yield item, place
         place[:] = bytes([GARBAGE]) * len(payload)

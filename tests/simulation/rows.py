@@ -1,0 +1,74 @@
+"""A small embedding table beside the simulated model: the dense part depends on its rows, and the rows on the dense part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shared.records.layout import RowInit, RowOptimizer, TableSpec
+from shared.tables.lanes import LaneRows, mean_over_lanes
+from shared.tables.snapshot import to_records
+from shared.tables.table import Table, joined
+
+SLOTS = 128
+TABLE = TableSpec(
+    name="id",
+    dim=3,
+    seed=11,
+    optimizer=RowOptimizer(kind="adagrad", lr=0.125),
+    init=RowInit(kind="uniform", scale=0.5),
+    admit_after=2,
+    evict_after_steps=6,
+)
+Array = np.ndarray[Any, Any]
+
+
+def ids_of(names: Sequence[int]) -> Array:
+    """Of these records: some are in many lanes, some in few; ascending."""
+    return np.array(sorted({key for name in names for key in (name % 5, -1 - name // 3)}), np.int64)
+
+
+def sum_of(rows: Array) -> float:
+    """What the dense gradients see of the rows."""
+    return math.fsum(rows.ravel().tolist())
+
+
+def lane_rows(params: Sequence[Array], rows: Array, seed: int, names: Sequence[int]) -> LaneRows:
+    """Gradients of the rows of a minibatch."""
+    ids = ids_of(names)
+    total = math.fsum(math.fsum(vector.tolist()) for vector in params[:3])
+    noise = np.sin(np.arange(ids.size * TABLE.dim, dtype=np.float32) + np.float32(seed % 97)).reshape(-1, TABLE.dim)
+    gradients = rows * np.float32(0.2) + noise * np.float32(0.3) + np.float32(total * 0.001)
+    return LaneRows(ids, gradients.astype(np.float32), len(names))
+
+
+def no_rows() -> LaneRows:
+    return LaneRows(np.empty(0, np.int64), np.empty((0, TABLE.dim), np.float32), 0)
+
+
+class ReferenceRows:
+    """The table of the undisturbed run, without versions, lanes' pushes and owners."""
+
+    def __init__(self) -> None:
+        self._table = Table(TABLE, SLOTS)
+
+    def lookup(self, names: Sequence[int]) -> Array:
+        ids = ids_of(names)
+        found = np.empty((len(ids), TABLE.dim), np.float32)
+        self._table.lookup(ids, found)
+        return found
+
+    def step(self, lanes: Sequence[LaneRows]) -> None:
+        self._table.step(*mean_over_lanes(lanes, TABLE.dim))
+
+    def records(self) -> bytes:
+        return records_of([self._table])
+
+
+def records_of(tables: Sequence[Table]) -> bytes:
+    """All rows of one table, wherever they lie: ids, stamps, values, state."""
+    rows = [table.read_slot(slot) for table in tables for slot in table.slots()]
+    return to_records(joined(rows, TABLE.row_words)).tobytes()
