@@ -60,7 +60,9 @@ class World:
         simulated = SimulatedEtcd()
         self.leader = Etcd(simulated.transport("leader"))
         self.directory = Directory(Etcd(simulated.transport("trainer")), KEYS)
-        layout = SimpleNamespace(payloads=lambda _: {}, blocks=lambda: [SimpleNamespace(number=0)], slot_count=1)
+        layout = SimpleNamespace(
+            payloads=lambda _: {}, blocks=lambda: [SimpleNamespace(number=0)], slot_count=1, tables=()
+        )
         vectors = SimpleNamespace(layout=layout, staging=lambda _: memoryview(bytearray(4)))
         self.transfer = Transfer(self.directory, lambda member: pservers[member.index], vectors, lambda *_: None)
 

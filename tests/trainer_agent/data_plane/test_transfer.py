@@ -66,7 +66,9 @@ class Vectors:
     """One block in one segment."""
 
     def __init__(self):
-        self.layout = SimpleNamespace(payloads=lambda _: {}, blocks=lambda: [SimpleNamespace(number=0)], slot_count=1)
+        self.layout = SimpleNamespace(
+            payloads=lambda _: {}, blocks=lambda: [SimpleNamespace(number=0)], slot_count=1, tables=()
+        )
         self.block = memoryview(bytearray(4))
 
     def staging(self, _):
