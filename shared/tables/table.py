@@ -92,7 +92,7 @@ class Counts:
 
 class Table:
     """`version`: steps made. `updates`: steps that had data (Adam counts them). Not for several threads at once. Each of `leaving` is called with rows
-    that a step has changed or removed, as they were (see snapshot.py); while there are any, nothing is swept. Raises InvalidArgument for a `max_rows` below `slot_count`."""
+    that a step has changed or removed, as they were (see snapshot.py). Raises InvalidArgument for a `max_rows` below `slot_count`."""
 
     def __init__(self, spec: TableSpec, slot_count: int, version: int = 0) -> None:
         if spec.max_rows is not None and spec.max_rows < slot_count:
@@ -186,6 +186,7 @@ class Table:
         self.version += 1
         if gradients is None:
             self.before = joined([], self.width)
+            self.sweep(self.version % self.slot_count)
             return
         self.updates += 1
         cells, rows, n = self._cells, self._rows, len(ids)
@@ -222,6 +223,7 @@ class Table:
         self.before = before if gone is None else joined([before, gone], self.width)
         for leaves in self.leaving:
             leaves(self.before)
+        self.sweep(self.version % self.slot_count)
 
     def _update(self, before: RowsOfIds, places: Numbers, fresh: Flags, gradients: Floats, scalars: Floats) -> None:
         rows = self._rows
@@ -290,13 +292,16 @@ class Table:
     # ------------------------------------------------------------ slots
 
     def sweep(self, slot: int) -> int:
-        """Give back the memory of rows that are expired at both versions; answers how many."""
-        if self._ttl < 0 or not self._cells.used[slot] or self.leaving:
+        """Give back the memory of rows that are expired at both versions; answers how many. Each step does it for one slot: which one depends on its
+        version alone, since a slot with room for `max_rows` gives up no other rows."""
+        if self._ttl < 0 or not self._cells.used[slot]:
             return 0
         ids, words = self._cells.of_slot(slot)
         chosen = np.flatnonzero(self.version - 1 - stamps_of(words) > self._ttl)
         if len(chosen):
-            self._remove(slot, ids, words, chosen)
+            gone = self._remove(slot, ids, words, chosen)
+            for leaves in self.leaving:
+                leaves(gone)
         return len(chosen)
 
     def read_slot(self, slot: int) -> RowsOfIds:

@@ -63,8 +63,13 @@ class DictTable:
     def step(self, ids: np.ndarray, gradients: np.ndarray | None, lr: float | None = None) -> None:
         self.past = {key: _Entry(e.values.copy(), e.stamp) for key, e in self.entries.items()}
         self.version += 1
-        if gradients is None:
-            return
+        if gradients is not None:
+            self._step(ids, gradients, lr)
+        for key in [key for key in self.entries if self._slot(key) == self.version % self.slots]:
+            if self.is_expired(self.entries[key], self.version - 1):
+                del self.entries[key]
+
+    def _step(self, ids: np.ndarray, gradients: np.ndarray, lr: float | None) -> None:
         self.updates += 1
         coming = []
         for key in map(int, ids):
@@ -88,14 +93,15 @@ class DictTable:
             entry.stamp = self.version
             self._update(entry.values, gradient, self.spec.optimizer.lr if lr is None else lr)
 
+    def _slot(self, key: int) -> int:
+        return int(slots_of(np.array([key], np.int64), self.spec.seed, self.slots)[0])
+
     def _make_room(self, coming: list[int], touched: set[int]) -> None:
         if self.spec.max_rows is None:
             return
         quota = max(1, self.spec.max_rows // self.slots)
 
-        def slot(key: int) -> int:
-            return int(slots_of(np.array([key], np.int64), self.spec.seed, self.slots)[0])
-
+        slot = self._slot
         for number in {slot(key) for key in coming}:
             mine = [key for key in self.entries if slot(key) == number]
             over = len(mine) + sum(slot(key) == number for key in coming) - quota

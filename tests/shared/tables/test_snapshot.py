@@ -101,7 +101,9 @@ def test_a_snapshot_read_by_another_thread_is_a_copy_of_its_version(data: Any) -
             for _ in range(data.draw(st.integers(0, 3))):
                 reading.go_on()
         step(data, table, lock)
-        table.sweep(data.draw(st.integers(0, SLOTS - 1)))
+        slot = data.draw(st.integers(0, SLOTS - 1))
+        with lock:
+            table.sweep(slot)
         if len(readings) == 3 and data.draw(st.booleans()):
             readings.pop(data.draw(st.integers(0, 2))).check()
     for reading in readings:
