@@ -318,7 +318,7 @@ class OpenPull:
         """The end of a pull that has waited until its deadline."""
         if self._lost is not None:
             return _moved(self._lost)
-        number = max(self._missing)
+        number = min(self._missing - {ROWS}, default=ROWS)
         held = self._store.lowest if number == ROWS else self._store.blocks[number].version
         what = "rows of tables are" if number == ROWS else f"block {number} is"
         return PullEnd(

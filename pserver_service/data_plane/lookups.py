@@ -43,8 +43,9 @@ class OpenLookup:
     def __repr__(self) -> str:
         return f"<OpenLookup of version {self._request.version}: {sum(self._request.rows)} ids>"
 
-    def answer(self) -> memoryview | LookupEnd | None:
-        """A payload of rows, or why there is none; None: not yet."""
+    def answer(self, *, expired: bool = False) -> memoryview | LookupEnd | None:
+        """A payload of rows, or why there is none; None: not yet. `expired`: it has waited until its deadline, whatever the clock says: that of an event
+        loop may be a moment ahead."""
         version, rows = self._request.version, self._rows
         if self._pserver.store is not self._store:
             return LookupEnd(code="NOT_READY", message="the job is being rolled back")
@@ -52,7 +53,7 @@ class OpenLookup:
             message = f"the job was rolled back in generation {self._pserver.timeline}: join again"
             return LookupEnd(code="GONE", message=message)
         found = rows.judge(version)
-        if found is Verdict.TOO_EARLY and clock.monotonic() >= self.deadline:
+        if found is Verdict.TOO_EARLY and (expired or clock.monotonic() >= self.deadline):
             message = f"the tables have not reached version {version} (they are at {rows.version}): ask again"
             return LookupEnd(code="TOO_EARLY", message=message)
         if found is Verdict.TOO_EARLY:
@@ -132,6 +133,7 @@ class _Lookup:
     refused: bool = False
     opened: OpenLookup | None = None
     expiry: asyncio.TimerHandle | None = None
+    expired: bool = False
 
 
 @dataclass(slots=True)
@@ -192,7 +194,7 @@ class StreamLookups:
         ids = memoryview(b"") if lookup.memory is None else lookup.memory
         lookup.opened = OpenLookup(self.pserver, lookup.request, ids, lambda: self._look(number))
         wait_s = lookup.opened.deadline - clock.monotonic()
-        lookup.expiry = asyncio.get_running_loop().call_later(wait_s, self._look, number)
+        lookup.expiry = asyncio.get_running_loop().call_later(wait_s, self._expire, number)
         self._look(number)
 
     def _drop(self, number: int) -> None:
@@ -211,11 +213,16 @@ class StreamLookups:
         for number in tuple(self._open):
             self._drop(number)
 
+    def _expire(self, number: int) -> None:
+        if (lookup := self._open.get(number)) is not None:
+            lookup.expired = True
+            self._look(number)
+
     def _look(self, number: int) -> None:
         lookup = self._open.get(number)
         if lookup is None or lookup.opened is None or not self.may_send():
             return
-        if (found := lookup.opened.answer()) is not None:
+        if (found := lookup.opened.answer(expired=lookup.expired)) is not None:
             self._drop(number)
             self.send(number, found)
 

@@ -9,6 +9,7 @@ from contextlib import aclosing
 import pytest
 import torch
 
+from pserver_service.core import calls
 from pserver_service.core.store import Store
 from shared.blocks.buffers import bytes_of
 from shared.errors import BadFrame
@@ -207,7 +208,7 @@ async def test_after_a_rollback_everything_comes(mode, version):
 
 @pytest.mark.parametrize(("mode", "version"), [(Mode.SYNC, 0), (Mode.ASYNC, None)])
 async def test_without_the_name_of_the_store_a_rollback_would_leave_old_values(mode, version):
-    with replaced(Store, "moment_of", lambda _, known: int(known.rpartition("@")[2]) if known else None):
+    with replaced(calls, "moment_of", lambda _, known: int(known.rpartition("@")[2]) if known else None):
         came, has, should = await after_a_restore(mode, version)
     assert came != list(BLOCKS)
     assert has != should
@@ -292,5 +293,5 @@ async def test_any_order_of_steps_and_pulls_has_the_bits_of_the_versions():
 
 
 async def test_a_rule_that_forgets_the_version_asked_for_has_others():
-    with replaced(Store, "is_same", naive):
+    with replaced(calls, "is_same", naive):
         assert not all([await random_job(seed) for seed in range(40)])

@@ -61,7 +61,7 @@ def test_under_faults_each_evaluation_comes_once_with_the_same_sums(seed: int):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_stop_early_ends_at_the_same_step_under_faults(seed: int):
     drawn = plan(seed, [1, 2, "epoch"][seed % 3])
-    stopping = replace(drawn, stop_early="value:min:patience=1", job=replace(drawn.job, epochs=4))
+    stopping = replace(drawn, stop_early="value:min:patience=1", job=replace(drawn.job, epochs=4, tables=False))
     assert stopping_at(stopping.job, [1, 2, "epoch"][seed % 3], StopEarly(metric="value:min", patience=1)) is not None
     outcome = simulate(seed, Mode.SYNC, plan=stopping)
     assert not broken(outcome), str(outcome)

@@ -41,6 +41,7 @@ def resized(seed: int, mode: Mode, *, restart: bool = False) -> Plan:
     drawn = plan_of(seed, mode)
     lanes = 4 if mode is Mode.SYNC else 1
     job = replace(drawn.job, files=(7, 1, 16, 5), task_records=4, minibatch=2, lanes=lanes, epochs=4, push_every=1)
+    job = job if restart else replace(job, tables=False)  # their parameter servers are not resized live
     requests = [
         OperatorRequest(at_s, RequestKind.RESIZE, members=members, restart=restart)
         for at_s, members in zip((3.0, 8.0), numbers, strict=True)

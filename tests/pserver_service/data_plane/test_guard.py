@@ -18,7 +18,7 @@ from pserver_service.pserver import Pserver
 from shared.errors import AnotherProcess, Forbidden, PeerError, Unauthorized
 from shared.security.tokens import Role
 from shared.wire import codec
-from shared.wire.messages import HandoffHeader
+from shared.wire.messages import HandoffHeader, LookupRequest
 from shared.wire.upgrade import upgrade
 from tests.equipment.tokens import access_by_role, write_tokens
 from tests.equipment.waiting import until
@@ -31,6 +31,9 @@ from trainer_agent.data_plane.stream import StreamPserver
 CALLS = {  # what a stream may be asked, by the kinds that its refusal of any other names
     "push": opening(),
     "pull": codec.encode({"id": 2, "call": "pull", "message": pull_request(0, [0]).model_dump()}),
+    "lookup": codec.encode(
+        {"id": 4, "call": "lookup", "message": LookupRequest(job=JOB, generation=1, version=0, rows=()).model_dump()}
+    ),
     "share": codec.encode({"id": 3, "call": "share", "message": {}}),
 }
 FRAMES = {

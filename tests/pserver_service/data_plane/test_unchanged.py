@@ -9,6 +9,7 @@ import msgpack
 import pytest
 import torch
 
+from pserver_service.core import calls
 from pserver_service.core.store import Store
 from shared.blocks.buffers import bytes_of
 from shared.errors import BadFrame, PeerError
@@ -126,7 +127,7 @@ async def test_a_large_constant_is_pulled_once(server):
 
 @everywhere
 async def test_without_names_every_pull_is_whole_and_has_the_same_bits(server):
-    with replaced(Store, "moment_of", lambda *_: None):
+    with replaced(calls, "moment_of", lambda *_: None):
         assert await bytes_of_steps(server) == [OTHER_BYTES + 4 * TABLE_ELEMENTS] * STEPS
 
 
@@ -235,7 +236,7 @@ async def test_another_slot_map_makes_names_void(server):
 async def test_a_block_is_not_the_same_if_nothing_was_named(server):
     await server.initialise(LAYOUT)
     with (
-        replaced(Store, "moment_of", lambda *_: 0),
+        replaced(calls, "moment_of", lambda *_: 0),
         pytest.raises(BadFrame, match="as unchanged, but no values were named"),
     ):
         await transfer_to(server.client).pull(0)

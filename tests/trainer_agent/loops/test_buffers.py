@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from pserver_service.core.store import Store
+from pserver_service.core import calls
 from shared.records import Phase
 from tests.equipment.replaced import replaced
 from tests.trainer_agent.cluster import cluster, trained
@@ -108,7 +108,7 @@ async def pulled_with_a_large_constant(tmp_path, mode, name):
 @pytest.mark.parametrize("mode", ["sync", "async"])
 async def test_a_large_constant_is_pulled_once_by_each_trainer(tmp_path, mode):
     pulled, pulls, exported = await pulled_with_a_large_constant(tmp_path, mode, "named")
-    with replaced(Store, "moment_of", lambda *_: None):
+    with replaced(calls, "moment_of", lambda *_: None):
         whole, all_pulls, as_ever = await pulled_with_a_large_constant(tmp_path, mode, "whole")
     assert min(pulls, all_pulls) > 20
     assert whole > (all_pulls - 6) * TABLE_BYTES, "a few were still waiting when their trainer died or was done"
