@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from shared.errors import Gone, PeerError, StaleGeneration, UserCodeError
-from trainer_agent.waiting.single_error import single_error
+from trainer_agent.waiting.single_error import SingleErrorGroup, single_error
 
 
 @pytest.mark.parametrize(
@@ -21,3 +23,43 @@ from trainer_agent.waiting.single_error import single_error
 def test_the_most_serious_error_of_a_group_is_raised(errors, raised):
     with pytest.raises(raised), single_error():
         raise ExceptionGroup("several", errors)
+
+
+async def test_who_is_cancelled_while_a_task_fails_ends():
+    """Of both, asyncio's own group raises the error: a loop that tries again after it would go on for ever."""
+    begun, tries = asyncio.Event(), 0
+
+    async def fails_when_cancelled() -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise PeerError("the peer was gone in this moment") from None
+
+    async def tries_again() -> None:
+        nonlocal tries
+        while tries < 3:
+            tries += 1
+            begun.clear()
+            try:
+                async with SingleErrorGroup() as group:
+                    group.create_task(fails_when_cancelled())
+            except PeerError:
+                continue
+
+    task = asyncio.create_task(tries_again())
+    await begun.wait()
+    task.cancel()
+    await asyncio.wait([task], timeout=5)
+    assert task.cancelled()
+    assert tries == 1
+
+
+async def test_an_error_of_a_task_is_raised_where_nobody_cancels():
+    async def fails() -> None:
+        raise PeerError("gone")
+
+    with pytest.raises(PeerError):
+        async with SingleErrorGroup() as group:
+            group.create_task(fails())
+            await asyncio.sleep(60)
