@@ -37,10 +37,12 @@ from trireme.pool import local_pool
 MARK = "TEST_MARK"
 """A variable by which a test finds the processes that descend from it, also when they were forked: /proc/PID/environ shows it."""
 MARK_LENGTH = 32
-SET_BY_LIBRARIES = (
-    *("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
-    "_MLFLOW_TELEMETRY_SESSION_ID",
-)
+SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
+LEFT_OUT = (
+    "TRIREME_",
+    "MLFLOW_",
+    "_MLFLOW_",
+)  # by their beginning: MLflow, and our tracker for it, set some in this process
 READ_WHEN_USED = (MARK, "ETCD_BIN")
 MODULE = "tests.equipment.forked"
 START_S = 60.0
@@ -52,11 +54,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def clean_environment() -> dict[str, str]:
-    """Ours without TRIREME_*, and without what pytest and imports (torch's compiler, scikit-learn, MLflow) set in this process."""
+    """Ours without LEFT_OUT, and without what pytest and imports (torch's compiler, scikit-learn, MLflow) set in this process."""
     return {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith("TRIREME_") and name not in SET_BY_LIBRARIES
+        if not name.startswith(LEFT_OUT) and name not in SET_BY_LIBRARIES
     }
 
 
