@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -15,6 +16,8 @@ class SingleErrorGroup(asyncio.TaskGroup):
     """A TaskGroup that raises the most serious error of its tasks instead of an ExceptionGroup. If it is cancelled from outside in the moment in which
     a task fails, it is cancelled: asyncio's own raises the error (until Python 3.13), and whoever tries again after such an error would never end."""
 
+    _parent_cancel_requested: bool  # of asyncio.TaskGroup: it has cancelled whoever runs it
+
     async def __aenter__(self) -> Self:
         self._cancels = _cancels()
         return await super().__aenter__()
@@ -22,10 +25,13 @@ class SingleErrorGroup(asyncio.TaskGroup):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        taken_back = self._parent_cancel_requested  # by asyncio itself
         try:
             with single_error():
                 await super().__aexit__(kind, error, trace)
         except TriremeError as failed:
+            if sys.version_info < (3, 13) and self._parent_cancel_requested and not taken_back:
+                _take_back()  # whoever waits at the end of the group is cancelled by it when a task fails
             if _cancels() > self._cancels:
                 raise asyncio.CancelledError from failed
             raise
@@ -35,6 +41,12 @@ def _cancels() -> int:
     """How often the running task was asked to end."""
     task = asyncio.current_task()
     return task.cancelling() if task is not None else 0
+
+
+def _take_back() -> None:
+    """One request to the running task to end."""
+    if (task := asyncio.current_task()) is not None:
+        task.uncancel()
 
 
 @contextmanager

@@ -63,3 +63,21 @@ async def test_an_error_of_a_task_is_raised_where_nobody_cancels():
         async with SingleErrorGroup() as group:
             group.create_task(fails())
             await asyncio.sleep(60)
+
+
+async def test_an_error_of_a_task_is_raised_where_the_group_waits_at_its_end():
+    """There asyncio cancels whoever waits, and (until Python 3.13) does not take it back."""
+
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise PeerError("gone")
+
+    task = asyncio.current_task()
+    assert task is not None
+    for _ in range(2):
+        with pytest.raises(PeerError):
+            async with SingleErrorGroup() as group:
+                group.create_task(fails())
+                group.create_task(asyncio.sleep(60))
+        assert task.cancelling() == 0
+    await asyncio.sleep(0)
