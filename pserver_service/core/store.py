@@ -6,7 +6,8 @@ init --> Store;  admit(header) --> Push;  apply(push, block, payload) --> Verdic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,12 +124,12 @@ class Store:
             self.skipped += 1
 
     @property
-    def _parts(self) -> list[BlockState | TableRows]:
-        return [*self.blocks.values(), *filter(None, [self.rows])]
+    def _parts(self) -> Iterable[BlockState | TableRows]:
+        return chain(self.blocks.values(), filter(None, (self.rows,)))
 
     @property
     def parts(self) -> int:  # that a push may name for each lane
-        return max(1, len(self._parts))
+        return max(1, len(self.blocks) + (self.rows is not None))
 
     @property
     def lowest(self) -> int:
@@ -286,8 +287,7 @@ class Store:
 
     def save_first(self) -> None:
         """Copy the version of the initial values, if it is due."""
-        record = self.history.record(self._first_version)
-        if record is not None and self._parts:
+        if (record := self.history.record(self._first_version)) is not None and (self.blocks or self.rows is not None):
             self._begin(record)
 
     def copy_now(self, record: StepRecord) -> None:
@@ -356,7 +356,7 @@ class Store:
             self._before = self.snapshot if both else self._before
             if not both:
                 self.snapshot.release()
-        numbers = list(self.blocks) + [ROWS] * (self.rows is not None)
+        numbers = chain(self.blocks, [ROWS] * (self.rows is not None))
         self.snapshot = Snapshot(self.history.saved(record), rank, numbers, self.slots)
         for part in self._parts:
             self._enter(part)

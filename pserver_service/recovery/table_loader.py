@@ -5,21 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from pserver_service.core.store import Store
 from shared.checkpoints import stored
-from shared.checkpoints.tables import table_in, updates_in
+from shared.checkpoints.tables import Records, records_for, table_in, updates_in
 from shared.errors import BadFrame
 from shared.records import SlotMap
 from shared.records.checkpoints import CheckpointRef
 from shared.storage.tensor_file import Entry, Summary
-from shared.tables.hashing import slots_of
+from shared.tables.hashing import owned_slots, slots_of
 
 if TYPE_CHECKING:
     from shared.tables.table import Table  # loads numba
-
-Records = npt.NDArray[np.int64]
 
 
 class TableLoader:
@@ -28,7 +25,7 @@ class TableLoader:
     def __init__(self, store: Store, index: int, slots: SlotMap, ref: CheckpointRef) -> None:
         assert store.rows is not None
         self._tables: dict[str, Table] = {table.spec.name: table for table in store.rows.tables}
-        self._own = np.array([owner == index for owner in slots.owners])
+        self._own = owned_slots(slots.owners, index)
         self._ref = ref
         self._read: list[tuple[str, str, Records]] = []
 
@@ -47,10 +44,7 @@ class TableLoader:
         if named is None:
             return None
         table, what = named
-        words = self._words(table, what)
-        if words is None or entry.dtype != "int64" or len(entry.shape) != 2 or entry.shape[1] != words:
-            stored.unusable(self._ref, f"{entry.name} is {entry.dtype} {entry.shape}: the job's tables are others")
-        records = np.empty(entry.shape, np.int64)
+        records = records_for(entry, self._words(table, what), self._ref)
         self._read.append((table, what, records))
         return records.data.cast("B")
 

@@ -8,11 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
 from shared.checkpoints import stored
-from shared.checkpoints.tables import table_in, updates_in
+from shared.checkpoints.tables import Records, records_for, table_in, updates_in
 from shared.errors import BadFrame
 from shared.records.checkpoints import CheckpointRef, Manifest
 from shared.records.layout import TableSpec
@@ -31,16 +28,14 @@ def read_rows(
     from shared.tables.table import living  # noqa: PLC0415
 
     words, updates = record_words(spec.row_words), 0
-    waiting: list[npt.NDArray[np.int64]] = []
+    waiting: list[Records] = []
 
     def place(entry: Entry) -> memoryview | None:
         pass_on()
         named = table_in(entry.name)
         if named is None or named[0] != spec.name or named[1] == "sketch":
             return None
-        if entry.dtype != "int64" or len(entry.shape) != 2 or entry.shape[1] != words:
-            stored.unusable(ref, f"{entry.name} is {entry.dtype} {entry.shape}: the job's tables are others")
-        waiting.append(np.empty(entry.shape, np.int64))
+        waiting.append(records_for(entry, words, ref))
         return waiting[0].data.cast("B")
 
     def pass_on() -> None:

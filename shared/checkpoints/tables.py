@@ -12,13 +12,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from shared.blocks.snapshot import Snapshot
+from shared.checkpoints import stored
 from shared.errors import BadFrame, InvalidArgument
+from shared.records.checkpoints import CheckpointRef
 from shared.storage.tensor_file import Entry
 
 if TYPE_CHECKING:
     from shared.tables.snapshot import SlotGroup, TableSnapshot  # loads numba
+
+Records = npt.NDArray[np.int64]
 
 METADATA = "tables"
 PREFIX = "table."
@@ -52,6 +57,13 @@ def tensors_of(snapshot: Snapshot, *, finite: bool) -> Iterator[tuple[Entry, Cal
         if (sketch := table.sketch) is not None:
             counts = sketch.view(np.int64)
             yield Entry(f"{PREFIX}{table.spec.name}.sketch", "int64", counts.shape), lambda c=counts: c.data.cast("B")  # type: ignore[misc]
+
+
+def records_for(entry: Entry, words: int | None, ref: CheckpointRef) -> Records:
+    """Memory for a tensor of rows, int64 (n, words). Raises CheckpointUnusable: it has another form; `words` None: no table has it."""
+    if words is None or entry.dtype != "int64" or len(entry.shape) != 2 or entry.shape[1] != words:
+        stored.unusable(ref, f"{entry.name} is {entry.dtype} {entry.shape}: the job's tables are others")
+    return np.empty(entry.shape, np.int64)
 
 
 def updates_in(metadata: Mapping[str, str]) -> dict[str, int]:

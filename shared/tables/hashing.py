@@ -2,12 +2,13 @@
 
     id --mix64--> hash --mod slot_count--> slot --slot map--> parameter server        hash --mix64--> bits of the initial row
 
-All arithmetic is modulo 2**64, so it is the same on every machine. The kernels (kernels.py) compute the same; a test compares.
+All arithmetic is modulo 2**64, so it is the same on every machine. The kernels (kernels/) compute the same; a test compares.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,11 @@ def hashes_of(ids: Ids, seed: int) -> Hashes:
 def slots_of(ids: Ids, seed: int, slot_count: int) -> npt.NDArray[np.int64]:
     """The slot of each id: int64 (n,) in [0, slot_count)."""
     return (hashes_of(ids, seed) % np.uint64(slot_count)).astype(np.int64)
+
+
+def owned_slots(owners: Sequence[int], index: int) -> npt.NDArray[np.bool_]:
+    """Whether each slot is parameter server `index`'s: bool (slots,). `owners`: of a slot map."""
+    return np.array([owner == index for owner in owners])
 
 
 def id_of_text(text: str) -> int:

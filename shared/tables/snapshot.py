@@ -12,10 +12,9 @@ from threading import Lock
 
 import numpy as np
 
-from shared.tables.hashing import slots_of
 from shared.tables.kernels import parts
 from shared.tables.memory import Numbers
-from shared.tables.table import RowsOfIds, Table, joined, stamps_of
+from shared.tables.table import RowsOfIds, Table, by_slot, joined, stamps_of
 
 GROUP_BYTES = 16 << 20  # of rows that are read at a time
 
@@ -97,10 +96,9 @@ class TableSnapshot:
         chosen = (before.words != parts.EMPTY) & (stamps_of(before.words) <= self.version)
         if not chosen.any():
             return
-        changed = before.where(chosen)
-        slots = slots_of(changed.ids, self.spec.seed, len(self._counts))
-        for slot in np.unique(slots[slots >= self._next]).tolist():
-            self._kept.setdefault(slot, []).append(changed.where(slots == slot))
+        for slot, rows in by_slot(before.where(chosen), self.spec.seed, len(self._counts)):
+            if slot >= self._next:
+                self._kept.setdefault(slot, []).append(rows)
 
 
 def record_words(width: int) -> int:

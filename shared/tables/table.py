@@ -23,7 +23,7 @@ from shared.tables.kernels import cells as cell_loops
 from shared.tables.kernels import parts
 from shared.tables.kernels import rows as row_loops
 from shared.tables.memory import Cells, Floats, Numbers, Rows, Words
-from shared.tables.updates import INITS, first_state, init_scale, kind_of, scalars_of
+from shared.tables.updates import INITS, first_state, init_scale, initial_values, kind_of, scalars_of
 
 SKETCH_DEPTH, SKETCH_CELLS = (
     4,
@@ -79,6 +79,17 @@ def joined(parts: list[RowsOfIds], width: int) -> RowsOfIds:
         np.concatenate([part.content for part in parts]),
     )
     return RowsOfIds(ids[order], words[order], content[order])
+
+
+def by_slot(rows: RowsOfIds, seed: int, slot_count: int) -> Iterator[tuple[int, RowsOfIds]]:
+    """The rows of each slot that has some, slots ascending, in the order that they have in `rows`."""
+    if not len(rows):
+        return
+    slots = slots_of(rows.ids, seed, slot_count)
+    order = np.argsort(slots, kind="stable")
+    numbers, starts = np.unique(slots[order], return_index=True)
+    for slot, chosen in zip(numbers.tolist(), np.split(order, starts[1:]), strict=True):
+        yield slot, rows.where(chosen)
 
 
 @dataclass(slots=True)
@@ -159,19 +170,16 @@ class Table:
         before = self.before
         places = np.searchsorted(before.ids, ids)
         places[places == len(before)] = 0
-        for i in np.flatnonzero(before.ids[places] == ids):
-            place = places[i]
-            if self._lives(before.words[place : place + 1], wanted)[0]:
-                out[i] = before.content[place, : self.spec.dim]
-            else:
-                self._initial(ids[i : i + 1], out[i : i + 1])
+        changed = np.flatnonzero(before.ids[places] == ids)
+        lived = self._lives(before.words[places[changed]], wanted)
+        out[changed[lived]] = before.content[places[changed[lived]], : self.spec.dim]
+        fresh = changed[~lived]
+        if len(fresh):
+            out[fresh] = initial_values(self.spec, ids[fresh])
 
     def _lives(self, words: Words, version: int) -> Flags:
         lives: Flags = words != 0
         return lives if self._ttl < 0 else lives & (version - stamps_of(words) <= self._ttl)
-
-    def _initial(self, ids: Numbers, out: Floats) -> None:
-        row_loops.initial_values(self._cells.seed, ids, *self._init, out)
 
     # ------------------------------------------------------------ a step
 
@@ -322,13 +330,11 @@ class Table:
     def put_rows(self, rows: RowsOfIds) -> None:
         """Rows of slots that have none yet, as they were read elsewhere."""
         self._rows.reserve(len(rows))
-        slots = slots_of(rows.ids, self.spec.seed, self.slot_count)
-        for slot in np.unique(slots):
-            mine = rows.where(slots == slot)
+        for slot, mine in by_slot(rows, self.spec.seed, self.slot_count):
             places = self._take(len(mine))
             words = (mine.words & ~parts.ROW_MASK) | (places + 1).astype(np.uint64)
             self._rows.write(places, mine.content)
-            self._cells.replace(int(slot), mine.ids, words)
+            self._cells.replace(slot, mine.ids, words)
 
     def _take(self, count: int) -> Numbers:
         rows = self._rows

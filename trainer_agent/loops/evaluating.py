@@ -147,6 +147,7 @@ class Evaluator:
         """Evaluate until `task` is done: there is nothing to train."""
         if self._spec.evaluate_every is None:
             await asyncio.wait([task])
+            return
         task.add_done_callback(lambda _: self._for_loops.set())
         while not task.done():
             await self.for_a_while()

@@ -156,13 +156,18 @@ class Job:
         """Trained or discarded in all epochs, with the minibatches of tasks under way."""
         queue, spec = self.training, self.spec
         per_epoch = queue.streams.records
-        _, _, done, discarded = queue.counts
-        closed = round(per_epoch * (done + discarded) / queue.total) if queue.total else 0
         open_records = sum(
             min(held.minibatches * spec.minibatch_size, queue.streams.records_of(task_id))
             for task_id, held in queue.pending.items()
         )
-        return min(queue.current * per_epoch + closed + open_records, spec.epochs * per_epoch)
+        return self._done(per_epoch, open_records)
+
+    def _done(self, per_epoch: int, begun: int) -> int:
+        """Of records, or minibatches, `per_epoch` of which are in an epoch: in tasks that are over, about, and `begun` in those under way."""
+        queue = self.training
+        _, _, done, discarded = queue.counts
+        closed = round(per_epoch * (done + discarded) / queue.total) if queue.total else 0
+        return min(queue.current * per_epoch + closed + begun, self.spec.epochs * per_epoch)
 
     @property
     def epoch_minibatches(self) -> int:
@@ -173,16 +178,14 @@ class Job:
     @property
     def minibatches_done(self) -> int:
         """Trained or discarded in all epochs, as far as trainers have told: in tasks that are over, about, and in those under way."""
-        queue, per_epoch = self.training, self.epoch_minibatches
-        _, _, done, discarded = queue.counts
-        closed = round(per_epoch * (done + discarded) / queue.total) if queue.total else 0
+        queue = self.training
         begun = {task_id: held.minibatches for task_id, held in queue.pending.items()}
         for member in self.members.trainers.values():
             at = member.paused or Paused(uuid="")
             held = queue.pending.get(at.task_id)
             if held is not None and held.record.epoch == at.epoch and held.record.find(at.attempt, member.trainer):
                 begun[at.task_id] = max(begun[at.task_id], at.minibatch)
-        return min(queue.current * per_epoch + closed + sum(begun.values()), self.spec.epochs * per_epoch)
+        return self._done(self.epoch_minibatches, sum(begun.values()))
 
     def queue_of(self, task_id: str) -> TaskQueue:
         """Raises NotFound if no queue can hold that id."""

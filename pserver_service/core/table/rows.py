@@ -16,7 +16,7 @@ from shared.errors import InvalidArgument, TooLarge
 from shared.lanes import Interval
 from shared.records import SlotMap
 from shared.records.layout import Layout
-from shared.tables.hashing import slots_of
+from shared.tables.hashing import owned_slots, slots_of
 from shared.tables.lanes import LaneRows, mean_over_lanes
 from shared.tables.memory import Floats, Numbers
 from shared.tables.payload import ID_BYTES, MOST_BYTES, NUMBER_BYTES, ids_in, rows_in, size_of
@@ -36,6 +36,8 @@ class TableRows:
         self.tables = [Table(spec, layout.slot_count, version) for spec in layout.tables]
         self.dims = [spec.dim for spec in layout.tables]
         self._slot_count = layout.slot_count
+        self._owned_by: tuple[SlotMap, int] | None = None  # what `_owned` is of
+        self._owned = np.zeros(0, np.bool_)
         self._waiting: dict[int, list[LaneRows]] = {}
         self.stepping = False
         self._lock = new_lock()  # held while they are stepped
@@ -75,9 +77,10 @@ class TableRows:
         """Whether all of these ids belong to the slots of parameter server `index`."""
         if slots is None:
             return True
-        owned = np.array([owner == index for owner in slots.owners])
+        if self._owned_by != (slots, index):
+            self._owned_by, self._owned = (slots, index), owned_slots(slots.owners, index)
         return all(
-            bool(owned[slots_of(some, table.spec.seed, self._slot_count)].all())
+            bool(self._owned[slots_of(some, table.spec.seed, self._slot_count)].all())
             for some, table in zip(ids, self.tables, strict=True)
             if len(some)
         )
