@@ -18,8 +18,8 @@ Ids = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_FIRST = np.uint64(0xBF58476D1CE4E5B9)
-_SECOND = np.uint64(0x94D049BB133111EB)
+FIRST = np.uint64(0xBF58476D1CE4E5B9)
+SECOND = np.uint64(0x94D049BB133111EB)
 
 
 def table_seed(job_seed: int, name: str) -> int:
@@ -30,8 +30,8 @@ def table_seed(job_seed: int, name: str) -> int:
 def mix64(values: Hashes) -> Hashes:
     """The finaliser of splitmix64 of each value; a bijection. (Steele, Lea, Flood 2014.)"""
     with np.errstate(over="ignore"):
-        values = (values ^ (values >> np.uint64(30))) * _FIRST
-        values = (values ^ (values >> np.uint64(27))) * _SECOND
+        values = (values ^ (values >> np.uint64(30))) * FIRST
+        values = (values ^ (values >> np.uint64(27))) * SECOND
     return values ^ (values >> np.uint64(31))
 
 

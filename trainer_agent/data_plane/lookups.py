@@ -6,6 +6,7 @@ ids of each table ──by slot──► parameter servers ──rows at one ver
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,20 @@ if TYPE_CHECKING:
 LOOKUP_WAIT_S = 10.0
 Rows = npt.NDArray[np.float32]
 Chosen = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Rows of `ids` at `version`, each at its place (`places`) in `found`; a list item for each table."""
+
+    version: int
+    ids: Sequence[Ids]
+    found: Sequence[Rows]
+    places: Sequence[npt.NDArray[np.int64]]
+
+    def where(self, chosen: Sequence[Chosen]) -> _Wanted:
+        ids, places = ([each[own] for each, own in zip(some, chosen, strict=True)] for some in (self.ids, self.places))
+        return _Wanted(self.version, ids, self.found, places)
 
 
 class Lookups(Peers):
@@ -59,49 +74,30 @@ class Lookups(Peers):
         """The rows at `version`: of each table float32 (n, dim). `ids`: of each table int64 (n,), ascending, each once. Waits until the parameter servers have
         the version. Raises Gone if it is no longer kept, StaleGeneration."""
         found = [np.empty((len(some), dim), np.float32) for some, dim in zip(ids, self._dims, strict=True)]
-        await self._lookup_into(version, ids, found, [np.arange(len(some)) for some in ids], 0)
+        await self._fill(_Wanted(version, ids, found, [np.arange(len(some)) for some in ids]))
         return found
 
-    async def _lookup_into(
-        self,
-        version: int,
-        ids: Sequence[Ids],
-        found: Sequence[Rows],
-        places: Sequence[npt.NDArray[np.int64]],
-        refusals: int,
-    ) -> None:
-        """`places`: where in `found` the rows of `ids` belong."""
+    async def _fill(self, wanted: _Wanted, refusals: int = 0) -> None:
         routes = self.routes
         async with SingleErrorGroup() as group:
-            for index, chosen in self.split_ids(routes, ids).items():
+            for index, chosen in self.split_ids(routes, wanted.ids).items():
                 if any(own.any() for own in chosen):
-                    some = [each[own] for each, own in zip(ids, chosen, strict=True)]
-                    into = [each[own] for each, own in zip(places, chosen, strict=True)]
-                    group.create_task(self._lookup_at(index, routes, version, some, found, into, refusals))
+                    group.create_task(self._fill_from(index, routes, wanted.where(chosen), refusals))
 
-    async def _lookup_at(
-        self,
-        index: int,
-        routes: Routes,
-        version: int,
-        ids: Sequence[Ids],
-        found: Sequence[Rows],
-        places: Sequence[npt.NDArray[np.int64]],
-        refusals: int,
-    ) -> None:
-        counts, payload = tuple(len(some) for some in ids), joined(ids)
-        backoff = Backoff(f"rows of version {version} from pserver-{index}")
+    async def _fill_from(self, index: int, routes: Routes, wanted: _Wanted, refusals: int) -> None:
+        counts, payload = tuple(len(some) for some in wanted.ids), joined(wanted.ids)
+        backoff = Backoff(f"rows of version {wanted.version} from pserver-{index}")
         while True:
             if await self._certain():
                 backoff.waited(OWN_LEASE)
-            request = LookupRequest(**self.envelope(), version=version, rows=counts, wait_s=LOOKUP_WAIT_S)
+            request = LookupRequest(**self.envelope(), version=wanted.version, rows=counts, wait_s=LOOKUP_WAIT_S)
             try:
                 end, rows = await self._port(index).lookup(request, payload)
             except WrongOwner as error:
                 end, rows = LookupEnd(code="WRONG_OWNER", message=error.message), memoryview(b"")
             except (PeerError, StaleGeneration) as error:
                 if self.routes.version != routes.version:
-                    await self._lookup_into(version, ids, found, places, refusals)
+                    await self._fill(wanted, refusals)
                     return
                 await self._suspect_peer(index, error)
                 await backoff.failed(error)
@@ -111,7 +107,7 @@ class Lookups(Peers):
                     if rows.nbytes != size_of(counts, self._dims, ids=False, rows=True):
                         raise BadFrame(f"pserver-{index} sent {rows.nbytes} bytes for {sum(counts)} rows")
                     for into, place, part in zip(
-                        found, places, rows_in(rows, counts, self._dims, ids=False), strict=True
+                        wanted.found, wanted.places, rows_in(rows, counts, self._dims, ids=False), strict=True
                     ):
                         into[place] = part
                     return
@@ -121,7 +117,7 @@ class Lookups(Peers):
                     backoff.waited(end.message)
                 case "WRONG_OWNER":
                     await self._rerouted(routes.version, refusals + 1)
-                    await self._lookup_into(version, ids, found, places, refusals + 1)
+                    await self._fill(wanted, refusals + 1)
                     return
                 case "NOT_READY":
                     await backoff.failed(end.message)

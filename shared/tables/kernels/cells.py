@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from shared.tables.hashing import GOLDEN
 from shared.tables.kernels.parts import (
     ABSENT,
     EMPTY,
-    GOLDEN,
     ROW_MASK,
     cells_at,
     compiled,

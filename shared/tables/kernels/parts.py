@@ -14,15 +14,14 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from shared.tables.hashing import FIRST, GOLDEN, SECOND
+
 ABSENT = -1
 EMPTY = np.uint64(0)
 ROW_MASK = np.uint64((1 << 31) - 1)
 STAMP_SHIFT = np.uint64(36)
 FREQUENCY_SHIFT = np.uint64(31)
 FREQUENCY_MASK = np.uint64(31)
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-FIRST = np.uint64(0xBF58476D1CE4E5B9)
-SECOND = np.uint64(0x94D049BB133111EB)
 
 
 @intrinsic
@@ -44,63 +43,55 @@ def fma(typingctx: Any, x: Any, y: Any, z: Any) -> Any:  # noqa: ARG001
 
 
 def compiled(function: Any) -> Any:
-    """Compiled at the first call, and kept on disk: beside the module, in the user's cache folder, or in NUMBA_CACHE_DIR."""
-    return _kept(function)
-
-
-def inlined(function: Any) -> Any:
-    """Part of other kernels."""
-    return _kept(function)
-
-
-def _kept(function: Any) -> Any:
+    """Compiled at the first call, by itself or as a part of another loop, and kept on disk: beside the module, in the user's cache folder, or
+    in NUMBA_CACHE_DIR."""
     try:
         return njit(nogil=True, cache=True, error_model="numpy")(function)
     except RuntimeError:  # none of these folders can be written: it is compiled in each process
         return njit(nogil=True, error_model="numpy")(function)
 
 
-@inlined
+@compiled
 def mix(value):
     value = (value ^ (value >> np.uint64(30))) * FIRST
     value = (value ^ (value >> np.uint64(27))) * SECOND
     return value ^ (value >> np.uint64(31))
 
 
-@inlined
+@compiled
 def hash_of(key, seed):
     return mix((np.uint64(key) ^ seed) + GOLDEN)
 
 
-@inlined
+@compiled
 def cells_at(address, capacity):
     return carray(pointer(address), 2 * capacity, np.uint64)
 
 
-@inlined
+@compiled
 def start_of(hashed, capacity):
     """Where the search for an id begins: its high bits choose the cell, its low ones the slot."""
     return np.int64(((hashed >> np.uint64(32)) * np.uint64(capacity)) >> np.uint64(32))
 
 
-@inlined
+@compiled
 def stamp_of(word):
     return np.int64(word >> STAMP_SHIFT)
 
 
-@inlined
+@compiled
 def is_expired(word, version, ttl):
     return ttl >= 0 and version - stamp_of(word) > ttl
 
 
-@inlined
+@compiled
 def row_at(chunks, shift, width, number):
     """float32 (width,) of a row, in place."""
     offset = np.uint64((number & ((1 << shift) - 1)) * width * 4)
     return carray(pointer(chunks[number >> shift] + offset), width, np.float32)
 
 
-@inlined
+@compiled
 def find_cell(cells, capacity, key, hashed):
     """The cell of an id, or, negative minus one, the empty one where it would be put."""
     place = start_of(hashed, capacity)
@@ -115,7 +106,7 @@ def find_cell(cells, capacity, key, hashed):
             place = 0
 
 
-@inlined
+@compiled
 def touched_word(word, step, hashed):
     """The word of a row that step `step` changes. The frequency is a logarithm: it grows with a chance of one half to its power."""
     frequency = (word >> FREQUENCY_SHIFT) & FREQUENCY_MASK

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from shared.tables.hashing import GOLDEN
 from shared.tables.kernels.cells import find_rows
 from shared.tables.kernels.parts import (
     EMPTY,
-    GOLDEN,
     compiled,
     fma,
     hash_of,
-    inlined,
     mix,
     row_at,
 )
@@ -24,7 +23,7 @@ NORMAL_DEVIATION = 53509.913  # of the sum of eight whole numbers that are unifo
 LOOKUP_BLOCK = 512
 
 
-@inlined
+@compiled
 def _initial(seed, key, kind, scale, values):
     """Fills `values` (float32 (dim,)) with the initial ones of an id."""
     if kind == CONSTANT:
@@ -78,7 +77,7 @@ def lookup(cells, capacities, chunks, shift, width, seed, ids, version, ttl, kin
         gather(chunks, shift, width, seed, some, found, kind, scale, out[first:last])
 
 
-@inlined
+@compiled
 def _update(kind, row, gradient, dim, s):
     """One step of a row, in place; of Adagrad and Adam only the state. `s`: float32 scalars, see shared.tables.updates.scalars_of."""
     if kind == SGD:
