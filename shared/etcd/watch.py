@@ -21,6 +21,7 @@ from shared.runtime import clock, telemetry
 
 PROGRESS_INTERVAL_S = 1.0  # of an etcd with --experimental-watch-progress-notify-interval 1s
 IDLE_LIMIT_S = 3 * PROGRESS_INTERVAL_S  # once notifications came so often
+CREATED_LIMIT_S = 10.0  # etcd answers a new watch at once, whatever it will send later
 
 log = telemetry.logger("etcd.watch")
 
@@ -49,14 +50,11 @@ async def watch(
             elif broken and (now := await current()) < due - 1:
                 raise WentBack.between(now, due - 1)
             broken = True
-            limit_s: float | None = None
+            limit_s: float | None = CREATED_LIMIT_S
             heard = clock.monotonic()
             async with aclosing(transport.stream(WATCH, _request(interval, due))) as messages:
                 while True:
-                    async with asyncio.timeout(limit_s):
-                        message = await anext(messages, None)
-                    if message is None:
-                        raise Retryable("etcd ended the watch")
+                    message = await _next(messages, limit_s)
                     _refuse_cancelled(message)
                     before, heard = heard, clock.monotonic()
                     waits = pauses()
@@ -64,6 +62,8 @@ async def watch(
                     events = tuple(
                         [WatchEvent.of(e) for e in message.get("events", ()) if e["kv"].get("mod_revision", 0) >= due]
                     )
+                    if message.get("created"):
+                        limit_s = None
                     if events:
                         revision = events[-1].kv.mod_revision
                         due = revision + 1
@@ -76,11 +76,21 @@ async def watch(
             due = 0
         except WentBack:
             raise
-        except TimeoutError:
-            health.bad(due, f"silent for {IDLE_LIMIT_S:g} s")
         except TriremeError as error:
             health.bad(due, str(error))
         await asyncio.sleep(next(waits))
+
+
+async def _next(messages: AsyncGenerator[Body, None], limit_s: float | None) -> Body:
+    try:
+        async with asyncio.timeout(limit_s):
+            message = await anext(messages, None)
+    except TimeoutError:
+        msg = f"etcd sent nothing in {limit_s} s"
+        raise Retryable(msg) from None
+    if message is None:
+        raise Retryable("etcd ended the watch")
+    return message
 
 
 class _Health:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
-from shared.etcd import Delete, Put
-from shared.etcd.watch import IDLE_LIMIT_S
+from shared.etcd import Delete, Etcd, Put
+from shared.etcd.watch import CREATED_LIMIT_S, IDLE_LIMIT_S
 from shared.runtime import clock
-from tests.shared.etcd.worlds import everywhere
+from tests.shared.etcd.worlds import everywhere, simulate
 
 
 class Follower:
@@ -181,3 +181,35 @@ async def test_a_watch_that_is_cancelled_or_left_closes_its_stream(world, etcd):
     await asyncio.sleep(0.02)
     if world.simulated is not None:
         assert world.simulated.open_watches == 0
+
+
+def test_a_watch_that_etcd_never_confirms_is_asked_for_again():
+    async def scenario(simulated):
+        transport = FirstWatchUnanswered(simulated.transport("client"))
+        etcd = Etcd(transport)
+        async with Follower(etcd, "/a") as follower:
+            await follower.until(lambda f: f.batches)
+            await etcd.put("/a", b"1")
+            await follower.until(lambda f: f.seen, limit_s=2 * CREATED_LIMIT_S)
+        await etcd.close()
+        return transport.watches, [value for *_, value in follower.seen]
+
+    assert simulate(scenario) == (2, [b"1"])
+
+
+class FirstWatchUnanswered:
+    """A transport whose first watch is silent, from its beginning on."""
+
+    def __init__(self, inner):
+        self._inner, self.watches = inner, 0
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    async def stream(self, method, body):
+        self.watches += 1
+        if self.watches == 1:
+            await asyncio.Event().wait()
+        async with aclosing(self._inner.stream(method, body)) as messages:
+            async for message in messages:
+                yield message
