@@ -130,9 +130,11 @@ async def _track(
     """`others`: not the job's own trackers. Raises TriremeError."""
     document = await _end_of(spec, job, data_dir, url)
     await check_trackers(spec)
+    kinds = ", ".join(each.kind for each in spec.trackers)
+    print(f"{kinds}: getting what is not there yet of job {spec.job}, at most {limit_s:g} s", file=sys.stderr)  # noqa: T201
     done = await finish_trackers(spec, document, limit_s, anew=others)
     if done:
-        print(f"{', '.join(each.kind for each in spec.trackers)}: all of job {spec.job} is there")  # noqa: T201
+        print(f"{kinds}: all of job {spec.job} is there")  # noqa: T201
     return exit_codes.OK if done else exit_codes.TIMED_OUT
 
 
