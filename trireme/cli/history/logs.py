@@ -18,7 +18,8 @@ from shared.runtime import clock, telemetry
 from shared.runtime.log_files import Line, Logs
 from shared.times import instant, rfc3339
 from trireme.cli import exit_codes
-from trireme.cli.targets import Target, checked_name, job_target, target_in_cluster
+from trireme.cli.history.kept_events import kept_events
+from trireme.cli.targets import Target, checked_name, job_target, local_run, target_in_cluster
 from trireme.launch import run_folder
 from trireme.pool import cluster_folder
 from trireme.view.job_address import open_client
@@ -108,9 +109,14 @@ def _print_lines(lines: Iterable[Line], *, as_json: bool) -> None:
 
 
 def events(job: str | None, data_dir: Path | None, url: str | None, *, after: int, follow: bool, as_json: bool) -> int:
-    """The exit code. Those of the job that is meant, from its master."""
+    """The exit code. Those of the job that is meant: from its master, or as its run kept them when it ended."""
     telemetry.configure(level="ERROR", json=False)
     try:
+        folder = local_run(job, data_dir, url)
+        kept = kept_events(folder) if folder is not None and not run_folder.is_running(folder) else None
+        if kept is not None:
+            _print_events([event for event in kept if event.event_id > after], as_json=as_json)
+            return exit_codes.OK
         asyncio.run(follow_events(partial(job_target, job, data_dir, url), after, follow=follow, as_json=as_json))
     except TriremeError as error:
         return exit_codes.report_error(error, as_json=as_json)
@@ -119,6 +125,12 @@ def events(job: str | None, data_dir: Path | None, url: str | None, *, after: in
     except KeyboardInterrupt:
         return exit_codes.INTERRUPTED
     return exit_codes.OK
+
+
+def _print_events(events: Iterable[EventRecord], *, as_json: bool) -> None:
+    for event in events:
+        line = f"{event.event_id}  {event.event_time}  {event.name}  {event.message}"
+        print(event.model_dump_json() if as_json else line, flush=True)  # noqa: T201
 
 
 async def follow_events(target: Callable[[], Target], after: int, *, follow: bool, as_json: bool) -> None:
@@ -141,9 +153,6 @@ async def follow_events(target: Callable[[], Target], after: int, *, follow: boo
             await asyncio.sleep(LOOK_S)
             continue
         heard, after = clock.monotonic(), page["next_after"]
-        for event in page["events"]:
-            told = EventRecord.model_validate(event)
-            line = f"{told.event_id}  {told.event_time}  {told.name}  {told.message}"
-            print(told.model_dump_json() if as_json else line, flush=True)  # noqa: T201
+        _print_events([EventRecord.model_validate(event) for event in page["events"]], as_json=as_json)
         if not page["events"] and not follow:
             return

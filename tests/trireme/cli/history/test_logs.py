@@ -13,6 +13,7 @@ from shared.security import private_files
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually
 from trireme.cli import exit_codes
+from trireme.cli.history import kept_events
 from trireme.cli.history import logs as command
 from trireme.launch.run_folder import RUN_FILE, write_json
 
@@ -105,3 +106,46 @@ def test_events_are_followed_through_a_change_of_the_master(capsys: pytest.Captu
     out = capsys.readouterr()
     assert [line.split("  ")[0] for line in out.out.splitlines()] == ["1", "7"]
     assert "the oldest is 7" in out.err
+
+
+class Pages:
+    """A master that tells two events a request, and then fails."""
+
+    def __init__(self, told: list[dict[str, object]], ends: bool) -> None:
+        self._told, self._ends = told, ends
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def events(self, after: int) -> dict[str, object]:
+        found = [event for event in self._told if int(str(event["event_id"])) > after][:2]
+        if not found and not self._ends:
+            raise PeerError("the master is gone")
+        return {"events": found, "next_after": after}
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_run_that_has_ended_tells_its_events(data_dir: Path, capsys: pytest.CaptureFixture[str], ends: bool) -> None:
+    told = [
+        {
+            "event_id": number,
+            "event_time": "2026-11-24T10:00:00Z",
+            "name": "epoch_done",
+            "message": f"epoch {number}",
+            "fields": {},
+        }
+        for number in range(1, 6)
+    ]
+    kept_events.keep(data_dir / "digits", run_virtually(lambda: kept_events.all_events(lambda: Pages(told, ends))))  # type: ignore[arg-type, return-value]
+
+    def shown_after(after: int, *, as_json: bool) -> list[str]:
+        assert command.events("digits", data_dir, None, after=after, follow=True, as_json=as_json) == exit_codes.OK
+        return capsys.readouterr().out.splitlines()
+
+    assert shown_after(3, as_json=False) == [
+        f"{number}  2026-11-24T10:00:00Z  epoch_done  epoch {number}" for number in (4, 5)
+    ]
+    assert [json.loads(line)["event_id"] for line in shown_after(0, as_json=True)] == [1, 2, 3, 4, 5]

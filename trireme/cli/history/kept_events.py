@@ -1,0 +1,36 @@
+"""The events of a run, kept beside its result: its master ends with it, and `trireme events` goes on telling them."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from shared.errors import TriremeError
+from shared.events import EventRecord
+from trireme.launch.run_folder import read_json, write_json
+from trireme.view.job_address import Connect
+
+FILE = "events.json"
+
+
+async def all_events(connect: Connect) -> list[dict[str, Any]]:
+    """All that the job's log still has, oldest first; those before an error if the master fails meanwhile."""
+    found: list[dict[str, Any]] = []
+    with contextlib.suppress(TriremeError):
+        async with connect() as client:
+            while page := (await client.events(after=found[-1]["event_id"] if found else 0))["events"]:
+                found += page
+    return found
+
+
+def keep(folder: Path, events: list[dict[str, Any]]) -> None:
+    """A disk that is full costs the events, not the run."""
+    with contextlib.suppress(OSError):
+        write_json(folder / FILE, {"events": events})
+
+
+def kept_events(folder: Path) -> list[EventRecord] | None:
+    """None: the run has not ended, or it ended without a master that could tell them."""
+    found = read_json(folder / FILE)
+    return None if found is None else [EventRecord.model_validate(event) for event in found.get("events", ())]
