@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from master_service.core.changes import DropPending
 from master_service.core.queue.task_queue import TaskQueue
@@ -18,12 +19,16 @@ from pserver_service.core.blocks import BlockState
 from pserver_service.core.calls import BlockServer, OpenPull
 from pserver_service.core.history import Results
 from pserver_service.core.ledger import Ledger
+from pserver_service.core.store import Store
 from pserver_service.core.table.rows import TableRows
+from pserver_service.pserver import Pserver
 from pserver_service.recovery.table_loader import TableLoader
 from shared.blocks.accumulator import Accumulator
 from shared.blocks.buffers import Buffer
 from shared.records import StepMetrics
 from shared.records.layout import ROWS
+from shared.tables.snapshot import SlotGroup, TableSnapshot, new_lock
+from shared.tables.table import RowsOfIds, Table, joined
 from shared.wire.messages import PushHeader
 from shared.wire.verdict import Verdict
 from tests.equipment.replaced import replaced
@@ -141,6 +146,51 @@ def no_wait_for_rows() -> Any:
     return replaced(OpenPull, "__init__", without)
 
 
+def no_rows_of_the_version_before() -> Any:
+    """A lookup at the version before reads the newest rows."""
+    lookup = Table.lookup
+    return replaced(Table, "lookup", lambda self, ids, out, version=None: lookup(self, ids, out))
+
+
+def no_roll_back_of_rows() -> Any:
+    """A parameter server that the job's way back finds alive keeps the rows that it has."""
+    drop, restore = Pserver.drop, Pserver.restore
+    kept: WeakKeyDictionary[Pserver, list[Table]] = WeakKeyDictionary()
+
+    def dropped(self: Pserver, generation: int) -> None:
+        if self.store is not None and self.store.rows is not None:
+            kept[self] = self.store.rows.tables
+        drop(self, generation)
+
+    def restored(self: Pserver, store: Store, timeline: int, checkpoint: str) -> None:
+        if store.rows is not None and self in kept:
+            for table in kept[self]:
+                table.version, table.before = store.rows.version, None
+            store.rows.tables = kept[self]
+        restore(self, store, timeline, checkpoint)
+
+    return _both(replaced(Pserver, "drop", dropped), replaced(Pserver, "restore", restored))
+
+
+def no_copy_on_write() -> Any:
+    """A checkpoint has rows as they are when they are written, not as they were at its version."""
+
+    class WithoutCopies(TableSnapshot):
+        def __init__(self, table: Table, lock: Any) -> None:
+            super().__init__(table, lock)
+            self.table = table
+
+        def read(self, group: SlotGroup) -> RowsOfIds:
+            rows = super().read(group)
+            now = joined([self.table.read_slot(slot) for slot in range(group.first, group.last)], self.width)
+            content = {int(key): values for key, values in zip(now.ids, now.content, strict=True)}
+            for place, key in enumerate(rows.ids.tolist()):
+                rows.content[place] = content.get(key, rows.content[place])
+            return rows
+
+    return replaced(TableRows, "copies", lambda self: [WithoutCopies(table, new_lock()) for table in self.tables])
+
+
 def _both(*blocks: contextlib.AbstractContextManager[None]) -> contextlib.ExitStack:
     stack = contextlib.ExitStack()
     for block in blocks:
@@ -161,4 +211,6 @@ ABLATIONS: dict[str, Callable[[], Any]] = {
     "lanes without ids": no_lanes_without_ids,
     "rows in checkpoints": no_rows_in_checkpoints,
     "wait for rows": no_wait_for_rows,
+    "rows of the version before": no_rows_of_the_version_before,
+    "roll-back of rows": no_roll_back_of_rows,
 }

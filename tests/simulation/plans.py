@@ -136,7 +136,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a run depends on. `slow`: trainer-0 needs so many times longer for a minibatch."""
+    """Everything a run depends on. `slow`: trainer-0 needs so many times longer for a minibatch. `storage_s`: how long work on the storage waits
+    at parameter servers, so that training goes on before a checkpoint's part is written."""
 
     seed: int
     job: Job
@@ -159,6 +160,7 @@ class Plan:
     stragglers: bool = True
     rebalance_s: float = 2.0
     slow: float = 1.0
+    storage_s: float = 0.0
     evaluate_every: int | str | None = None
     keep_best: str | None = None
     stop_early: str | None = None
@@ -189,7 +191,7 @@ class Plan:
             f"seed {self.seed} {self.job}\n  dispatch {self.dispatch}, {self.masters} masters, {self.pservers} pservers, "
             f"{self.trainers} trainers, pull_every {self.pull_every}, evaluate {self.evaluate}, checkpoint_every "
             f"{self.checkpoint_every or self.checkpoint_every_s} and keep {self.keep_checkpoints}, skip_after "
-            f"{self.skip_after_s}, independent {self.independent}, trainer-0 {self.slow:g} times slower\n  {self.speed}\n  {self.conditions}"
+            f"{self.skip_after_s}, independent {self.independent}, trainer-0 {self.slow:g} times slower, storage takes {self.storage_s:g} s\n  {self.speed}\n  {self.conditions}"
         )
         return "\n".join([head, *(f"  {event}" for event in (*self.faults, *self.requests))])
 
@@ -261,6 +263,8 @@ def plan_of(seed: int, mode: Mode, dispatch: Dispatch = Dispatch.MASTER) -> Plan
     plan = replace(plan, keep_checkpoints=random.Random(f"keep-{seed}").choice([1, 2]))
     slow = random.Random(f"slow-{mode}-{seed}").choice([1.0, 1.0, 1.0, 4.0, 8.0])
     plan = replace(plan, slow=min(slow, SLOWEST_S / speed.high_s))
+    if job.tables:
+        plan = replace(plan, storage_s=random.Random(f"storage-{seed}").choice([0.0, 0.2, 1.0]))
     if random.Random(f"doubling-{mode}-{seed}").random() < 0.1:
         plan = replace(plan, conditions=replace(plan.conditions, double=0.2))
     faults += _restarts(random.Random(f"restarts-{mode}-{seed}"), plan)

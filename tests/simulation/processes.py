@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from master_service.masterless.dispatcher import Dispatcher
@@ -83,11 +84,20 @@ async def master(cluster: SimulatedCluster, node: Node) -> int:
     return 0
 
 
+async def _later(seconds: float, work: Callable[..., Any], *arguments: Any) -> Any:
+    """By a thread that other work keeps waiting."""
+    if seconds:
+        await asyncio.sleep(seconds)
+    return await at_once(work, *arguments)
+
+
 async def pserver(cluster: SimulatedCluster, node: Node) -> int:
     service = CheckedPserver(cluster, ids.new_id(node.name))
     node.service = service
     cluster.network.listen(node.url, node.process, service)
-    process = cluster.make_pserver(service, node.url, cluster.etcd_of(node.process.name), at_once)
+    process = cluster.make_pserver(
+        service, node.url, cluster.etcd_of(node.process.name), partial(_later, cluster.plan.storage_s)
+    )
     return 0 if await process.member.serve(node.stopping, 300.0, DRAIN_S) else LEASE_LOST
 
 
@@ -119,7 +129,6 @@ async def trainer(cluster: SimulatedCluster, node: Node) -> int:
                 cluster.plan.job.travels_as,
                 cluster.plan.job.schedule,
                 tables=cluster.plan.job.tables,
-                names_rows=cluster.plan.seed % 2 == 0,
             ),
             master=node.dispatcher or SimulatedMaster(cluster.network, directory),
             connect=lambda member: SimulatedPserver(cluster.network, member, cluster.check_versions, stall_s),

@@ -11,10 +11,10 @@ import pytest
 from shared.records import Dispatch, Mode
 from tests.equipment.cluster.network import STEADY
 from tests.equipment.replaced import replaced
-from tests.simulation.ablations import ABLATIONS, no_previous_version
+from tests.simulation.ablations import ABLATIONS, no_copy_on_write, no_previous_version
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.compute import Speed
-from tests.simulation.plans import Plan, plan_of
+from tests.simulation.plans import Fault, FaultKind, Job, Plan, plan_of
 from tests.simulation.run import Outcome, simulate
 
 # (mode, dispatch, chance that a request is doubled in a storm, first seed known to show it); a seed may change its meaning
@@ -32,8 +32,16 @@ SHOWN = {
     "lanes without ids": (Mode.SYNC, Dispatch.MASTER, 0.0, 0),
     "rows in checkpoints": (Mode.SYNC, Dispatch.MASTER, 0.0, 0),
     "wait for rows": (Mode.SYNC, Dispatch.MASTER, 0.0, 0),
+    "rows of the version before": (Mode.SYNC, Dispatch.MASTER, 0.0, 127),
+    "roll-back of rows": (Mode.SYNC, Dispatch.MASTER, 0.0, 1),
 }
-OF_ROWS = {"lanes without ids", "rows in checkpoints", "wait for rows"}
+OF_ROWS = {
+    "lanes without ids",
+    "rows in checkpoints",
+    "wait for rows",
+    "rows of the version before",
+    "roll-back of rows",
+}
 STORM = replace(STEADY, high_s=0.05, slow=0.03, slow_s=2.0, lose_request=0.01, lose_reply=0.02)
 MOST_SEEDS = 100
 ENOUGH_S = 5.0
@@ -98,3 +106,21 @@ def test_without_the_version_before_a_torn_step_never_gets_whole_again():
     assert not torn_once().violations
     with no_previous_version():
         assert "not over 5 s after" in torn_once().violations[0]
+
+
+def rolled_back_to_a_part_that_was_written_late() -> Outcome:
+    """Each part waits on the storage for longer than a step takes, and a parameter server dies once some of them are written."""
+    job = Job(Mode.SYNC, files=(24,), task_records=6, minibatch=4, lanes=4, epochs=3, seed=0, tables=True)
+    death = Fault(7.0, FaultKind.KILL_PSERVER, lasts_s=0.1, noticed=True)
+    plan = replace(plan_of(0, Mode.SYNC), job=job, trainers=2, pservers=2, masters=1, checkpoint_every=1, slow=1.0)
+    plan = replace(plan, speed=Speed(0.2, 0.3), storage_s=1.0, conditions=STEADY, faults=(death,), requests=())
+    outcome = simulate(0, Mode.SYNC, plan=plan)
+    assert outcome.timeline, "the job did not go back"
+    return outcome
+
+
+def test_without_copy_on_write_a_job_goes_back_to_rows_of_later_steps():
+    assert not rolled_back_to_a_part_that_was_written_late().violations
+    with no_copy_on_write():
+        broken = rolled_back_to_a_part_that_was_written_late().violations
+    assert any("final rows of the embedding table differ" in line for line in broken), broken

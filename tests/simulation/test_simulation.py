@@ -256,7 +256,7 @@ def test_requests_are_carried_out_where_nothing_fails(mode):
     kinds: Counter[RequestKind] = Counter()
     answers: Counter[OperationState] = Counter()
     for seed in range(16):
-        plan = replace(plan_of(seed, mode), conditions=STEADY, faults=())
+        plan = replace(plan_of(seed, mode), conditions=STEADY, faults=(), storage_s=0.0)
         outcome = simulate(seed, mode, plan=plan)
         kept(outcome)
         for operation in outcome.operations:
