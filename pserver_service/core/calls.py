@@ -79,7 +79,7 @@ class BlockServer:
     def _step_rows(self, store: Store) -> None:
         """At once: where nobody else needs the processor meanwhile."""
         assert store.rows is not None
-        for _ in store.rows.steps():
+        for _ in store.rows.steps(store.history.lane_zero(store.rows.version)):
             pass
         self.rows_stepped(store)
 

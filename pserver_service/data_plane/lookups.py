@@ -235,7 +235,8 @@ class RowTurns:
         pserver.step_rows = self.begin
 
     def begin(self, store: Store) -> None:
-        self._go_on(store, tables_in(store).steps())
+        rows = tables_in(store)
+        self._go_on(store, rows.steps(store.history.lane_zero(rows.version)))
 
     def _go_on(self, store: Store, steps: Iterator[None]) -> None:
         if self._pserver.store is not store:

@@ -7,12 +7,12 @@ ids of a table ----------------------------------- hash ------------------------
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from shared.records.job_spec import Narrow, Transported
 from shared.records.record import Record
@@ -59,11 +59,21 @@ class OptimizerSpec(Record):
     groups: tuple[dict[str, Any], ...]
 
 
+def schedule_factor(first: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> float:
+    """By how much a scheduler has changed the learning rate of the first parameter group. Options of all groups: those that the optimizer was made with,
+    and those of a step. 1 if the group has no learning rate, or began with 0."""
+    before, after = (groups[0].get("lr") if groups else None for groups in (first, now))
+    if not isinstance(before, int | float) or not isinstance(after, int | float) or not before:
+        return 1.0
+    return after / before
+
+
 class RowOptimizer(Record):
     """How rows are stepped, as torch.optim steps rows of sparse gradients (FTRL: McMahan et al. 2013).
 
     `sgd`: no state. `adagrad`: one number a column, or, with `per_row`, one a row (it grows by the mean of the squares). `adam`: SparseAdam, without
-    weight decay. `ftrl`: with `l1`, `l2` and `beta`; its learning rate falls with the square root."""
+    weight decay. `ftrl`: with `l1`, `l2` and `beta`; its learning rate falls with the square root. `follow_schedule`: the learning rate is multiplied
+    by the factor by which a scheduler has changed that of the first parameter group; not with `ftrl`."""
 
     kind: Literal["sgd", "adagrad", "adam", "ftrl"]
     lr: Rate
@@ -74,6 +84,17 @@ class RowOptimizer(Record):
     l1: Rate = 0.0
     l2: Rate = 0.0
     beta: Rate = 1.0
+    follow_schedule: bool = False
+
+    @model_validator(mode="after")
+    def _has_a_rate_to_change(self) -> Self:
+        if self.follow_schedule and self.kind == "ftrl":
+            raise ValueError("ftrl rows cannot follow a schedule: their sums are of gradients at one learning rate")
+        return self
+
+    def rate(self, factor: float) -> float:
+        """Of a step in which the scheduler's factor is `factor`."""
+        return self.lr * factor if self.follow_schedule else self.lr
 
     def state_words(self, dim: int) -> int:
         """float32 numbers of state that a row of `dim` values has."""

@@ -236,7 +236,7 @@ def _trained(job: Job, rows: ReferenceRows | None = None) -> Iterator[tuple[int,
                 group["lr"] = rate
             optimizer.step()
             if rows is not None:
-                rows.step(of_lanes)
+                rows.step(of_lanes, rate / RATE)
             vectors[2][:], vectors[3][:] = combined[2], combined[3]
             step += 1
             ended = epoch + 1 if number + 1 == longest else 0

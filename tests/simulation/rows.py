@@ -18,7 +18,7 @@ TABLE = TableSpec(
     name="id",
     dim=3,
     seed=11,
-    optimizer=RowOptimizer(kind="adagrad", lr=0.125),
+    optimizer=RowOptimizer(kind="adagrad", lr=0.125, follow_schedule=True),
     init=RowInit(kind="uniform", scale=0.5),
     admit_after=2,
     evict_after_steps=6,
@@ -61,8 +61,9 @@ class ReferenceRows:
         self._table.lookup(ids, found)
         return found
 
-    def step(self, lanes: Sequence[LaneRows]) -> None:
-        self._table.step(*mean_over_lanes(lanes, TABLE.dim))
+    def step(self, lanes: Sequence[LaneRows], factor: float) -> None:
+        """`factor`: of the learning rate."""
+        self._table.step(*mean_over_lanes(lanes, TABLE.dim), TABLE.optimizer.lr * factor)
 
     def records(self) -> bytes:
         return records_of([self._table])

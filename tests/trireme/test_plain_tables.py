@@ -8,6 +8,7 @@ import dataclasses
 import runpy
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,8 @@ def script(folder: Path, **replaced: str) -> Path:
     return folder / "recommend.py"
 
 
-def ordinary_loop(user: Any, spec: Any) -> tuple[nn.Module, list[float]]:
-    """What anybody would write: sparse embeddings, and an optimizer for each."""
+def ordinary_loop(user: Any, spec: Any, scheduled: Sequence[int] = ()) -> tuple[nn.Module, list[float]]:
+    """What anybody would write: sparse embeddings, and an optimizer for each; `scheduled`: which of them have a scheduler like the script's."""
     starts = {table.name: initial_values(table, np.arange(IDS)) for table in tables_of(user.call("model"), 5)}
     weights = {name: torch.from_numpy(start) for name, start in starts.items()}
     weights["genre"][0] = 0
@@ -101,6 +102,7 @@ def ordinary_loop(user: Any, spec: Any) -> tuple[nn.Module, list[float]]:
         torch.optim.SGD([model.genre.weight], lr=0.5),
         torch.optim.Adam(model.deep.parameters(), lr=0.01),
     ]
+    schedulers = [user.call("scheduler", optimizers[number]) for number in scheduled]
     losses, step = [], 0
     for epoch in range(spec.epochs):
         total = 0.0
@@ -114,6 +116,8 @@ def ordinary_loop(user: Any, spec: Any) -> tuple[nn.Module, list[float]]:
             model.genre.weight.grad = model.genre.weight.grad.coalesce()
             for optimizer in optimizers:
                 optimizer.step()
+            for scheduler in schedulers:
+                scheduler.step()
             total += loss.item() * len(minibatch)
             step += 1
         losses.append(total / RECORDS)
@@ -137,6 +141,23 @@ def test_the_bits_are_those_of_an_ordinary_loop_with_sparse_embeddings(tmp_path)
         expected = model.get_parameter(f"{name}.weight").detach().numpy()[ids]
         assert np.array_equal(values.view(np.int32), expected.view(np.int32))
         assert set(ids) == set(np.load(tmp_path / f"{name}.npy").ravel()) - ({0} if name == "genre" else set())
+
+
+def test_rows_follow_the_scheduler_where_their_table_says_so(tmp_path):
+    step_lr = "def scheduler(optimizer): return torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)"
+    follow = {
+        "Adam(lr=0.01))": "Adam(lr=0.01, follow_schedule=True))",
+        "Adagrad(lr=0.05)": "Adagrad(lr=0.05, follow_schedule=True)",
+        "if __name__": f"{step_lr}\n\nif __name__",
+    }
+    user = load(script(tmp_path, **follow))
+    spec = plain_spec(user, {})
+    result = run(user, spec)
+    model, losses = ordinary_loop(user, spec, scheduled=(0, 1, 3))  # not the bags
+    assert result.losses == losses
+    for name, (ids, values) in rows(result).items():
+        expected = model.get_parameter(f"{name}.weight").detach().numpy()[ids]
+        assert np.array_equal(values.view(np.int32), expected.view(np.int32))
 
 
 def test_an_exported_model_gets_its_rows_in_plain_pytorch(tmp_path, capsys):

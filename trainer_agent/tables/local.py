@@ -36,13 +36,14 @@ class LocalTables:
         """Of all tables at once, as a trainer asks parameter servers."""
         return [self.lookup(table, some) for table, some in enumerate(ids)]
 
-    def step(self, lane: Sequence[LaneRows] | None) -> None:
-        """All tables, by the rows of the only lane. None: its minibatch is left out; rows stay, and time goes on for them."""
+    def step(self, lane: Sequence[LaneRows] | None, factor: float = 1.0) -> None:
+        """All tables, by the rows of the only lane. None: its minibatch is left out; rows stay, and time goes on for them. `factor`: see
+        RowOptimizer.rate."""
         for place, table in enumerate(self._tables):
             if lane is None:
                 table.step(np.empty(0, np.int64), None)
             else:
-                table.step(*mean_over_lanes([lane[place]], table.spec.dim))
+                table.step(*mean_over_lanes([lane[place]], table.spec.dim), table.spec.optimizer.rate(factor))
 
     def stored(self) -> tuple[StoredTable, ...]:
         """Copies of all rows."""

@@ -15,29 +15,43 @@ R = TypeVar("R", bound=Record)
 INIT = re.compile(r"(uniform|normal|constant)\(\s*([-+0-9.eE]+)\s*\)")
 
 
-def SGD(lr: float) -> RowOptimizer:  # noqa: N802  as in torch.optim
-    """As torch.optim.SGD without momentum: no state. Raises InvalidArgument."""
-    return _record(RowOptimizer, "SGD", {"kind": "sgd", "lr": lr})
+def SGD(lr: float, *, follow_schedule: bool = False) -> RowOptimizer:  # noqa: N802  as in torch.optim
+    """As torch.optim.SGD without momentum: no state. `follow_schedule`: what the script's scheduler does to the learning rate of the first parameter group,
+    by a factor, it does to `lr` too. Raises InvalidArgument."""
+    return _record(RowOptimizer, "SGD", {"kind": "sgd", "lr": lr, "follow_schedule": follow_schedule})
 
 
 def Adagrad(  # noqa: N802
-    lr: float, *, eps: float = 1e-10, initial_accumulator_value: float = 0.0, per_row: bool = False
+    lr: float,
+    *,
+    eps: float = 1e-10,
+    initial_accumulator_value: float = 0.0,
+    per_row: bool = False,
+    follow_schedule: bool = False,
 ) -> RowOptimizer:
-    """As torch.optim.Adagrad. `per_row`: one number of state a row, which grows by the mean of the squares, instead of one a column. Raises
-    InvalidArgument."""
+    """As torch.optim.Adagrad. `per_row`: one number of state a row, which grows by the mean of the squares, instead of one a column.
+    `follow_schedule`: see SGD. Raises InvalidArgument."""
     more = {"eps": eps, "initial_accumulator_value": initial_accumulator_value, "per_row": per_row}
-    return _record(RowOptimizer, "Adagrad", {"kind": "adagrad", "lr": lr, **more})
+    return _record(RowOptimizer, "Adagrad", {"kind": "adagrad", "lr": lr, "follow_schedule": follow_schedule, **more})
 
 
-def Adam(lr: float = 0.001, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> RowOptimizer:  # noqa: N802
-    """As torch.optim.SparseAdam: rows without a gradient stay as they are. Raises InvalidArgument."""
-    return _record(RowOptimizer, "Adam", {"kind": "adam", "lr": lr, "betas": betas, "eps": eps})
+def Adam(  # noqa: N802
+    lr: float = 0.001,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    follow_schedule: bool = False,
+) -> RowOptimizer:
+    """As torch.optim.SparseAdam: rows without a gradient stay as they are. `follow_schedule`: see SGD. Raises InvalidArgument."""
+    more = {"betas": betas, "eps": eps, "follow_schedule": follow_schedule}
+    return _record(RowOptimizer, "Adam", {"kind": "adam", "lr": lr, **more})
 
 
 def Ftrl(  # noqa: N802
     lr: float, *, l1: float = 0.0, l2: float = 0.0, beta: float = 1.0, initial_accumulator_value: float = 0.0
 ) -> RowOptimizer:
-    """FTRL-proximal (McMahan et al. 2013): with `l1` > 0 numbers that matter little are exactly 0. Raises InvalidArgument."""
+    """FTRL-proximal (McMahan et al. 2013): with `l1` > 0 numbers that matter little are exactly 0. Its learning rate follows no schedule: a row is
+    computed anew from sums that were made with one. Raises InvalidArgument."""
     more = {"l1": l1, "l2": l2, "beta": beta, "initial_accumulator_value": initial_accumulator_value}
     return _record(RowOptimizer, "Ftrl", {"kind": "ftrl", "lr": lr, **more})
 

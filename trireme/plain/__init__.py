@@ -161,11 +161,11 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     check_precision(spec.precision, model, device)
     model = model.to(device)
     optimizer = user.call("optimizer", model)
+    tables = OneLane(model, spec.seed, spec.slot_count, optimizer)
     schedule = Schedule(user.call("scheduler", optimizer) if user.has("scheduler") else None, spec, user.guard)
     load_start_state(model, optimizer, schedule.scheduler, spec)
     vars(optimizer)["_opt_called"] = True  # a first step that is left out is no mistake in the order of calls
     trained, guard = trained_parameters(model, optimizer), BackwardGuard(user)
-    tables = OneLane(model, spec.seed, spec.slot_count)
     clipper = None
     if spec.clip_grad_norm is not None:
         laid_out = plan(model, optimizer, spec.block_bytes, spec.slot_count)

@@ -15,7 +15,8 @@ import numpy as np
 from shared.errors import InvalidArgument, TooLarge
 from shared.lanes import Interval
 from shared.records import SlotMap
-from shared.records.layout import Layout
+from shared.records.layout import Layout, schedule_factor
+from shared.records.step import LaneZero
 from shared.tables.hashing import owned_slots, slots_of
 from shared.tables.lanes import LaneRows, mean_over_lanes
 from shared.tables.memory import Floats, Numbers
@@ -35,7 +36,7 @@ class TableRows:
         self.lanes, self.version = lanes, version
         self.tables = [Table(spec, layout.slot_count, version) for spec in layout.tables]
         self.dims = [spec.dim for spec in layout.tables]
-        self._slot_count = layout.slot_count
+        self._slot_count, self._first_options = layout.slot_count, layout.optimizer.groups
         self._owned_by: tuple[SlotMap, int] | None = None  # what `_owned` is of
         self._owned = np.zeros(0, np.bool_)
         self._waiting: dict[int, list[LaneRows]] = {}
@@ -96,15 +97,16 @@ class TableRows:
         ]
         return Verdict.APPLIED
 
-    def steps(self) -> Iterator[None]:
-        """The next version; some milliseconds of work between two values."""
+    def steps(self, lane_zero: LaneZero | None = None) -> Iterator[None]:
+        """The next version; some milliseconds of work between two values. `lane_zero`: of the step, with the options of the optimizer's groups in it."""
         self.stepping = True
+        factor = 1.0 if lane_zero is None else schedule_factor(self._first_options, lane_zero.options)
         lanes = [self._waiting[lane] for lane in range(self.lanes)]
         with self._lock:
             for number, table in enumerate(self.tables):
                 mean = mean_over_lanes([lane[number] for lane in lanes], table.spec.dim)
                 yield
-                yield from table.steps(*mean)
+                yield from table.steps(*mean, table.spec.optimizer.rate(factor))
         self._waiting = {}
         self.version += 1
         self.stepping = False

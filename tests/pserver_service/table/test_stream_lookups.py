@@ -133,8 +133,8 @@ async def test_a_step_in_portions_lets_lookups_wait_and_is_forgotten_by_a_roll_b
     many = np.arange(30_000)
     seen, turns, steps = [], [], TableRows.steps
 
-    def noted(self):
-        for _ in steps(self):
+    def noted(self, lane_zero):
+        for _ in steps(self, lane_zero):
             turns.append(self.judge(0))
             if len(turns) == 3:
                 seen.append(asyncio.ensure_future(rows_at(server, 0, *KEYS)))
