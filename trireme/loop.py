@@ -45,6 +45,7 @@ def prepare(
     *,
     scheduler: Any = None,
     collate: Callable[..., Any] | None = None,
+    ids: Callable[..., Any] | None = None,
     evaluation_dataset: Any = None,
     evaluate: Callable[..., Any] | None = None,
     metrics: Callable[..., Any] | None = None,
@@ -54,7 +55,7 @@ def prepare(
     """The model and optimizer to train with, and the minibatches of all epochs to loop over.
 
     `dataset`, `evaluation_dataset`: of trireme.data. `scheduler`: of torch.optim.lr_scheduler; Trireme steps it, and what the script's
-    own calls of its `step()` do is nothing. `collate`, `evaluate`, `metrics`: as in a script of functions (docs/script.md). `config`: the
+    own calls of its `step()` do is nothing. `collate`, `ids`, `evaluate`, `metrics`: as in a script of functions (docs/script.md). `config`: the
     job's settings, of which `settings` name single ones (epochs=5, global_batch_size=256); if it is left out, what the module calls
     `config`. The command line, the environment and trireme.toml win over both.
     Raises RuntimeError if it was called before, TypeError and ValueError for arguments that cannot be, ConfigError for values of
@@ -73,6 +74,7 @@ def prepare(
     given = {
         "scheduler": scheduler,
         "collate": collate,
+        "ids": ids,
         "evaluation_dataset": evaluation_dataset,
         "evaluate": evaluate,
         "metrics": metrics,

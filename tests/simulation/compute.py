@@ -32,7 +32,7 @@ from shared.records.layout import Block, Layout, OptimizerSpec, Segment
 from shared.records.step import LaneZero
 from shared.tables.lanes import LaneRows
 from tests.simulation.rows import SLOTS, TABLE, ids_of, lane_rows, no_rows, sum_of
-from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, LaneResult, Records
+from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, LaneResult, Ready, Records
 from trainer_agent.tables.remote import Lookup
 
 RECORD_SLOTS = 48
@@ -101,6 +101,10 @@ def result_of_lane(seed: int, names: Sequence[int]) -> LaneResult:
     return LaneResult(loss * len(names), len(names), 0, metrics)
 
 
+def names_of(records: Records | None) -> tuple[int, ...]:
+    return tuple(int(record["name"]) for record in records or ())
+
+
 class TinyCompute:
     """trainer_agent.model.compute.Compute on numpy."""
 
@@ -116,7 +120,9 @@ class TinyCompute:
         schedule: str = "none",
         *,
         tables: bool = False,
+        names_rows: bool = False,
     ) -> None:
+        self._names_rows = names_rows
         self._mode, self._layout = mode, layout(mode, tables=tables)
         self._lookup: Lookup | None = None
         self._lane_rows = no_rows()
@@ -193,13 +199,24 @@ class TinyCompute:
         state = {"steps": self._steps_begun, "rate": self._rate, "least": str(self._least)}  # JSON has no infinity
         return LaneZero(options=({"lr": self._rate}, {"lr": self._rate}), scheduler=state)
 
+    async def prepare(self, seed: int, records: Records) -> Ready | None:
+        return Ready([ids_of(names_of(records))], seed) if self._names_rows else None
+
     async def gradient(
-        self, node: Interval, lane: int, seed: int, records: Records | None, finished: Callable[[int], None]
+        self,
+        node: Interval,
+        lane: int,
+        seed: int,
+        records: Records | None,
+        finished: Callable[[int], None],
+        ready: Ready | None = None,
     ) -> LaneResult:
-        names = tuple(int(record["name"]) for record in records) if records else ()
+        names = names_of(records)
         of_rows, self._lane_rows = 0.0, no_rows()
         if self._lookup is not None and names:
-            (rows,) = await self._lookup([ids_of(names)])
+            assert (ready is not None) == self._names_rows
+            assert ready is None or ready.batch == seed
+            (rows,) = ready.rows if ready is not None else await self._lookup([ids_of(names)])
             of_rows, self._lane_rows = sum_of(rows), lane_rows(self._vectors[0], rows, seed, names)
         found = gradients(self._vectors[0], seed, names, of_rows)
         if self._mode is Mode.ASYNC:  # what was added to the integers
@@ -250,7 +267,7 @@ class TinyCompute:
         self._nodes.clear()
 
     async def evaluate(self, records: Records, seed: int = 0, *, pinned: bool = False) -> dict[str, float]:
-        names = tuple(int(record["name"]) for record in records)
+        names = names_of(records)
         if pinned:
             return await self._validate(names, seed)
         await asyncio.sleep(self._speed.draw(self._rng))

@@ -129,6 +129,7 @@ async def trainer(cluster: SimulatedCluster, node: Node) -> int:
                 cluster.plan.job.travels_as,
                 cluster.plan.job.schedule,
                 tables=cluster.plan.job.tables,
+                names_rows=cluster.plan.seed % 2 == 0,
             ),
             master=node.dispatcher or SimulatedMaster(cluster.network, directory),
             connect=lambda member: SimulatedPserver(cluster.network, member, cluster.check_versions, stall_s),

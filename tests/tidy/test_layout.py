@@ -60,7 +60,8 @@ HOMES = {
     "random": (
         "shared/runtime/ids.py",
         "trainer_agent/model/minibatch.py",
-    ),  # the latter seeds what the user's forward pass draws
+        "trainer_agent/data/ready_batch.py",
+    ),  # the latter two seed what the user's forward pass draws
     "secrets": ("shared/runtime/ids.py",),
     "uuid": ("shared/runtime/ids.py",),
     "pickle": (),

@@ -28,8 +28,9 @@ from trainer_agent.loops.helping import LaneHelper
 from trainer_agent.loops.joining import Joiner, found
 from trainer_agent.loops.pace import Pace
 from trainer_agent.loops.repair import StepRepair
+from trainer_agent.loops.rows_ahead import RowsAhead
 from trainer_agent.loops.step import LaneWork, Step
-from trainer_agent.model.compute import node_result
+from trainer_agent.model.compute import Ready, node_result
 from trainer_agent.tasks.lane_reader import LaneReaders
 from trainer_agent.tasks.source import TaskFailed
 from trainer_agent.waiting.single_error import SingleErrorGroup
@@ -46,6 +47,7 @@ class SyncLoop:
         self._source, self._reports, self._duty = context.source, context.reports, context.duty
         self._readers = LaneReaders(context.source, lambda: context.transfer.generation)
         self._joiner = Joiner(context, self._readers, evaluator)
+        self._ahead = RowsAhead(context.compute, context.transfer, context.spec.seed)
         self.pace = Pace()
         helper = LaneHelper(context, self.pace, self._push)
         self._repair = StepRepair(context, self._readers, self._joiner, self._push, helper)
@@ -71,9 +73,11 @@ class SyncLoop:
             while await self._joiner.wait_for_lanes() and await self._joiner.attempt(self._train):
                 pass
             self._readers.keep((0, 0))
+            self._ahead.drop()
         await self._reports.tell_whole()
 
     async def _train(self) -> None:
+        self._ahead.drop()
         version = await self._joiner.join()
         while self._joiner.may_go_on(version):
             await self._evaluator.between_steps(version)
@@ -97,7 +101,7 @@ class SyncLoop:
                 following = await self._transfer.pull(step.number + 1, results_from=wanted)
                 given_up = await self._repair.settle(contribution)
         if given_up is not None:
-            self._fetch_ahead(given_up)
+            self._fetch_ahead(step, given_up)
         following = found(following, step.number + 1)
         step.times.pulled()
         self._transfer.swap()
@@ -140,7 +144,10 @@ class SyncLoop:
                 portion, seed = work.portions[lane], step_seed(self._spec.seed, step.number, lane)
                 try:
                     with self.pace.lane(bool(portion.records)), step.times.computing():
-                        work.results[lane] = await self._compute.gradient(node, lane, seed, portion.records, finished)
+                        ready = await self._ready(step, work, lane)
+                        work.results[lane] = await self._compute.gradient(
+                            node, lane, seed, portion.records, finished, ready
+                        )
                 except UserCodeError as error:
                     if portion.task is None:
                         raise
@@ -153,7 +160,15 @@ class SyncLoop:
                     log.warning("minibatch_skipped", step=step.number, lane=lane, records=skipped)
         work.outboxes.close()
         work.computed = True
-        self._fetch_ahead(work)
+        self._fetch_ahead(step, work)
+
+    async def _ready(self, step: Step, work: LaneWork, lane: int) -> Ready | None:
+        """This lane's minibatch; the rows of the next one are asked for."""
+        ready = await self._ahead.ready(step.number, lane, work.portions[lane].records)
+        if (following := next((each for each in work.lanes if each > lane), None)) is not None:
+            self._ahead.ask(step.number, following, work.portions[following].records, self._prefetching)
+            await asyncio.sleep(0)  # it is collated before this lane is computed: both need the thread
+        return ready
 
     def _result_of(self, work: LaneWork, node: Interval) -> NodeResult:
         """Of the node whose last lane is being computed; some of its blocks are finished."""
@@ -162,11 +177,14 @@ class SyncLoop:
         assert found is not None
         return found
 
-    def _fetch_ahead(self, work: LaneWork) -> None:
-        """The next task of each lane whose task ends in this step."""
+    def _fetch_ahead(self, step: Step, work: LaneWork) -> None:
+        """The next task of each lane whose task ends in this step; the rows that the first of the next step's minibatches looks up."""
         for lane, portion in work.portions.items():
             if portion.finishes:
                 self._readers[lane].prefetch(portion.after, self._prefetching)
+        first = work.lanes[0]
+        if (following := self._readers.next(first, work.portions[first].after)) is not None:
+            self._ahead.ask(step.number + 1, first, following.records, self._prefetching)
 
     def _report(self, step: Step, following: StepRecord, wanted: int | None) -> None:
         """The step is committed: report it, if this trainer owns lane 0, and the tasks that ended in it. `wanted`: results from this step on

@@ -22,7 +22,9 @@ from shared.records.step import LaneZero, NodeResult
 from shared.records.tasks import MetricValue
 
 if TYPE_CHECKING:
+    from shared.tables.grouping import Numbers
     from shared.tables.lanes import LaneRows  # loads numba
+    from shared.tables.memory import Floats
     from trainer_agent.tables.remote import Lookup
 
 Records = Sequence[Mapping[str, Any]]
@@ -50,6 +52,21 @@ class LaneResult:
     records: int
     skipped: int = 0
     metrics: Mapping[str, Logged] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A minibatch that `gradient` can begin with. `ids`: of each embedding table, int64 (n,), ascending, each once: those that the script names.
+    `rows`: theirs at the step's version, float32 (n, dim). `batch`: known to who made it alone."""
+
+    ids: Sequence[Numbers]
+    batch: Any = None
+    rows: Sequence[Floats] = ()
+
+    @property
+    def at_hand(self) -> list[tuple[Numbers, Floats]]:
+        """Of each table."""
+        return list(zip(self.ids, self.rows, strict=True))
 
 
 def metrics_of(
@@ -129,8 +146,18 @@ class Compute(Protocol):
         """Scheduler and options as after the step that made a version; the next `begin_step` goes on from there. The
         residuals of earlier casts are cleared."""
 
+    async def prepare(self, seed: int, records: Records) -> Ready | None:
+        """A minibatch for `gradient`, without rows; None: the script does not say which it will look up. It changes nothing that other calls
+        see."""
+
     async def gradient(
-        self, node: Interval, lane: int, seed: int, records: Records | None, finished: Callable[[int], None]
+        self,
+        node: Interval,
+        lane: int,
+        seed: int,
+        records: Records | None,
+        finished: Callable[[int], None],
+        ready: Ready | None = None,
     ) -> LaneResult:
         """Forward and backward of one minibatch (`None`: the lane is empty) with random numbers from `seed`.
 
@@ -138,7 +165,7 @@ class Compute(Protocol):
         called in the event loop, exactly once per block, when backward has finished with the block (small blocks may wait for
         others). From then on `contribution(node, block)` is the weighted mean over the node's lanes (shared.lanes.combine,
         canonical tree), cast to the dtype in which gradients are sent. If cancelled, it returns only when no thread uses the
-        vectors any more.
+        vectors any more. `ready`: of these records and this seed, with rows; for one call. The result is the same with and without it.
         """
 
     def result(self) -> LaneResult:

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import random
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,13 +19,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from shared.errors import DatasetError, UserCodeError
+from shared.errors import DatasetError, InvalidArgument, UserCodeError
 from shared.logged_metrics import Logged, add, collected, loss_in, metrics_beside
 from shared.metric_names import LOSS
 from shared.records.job_spec import Precision
+from shared.tables.grouping import Numbers
 from trainer_agent.data.collate import default_collate
+from trainer_agent.data.ready_batch import ReadyBatch, undisturbed
 from trainer_agent.model.buffers import LiveBuffers
-from trainer_agent.model.compute import Records
+from trainer_agent.model.compute import Ready, Records
 from trainer_agent.model.devices import autocast
 from trainer_agent.model.finite import check_gradients, check_loss
 from trainer_agent.model.flat import Plan, Vector
@@ -141,11 +143,29 @@ class MinibatchRunner:
             for index, parameter in enumerate(parameters)
         ]
 
+    def prepare(self, records: Records, seed: int, named: Callable[[object], Sequence[Numbers]]) -> Ready:
+        """The minibatch for a later `backward`, and the ids that are `named` by what the script's `ids` returns. Random generators stay as
+        they are."""
+        with undisturbed(self._device):
+            seed_everything(seed)
+            made = ReadyBatch.made(partial(self._batch, records), self._device)
+            said = self._user.call("ids", made.batch)
+        try:
+            return Ready(named(said), made)
+        except InvalidArgument as error:  # no record is at fault
+            raise self._user.error_of(error, fatal=True) from error
+
     def backward(
-        self, records: Records, seed: int, current: Vector, gradients: Vector, finish: Callable[[int], object] | None
+        self,
+        records: Records,
+        seed: int,
+        current: Vector,
+        gradients: Vector,
+        finish: Callable[[int], object] | None,
+        ready: Ready | None = None,
     ) -> float:
         """Forward and backward from the parameters and buffers in `current`. The gradients and the changed buffers are
-        written to `gradients`; the result is loss x records.
+        written to `gradients`; the result is loss x records. `ready`: of these records and this seed.
 
         `finish(block)` is called while backward runs, for each block whose gradients are all there, if that can be known: right after
         the block was written.
@@ -160,7 +180,7 @@ class MinibatchRunner:
         seed_everything(seed)
         self._model.train()
         with collected() as self.logged:
-            batch = self._batch(records)
+            batch = self._batch(records) if ready is None else ready.batch.begin(self.logged, self._device)
             self._unshared.begin()
             with self._forward():
                 found = self._guard.call("loss", self._model, batch)

@@ -28,7 +28,7 @@ from shared.records.layout import Layout
 from shared.records.step import LaneZero
 from shared.runtime.light_torch import optimizers_without_compiler
 from trainer_agent.model import optimizer_spec as optimizers
-from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, LaneResult, Records
+from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, LaneResult, Ready, Records
 from trainer_agent.model.devices import HOST, check_precision, device_of, is_host
 from trainer_agent.model.export import write_model
 from trainer_agent.model.finite import NonFiniteError, check_gradients
@@ -42,13 +42,13 @@ from trainer_agent.own_loop.turns import OwnLoop
 from trainer_agent.start_values.load import start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
 from trainer_agent.tables.trained import TrainedTables
+from trainer_agent.waiting.announcing import announcer
 
 if TYPE_CHECKING:
     from shared.tables.lanes import LaneRows  # loads numba
     from trainer_agent.tables.remote import Lookup
 
 T = TypeVar("T")
-ANNOUNCED_BYTES = 256 << 10  # finished blocks are announced when there are so many bytes of them, or no more will come
 
 
 class TorchCompute:
@@ -224,28 +224,22 @@ class TorchCompute:
 
     # ------------------------------------------------------------ gradients
 
+    async def prepare(self, seed: int, records: Records) -> Ready | None:
+        if not self.tables.specs or not self._user.has("ids"):
+            return None
+        return await self._in_thread(self.minibatch.prepare, records, seed, self.tables.named)
+
     async def gradient(
-        self, node: Interval, lane: int, seed: int, records: Records | None, finished: Callable[[int], None]
+        self,
+        node: Interval,
+        lane: int,
+        seed: int,
+        records: Records | None,
+        finished: Callable[[int], None],
+        ready: Ready | None = None,
     ) -> LaneResult:
-        loop = asyncio.get_running_loop()
-        waiting: list[int] = []
-        size, left = 0, len(self.plan.blocks)
-
-        def announce(block: int) -> None:
-            """Small blocks are announced together: waking the event loop and a parameter server for each costs too much."""
-            nonlocal size, left
-            waiting.append(block)
-            size, left = size + self.plan.blocks[block].bytes, left - 1
-            if size >= ANNOUNCED_BYTES or not left:
-                loop.call_soon_threadsafe(all_finished, tuple(waiting))
-                waiting.clear()
-                size = 0
-
-        def all_finished(blocks: tuple[int, ...]) -> None:
-            for block in blocks:
-                finished(block)
-
-        return await self._in_thread(self._gradient, node, lane, seed, records, announce)
+        announce = announcer(self.plan.blocks, finished)
+        return await self._in_thread(self._gradient, node, lane, seed, records, announce, ready)
 
     def contribution(self, node: Interval, block: int) -> memoryview:
         return self.tree.contribution(node, block)
@@ -263,7 +257,13 @@ class TorchCompute:
         return self.tables.lane
 
     def _gradient(
-        self, node: Interval, lane: int, seed: int, records: Records | None, announce: Callable[[int], None]
+        self,
+        node: Interval,
+        lane: int,
+        seed: int,
+        records: Records | None,
+        announce: Callable[[int], None],
+        ready: Ready | None,
     ) -> LaneResult:
         entry = Entry(1, len(records), self.tree.take()) if records else Entry(1, 0, None)
         last = lane == node[1] - 1
@@ -272,10 +272,10 @@ class TorchCompute:
         if overlaps:
             self.tree.open(node, entry, announce)
         self._result, self._records = (None, len(records)) if records else (LaneResult(0.0, 0), 0)
-        self.tables.begin_lane()
+        self.tables.begin_lane(() if ready is None else ready.at_hand)
         try:
             if records and entry.slot is not None:
-                self._backward(entry.slot, records, seed, overlaps=overlaps)
+                self._backward(entry.slot, records, seed, ready, overlaps=overlaps)
                 self._result = self.result()
             if overlaps:
                 self._close(entry)
@@ -301,12 +301,12 @@ class TorchCompute:
             return self._result
         return LaneResult(self.minibatch.loss_sum, self._records, 0, self.minibatch.logged)
 
-    def _backward(self, slot: int, records: Records, seed: int, *, overlaps: bool) -> None:
+    def _backward(self, slot: int, records: Records, seed: int, ready: Ready | None, *, overlaps: bool) -> None:
         """Raises NonFiniteError."""
         finish = self.tree.finish if overlaps else partial(self.tree.look, slot)
         vector = self.tree.vector(slot)
         with self.tables.minibatch(self.minibatch.permit):
-            self.minibatch.backward(records, seed, self._current, vector, finish if self._on_host else None)
+            self.minibatch.backward(records, seed, self._current, vector, finish if self._on_host else None, ready)
         of_rows = self.tables.end_lane(len(records))
         if self._finite:
             check_gradients(of_rows)

@@ -11,12 +11,12 @@ from torch import nn
 
 from shared.logged_metrics import loss_in
 
-FUNCTIONS = "collate", "evaluate", "metrics"
+FUNCTIONS = "collate", "ids", "evaluate", "metrics"
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What the script gave to `trireme.prepare`. `hooks`: collate, scheduler, evaluation_dataset, evaluate and metrics, as far as
+    """What the script gave to `trireme.prepare`. `hooks`: collate, ids, scheduler, evaluation_dataset, evaluate and metrics, as far as
     given. `config`: settings of the job."""
 
     model: nn.Module

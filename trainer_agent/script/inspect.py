@@ -25,6 +25,7 @@ from trainer_agent.script.sample_records import first_records
 from trainer_agent.script.user_module import UserModule, load
 
 if TYPE_CHECKING:
+    from trainer_agent.model.compute import LaneResult, Records
     from trainer_agent.model.torch_compute import TorchCompute  # loads torch
 
 T = TypeVar("T")
@@ -78,7 +79,7 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
         minibatch = first_records(dataset, spec.minibatch_size)
         compute.begin_step()
         with _doing("the first minibatch"):
-            asyncio.run(_with_rows(compute, lambda: compute.gradient((0, 1), 0, 0, minibatch, lambda _block: None)))
+            asyncio.run(_with_rows(compute, lambda: _gradient(compute, minibatch)))
         if evaluation is not None:
             held_out = first_records(evaluation, spec.minibatch_size)
             with _doing("the first minibatch of the evaluation"):
@@ -90,6 +91,12 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
     return left_out | {
         "model": {"tensors": tensors, "optimizer": compute.layout.optimizer.model_dump(mode="json")},
     }
+
+
+async def _gradient(compute: TorchCompute, minibatch: Records) -> LaneResult:
+    """Also what the script's `ids` says is checked."""
+    await compute.prepare(0, minibatch)
+    return await compute.gradient((0, 1), 0, 0, minibatch, lambda _block: None)
 
 
 async def _with_rows(compute: TorchCompute, work: Callable[[], Awaitable[T]]) -> T:

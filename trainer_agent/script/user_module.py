@@ -33,8 +33,8 @@ REQUIRED = {
     "loss": "def loss(model, batch): ... returning the mean loss of the minibatch",
     "optimizer": "def optimizer(model): ... returning an optimizer of torch.optim or trireme.optim",
 }
-OPTIONAL = ("collate", "scheduler", "evaluation_dataset", "evaluate", "metrics")
-ARGUMENTS = {"model": 0, "dataset": 0, "loss": 2, "optimizer": 1, "collate": 1, "scheduler": 1}
+OPTIONAL = ("collate", "ids", "scheduler", "evaluation_dataset", "evaluate", "metrics")
+ARGUMENTS = {"model": 0, "dataset": 0, "loss": 2, "optimizer": 1, "collate": 1, "ids": 1, "scheduler": 1}
 ARGUMENTS |= {"evaluation_dataset": 0, "evaluate": 2, "metrics": 1}
 _PACKAGES = Path(__file__).resolve().parents[2]
 _OURS = ("shared", "trainer_agent", "trireme")
@@ -55,7 +55,7 @@ class UserModule:
                 raise InvalidArgument(f"{path} has no function {name!r}", hint=hint)
         for name in (*REQUIRED, *OPTIONAL):
             hook = getattr(module, name, None)
-            if hook is not None:
+            if hook is not None and (name != "ids" or callable(hook)):  # scripts call other things ids
                 self._hooks[name] = _checked(path, name, hook)
         self._config = _config(path, getattr(module, "config", None))
 

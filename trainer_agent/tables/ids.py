@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from shared.errors import InvalidArgument
-from shared.tables.grouping import Numbers
+from shared.tables.grouping import Grouped, Numbers, grouped
 from shared.tables.hashing import id_of_text
 
 INTEGERS = torch.int64, torch.int32
@@ -64,3 +64,17 @@ def check_offsets(what: str, offsets: torch.Tensor, ids: int) -> None:
         raise InvalidArgument(msg)
     if found[-1] > ids:
         raise InvalidArgument(f"{what}: the last bag begins at {found[-1]}, and there are {ids} ids")
+
+
+def named_ids(tables: Sequence[str], found: object) -> list[Grouped]:
+    """What a script's `ids(batch)` returned, of each of these tables; without ids for those that it does not name. Raises InvalidArgument."""
+    if not isinstance(found, Mapping):
+        msg = (
+            f"ids(batch) returned {type(found).__name__}; it returns a dict: the name of a table -> a tensor of its ids"
+        )
+        raise InvalidArgument(msg)
+    if strange := [name for name in found if name not in tables]:
+        msg = f"ids(batch) names the table {strange[0]!r:.80}, and the model's tables are {', '.join(tables):.200}"
+        raise InvalidArgument(msg, hint="name them as the layers do, and leave out those that are none")
+    nothing = torch.empty(0, dtype=torch.int64)
+    return [grouped(on_host(integers(f"ids(batch) of table {name}", found.get(name, nothing)))) for name in tables]

@@ -1,6 +1,8 @@
-"""Rows on the parameter servers, for a forward pass in a thread: it waits there while the event loop looks them up.
+"""Rows on the parameter servers, for a forward pass in a thread: at hand, if the script has named their ids; else the thread waits while the
+event loop looks them up.
 
-forward, in its thread ─ lookup ─► event loop ─► parameter servers ─► rows      given up, or failed ─► raised in forward, and kept in `failure`
+forward, in its thread ─ lookup ─► at hand ─► rows
+                              └──► event loop ─► parameter servers ─► rows      given up, or failed ─► raised in forward, and kept in `failure`
 """
 
 from __future__ import annotations
@@ -13,16 +15,23 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.errors import NotReady
+from shared.runtime import telemetry
 from shared.tables.grouping import Numbers
 
+log = telemetry.logger("remote_rows")
+
+AtHand = Sequence[tuple[Numbers, npt.NDArray[np.float32]]]
+"""Of each table ids, ascending, and their rows, which nobody else writes."""
 Lookup = Callable[[Sequence[Numbers]], Awaitable[Sequence[npt.NDArray[np.float32]]]]
 
 
 class RemoteRows:
-    """A RowSource. `tables`: how many the model has."""
+    """A RowSource. `tables`: names of the model's."""
 
-    def __init__(self, tables: int) -> None:
+    def __init__(self, tables: Sequence[str]) -> None:
         self._tables = tables
+        self._at_hand: AtHand = ()
+        self._told: set[int] = set()
         self._lookup: Lookup | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._asked: concurrent.futures.Future[Sequence[npt.NDArray[np.float32]]] | None = None
@@ -33,16 +42,34 @@ class RemoteRows:
         """From now on, in the running event loop."""
         self._lookup, self._loop = lookup, asyncio.get_running_loop()
 
-    def begin(self) -> None:
+    def begin(self, at_hand: AtHand = ()) -> None:
         """A forward pass begins."""
-        self._given_up, self.failure = False, None
+        self._given_up, self.failure, self._at_hand = False, None, at_hand
 
     def lookup(self, table: int, ids: Numbers) -> npt.NDArray[np.float32]:
         """Raises what the lookup raises; NotReady if it is given up."""
+        if not self._at_hand or not len(self._at_hand[table][0]):
+            return self._asked_for(table, ids)
+        known, rows = self._at_hand[table]
+        if len(known) == len(ids) and np.array_equal(known, ids):
+            return rows.copy()  # another layer may have the same ids
+        places = np.searchsorted(known, ids)
+        places[places == len(known)] = 0
+        missing = known[places] != ids
+        found: npt.NDArray[np.float32] = rows[places]
+        if missing.any():
+            if table not in self._told:
+                self._told.add(table)
+                count = int(missing.sum())
+                log.warning("ids_not_named", table=self._tables[table], ids=count, example=int(ids[missing][0]))
+            found[missing] = self._asked_for(table, ids[missing])
+        return found
+
+    def _asked_for(self, table: int, ids: Numbers) -> npt.NDArray[np.float32]:
         assert self._lookup is not None
         assert self._loop is not None
         nothing = np.empty(0, np.int64)
-        asked = [ids if number == table else nothing for number in range(self._tables)]
+        asked = [ids if number == table else nothing for number in range(len(self._tables))]
         try:
             if self._given_up:
                 raise NotReady("the minibatch was given up")

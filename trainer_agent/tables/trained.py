@@ -15,9 +15,11 @@ from torch import nn
 
 from shared.errors import InvalidArgument
 from shared.records import JobSpec, Mode
+from shared.tables.grouping import Numbers
+from trainer_agent.tables.ids import named_ids
 from trainer_agent.tables.of_model import ModelTables
 from trainer_agent.tables.recording import Recording
-from trainer_agent.tables.remote import RemoteRows
+from trainer_agent.tables.remote import AtHand, RemoteRows
 
 if TYPE_CHECKING:
     from shared.tables.lanes import LaneRows
@@ -29,20 +31,24 @@ class TrainedTables:
     def __init__(self, model: nn.Module, spec: JobSpec, *, own_loop: bool) -> None:
         self._layers = ModelTables(model, spec.seed)
         self.specs = self._layers.specs
-        self.rows = RemoteRows(len(self.specs))
+        self.rows = RemoteRows([table.name for table in self.specs])
         self.lane: tuple[LaneRows, ...] = ()
         self._recording: Recording | None = None
         if self.specs:
             _check(spec, [table.name for table in self.specs], own_loop=own_loop)
 
-    def begin_lane(self) -> None:
-        """Nothing is known of its rows."""
+    def named(self, found: object) -> list[Numbers]:
+        """Of what the script's `ids(batch)` returned: ids of each table, ascending, each once. Raises InvalidArgument."""
+        return [each.ids for each in named_ids([table.name for table in self.specs], found)]
+
+    def begin_lane(self, at_hand: AtHand = ()) -> None:
+        """Nothing is known of its rows but what is at hand."""
         if self.specs:
             from shared.tables.lanes import LaneRows  # noqa: PLC0415  only where there are tables: it loads numba
 
             none = np.empty(0, np.int64)
             self.lane = tuple(LaneRows(none, np.empty((0, table.dim), np.float32), 0) for table in self.specs)
-            self.rows.begin()
+            self.rows.begin(at_hand)
 
     @contextmanager
     def minibatch(self, permit: Callable[[torch.Tensor | None], None]) -> Iterator[None]:

@@ -43,6 +43,7 @@ class LaneReader:
         self._loaded: LoadedTask | None = None
         self._next: asyncio.Task[LoadedTask | None] | None = None
         self._done = 0
+        self._next_portion: Portion | None = None
 
     @property
     def held(self) -> tuple[Task, int] | None:
@@ -55,6 +56,14 @@ class LaneReader:
             return None
         loaded = is_due(self._loaded, position) or self._prefetched(position)
         return None if loaded is None else self._portion(position, position, loaded)
+
+    def next(self, position: LanePosition) -> Portion | None:
+        """What `at_hand` will give (the same object), if it is of the task that is being read."""
+        loaded = None if position.exhausted else is_due(self._loaded, position)
+        if loaded is None:
+            return None
+        self._next_portion = portion_of(self._source, position, position, loaded)
+        return self._next_portion
 
     async def at(self, position: LanePosition) -> Portion:
         """The lane's records at `position`. Raises TrainingOver, TaskFailed, StaleGeneration, DeadlineExceeded."""
@@ -124,6 +133,9 @@ class LaneReader:
 
     def _portion(self, before: LanePosition, position: LanePosition, loaded: LoadedTask) -> Portion:
         self._done = position.offset // self._source.spec.minibatch_size + 1
+        known, self._next_portion = self._next_portion, None
+        if known is not None and known.task is loaded.task and known.before == position == before:
+            return known
         return portion_of(self._source, before, position, loaded)
 
 
@@ -162,6 +174,10 @@ class LaneReaders:
         if lane not in self._readers:
             self._readers[lane] = LaneReader(lane, self._source, self._generation)
         return self._readers[lane]
+
+    def next(self, lane: int, position: LanePosition) -> Portion | None:
+        """See LaneReader.next."""
+        return self._readers[lane].next(position) if lane in self._readers else None
 
     def held(self) -> list[tuple[Task, int]]:
         """The tasks being read and how many minibatches of each were handed out."""

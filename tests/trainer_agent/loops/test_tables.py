@@ -13,6 +13,7 @@ from pserver_service.core.table import rows
 from shared.errors import NotReady
 from shared.records import Phase
 from shared.tables.table import joined
+from tests.equipment.cluster import direct_ports
 from tests.equipment.cluster.direct_ports import DirectPserver
 from tests.trainer_agent.cluster import TorchCluster, cluster
 from tests.trainer_agent.scripts import differing, spec_for, write_script
@@ -36,6 +37,21 @@ MODEL = """
 
     def model():
         return Model()
+"""
+
+
+IDS = """
+    def ids(batch):
+        torch.rand(7)  # what it draws is nobody's
+        found = (batch["x"] * 4).floor().long()
+        return {"user": found[:, 0] * 10**15, "tag": found[:, 1:4]}
+"""
+COLLATE = """
+    import numpy as np
+    def collate(records):
+        noise = torch.from_numpy(np.random.standard_normal((len(records), 5)).astype("float32")) + torch.rand(len(records), 1)
+        trireme.log(noise=noise[0, 0])
+        return {"x": torch.stack([torch.as_tensor(r["x"]) for r in records]) + noise, "y": torch.tensor([int(r["y"]) for r in records])}
 """
 
 
@@ -90,6 +106,84 @@ async def test_the_bits_do_not_depend_on_how_many_trainers_and_parameter_servers
         found = await trained(spec, trainers)
         expected = expected or found
         assert_same(found, expected)
+
+
+@pytest.fixture
+def requests(monkeypatch):
+    """How many ids each lookup asked for, of each table."""
+    asked, whole = [], DirectPserver.lookup
+
+    async def counted(port, request, payload):
+        asked.append(request.rows)
+        return await whole(port, request, payload)
+
+    monkeypatch.setattr(DirectPserver, "lookup", counted)
+    return asked
+
+
+async def test_rows_that_the_script_names_come_in_one_request_a_minibatch_and_change_no_bit(tmp_path, requests):
+    """Also where collate draws random numbers and reports metrics."""
+    script = write_script(tmp_path, model=MODEL, collate=COLLATE, ids=IDS)
+    spec = spec_for(script, records_per_task=24)
+    async with cluster(spec, 1) as job:
+        assert (await job.ended()).phase is Phase.COMPLETED
+        found = job.exported(), tables_of(job)
+        assert job.computes["trainer-0-x"].result().metrics.keys() == {"noise"}
+    assert len(requests) == 2 * 8
+    assert all(all(counts) for counts in requests)
+    alone = plain.run(load(script), spec)
+    assert differing(alone.model.state_dict(), found[0]) == []
+    for table in alone.tables.stored():
+        assert np.array_equal(table.values, found[1][table.spec.name][1][:, : table.spec.dim])
+
+
+async def test_rows_of_the_next_step_are_asked_for_before_its_version_is_there(tmp_path, monkeypatch):
+    early, whole = [], direct_ports.lookup
+
+    async def watched(pserver, request, payload):
+        early.append(pserver.store.rows.version < request.version)
+        return await whole(pserver, request, payload)
+
+    monkeypatch.setattr(direct_ports, "lookup", watched)
+    common = {"lanes": 4, "epochs": 1, "stragglers": "off"}
+    expected = await trained(
+        spec_for(write_script(tmp_path, "without", model=MODEL), storage=str(tmp_path / "without"), **common)
+    )
+    assert not any(early)
+    early.clear()
+    async with cluster(spec_for(write_script(tmp_path, model=MODEL, ids=IDS), **common), 2) as job:
+        await job.version(1)
+        slow = job.computes["trainer-1-x"]
+        whole_gradient = slow.gradient
+
+        async def late(*arguments):
+            await asyncio.sleep(0.03)
+            return await whole_gradient(*arguments)
+
+        slow.gradient = late
+        assert (await job.ended()).phase is Phase.COMPLETED
+        assert_same((job.exported(), tables_of(job)), expected)
+    assert sum(early) >= 2
+
+
+async def test_rows_that_the_script_does_not_name_are_asked_for_and_it_is_said_once(tmp_path, requests, capsys):
+    half = IDS.replace('"tag": found[:, 1:4]', '"tag": found[:4, 1:2]')
+    script = write_script(tmp_path, model=MODEL, ids=half)
+    spec = spec_for(script, epochs=1)
+    found = await trained(spec)
+    said = "".join(capsys.readouterr())
+    alone = plain.run(load(script), spec)
+    assert differing(alone.model.state_dict(), found[0]) == []
+    assert len(re.findall("ids_not_named.*table=tag", said)) == 1
+    assert len(requests) > 8
+
+
+async def test_ids_that_cannot_be_end_the_job_with_one_error(tmp_path):
+    script = write_script(tmp_path, model=MODEL, ids='def ids(batch):\n    return {"users": batch["y"]}\n')
+    async with cluster(spec_for(script), 1) as job:
+        state = await job.ended()
+    assert state.phase is Phase.FAILED
+    assert "ids(batch) names the table 'users', and the model's tables are tag, user" in state.reason
 
 
 async def test_a_killed_trainer_leaves_no_trace_in_the_rows(tmp_path):

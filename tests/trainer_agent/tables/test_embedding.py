@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import nn
 
 import trireme
 from shared.errors import InvalidArgument
+from trainer_agent.tables.ids import named_ids
 from trainer_agent.tables.of_model import ModelTables
 
 IDS = [0, -1, 7, 2**63 - 1, -(2**63), 3, 4, 5, 6, 8]  # by their places in a weight of torch's
@@ -246,3 +248,25 @@ def test_ids_of_texts_are_those_that_are_documented() -> None:
     for wrong in ("text", [3]):
         with pytest.raises(InvalidArgument, match="ids_of takes"):
             trireme.nn.ids_of(wrong)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({"users": torch.tensor([1])}, "names the table 'users', and the model's tables are tag, user"),
+        (
+            {"user": torch.tensor([1.0])},
+            "ids(batch) of table user: got a tensor of torch.float32; ids are int64 or int32",
+        ),
+        ({"user": [1, 2]}, "ids(batch) of table user: got list; give a tensor of integers"),
+        (torch.tensor([1]), "ids(batch) returned Tensor; it returns a dict"),
+    ],
+)
+def test_a_script_that_names_ids_in_another_way_is_told_how(found: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape(message)):
+        named_ids(["tag", "user"], found)
+
+
+def test_a_script_names_ids_of_any_shape_and_may_leave_tables_out() -> None:
+    tag, user = named_ids(["tag", "user"], {"user": torch.tensor([[3, -1], [3, 7]], dtype=torch.int32)})
+    assert (tag.ids.tolist(), user.ids.tolist()) == ([], [-1, 3, 7])
