@@ -5,7 +5,7 @@ sums of each lane's minibatch, by ids that ascend --> all ids of the step, and t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +14,10 @@ from shared.tables.grouping import Grouped, grouped
 from shared.tables.kernels import parts
 from shared.tables.kernels import sums as sum_loops
 from shared.tables.memory import Floats, Numbers
-from shared.tables.table import AT_ONCE
+from shared.tables.table import portions
 
 NO_IDS = np.empty(0, np.int64)
+Mean = tuple[Numbers, Floats | None]
 
 
 @dataclass(slots=True)
@@ -43,8 +44,19 @@ def sums_of(occurrences: Grouped, gradients: Floats) -> Floats:
     return sums
 
 
-def mean_over_lanes(lanes: Sequence[LaneRows], dim: int) -> tuple[Numbers, Floats | None]:
+def mean_over_lanes(lanes: Sequence[LaneRows], dim: int) -> Mean:
     """The ids of all lanes, ascending, and their gradients. `lanes`: all of the step, in order; their number is a power of two. None: no lane has data."""
+    steps = means_over_lanes(lanes, dim)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            mean: Mean = end.value
+            return mean
+
+
+def means_over_lanes(lanes: Sequence[LaneRows], dim: int) -> Generator[None, None, Mean]:
+    """`mean_over_lanes`, with some milliseconds of work between two values."""
     filled = [lane for lane in lanes if lane.count]
     if not filled:
         return NO_IDS, None
@@ -53,13 +65,14 @@ def mean_over_lanes(lanes: Sequence[LaneRows], dim: int) -> tuple[Numbers, Float
     ids = np.unique(np.concatenate([lane.ids for lane in filled]))
     mean = np.empty((len(ids), dim), np.float32)
     depth = len(lanes).bit_length()
-    for first in range(0, len(ids), AT_ONCE):
-        some = ids[first : first + AT_ONCE]
+    for portion in portions(len(ids)):
+        some = ids[portion]
         nodes, counts, waiting = np.empty((depth, len(some), dim), np.float32), np.zeros(depth, np.int64), 0
         for lane in lanes:
             present = _places(lane.ids, some) if lane.count else np.full(len(some), parts.ABSENT)
             waiting = sum_loops.add_into_tree(present, lane.gradients, lane.count, waiting, nodes, counts)
-        mean[first : first + len(some)] = nodes[depth - 1]
+        mean[portion] = nodes[depth - 1]
+        yield
     return ids, mean
 
 

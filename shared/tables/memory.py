@@ -1,15 +1,16 @@
-"""The memory of a table: cells that say where a row is, and rows; both grow without moving what is there.
+"""The memory of a table: cells that say where a row is, and rows.
 
-    slots --capacities--> cells: a hash table for each slot, which grows for itself     chunks: 64 MiB of rows each
+    slots --capacities--> cells: a hash table for each slot, which grows for itself     chunks: up to 64 MiB of rows each
 
-The tables of slots have different limits of load, so they do not all grow in the same step.
+Rows never move. The tables of slots have different limits of load, so they do not all grow in the same step; one that grows is filled some
+cells at a time, and until it is whole the old one can be read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -17,16 +18,25 @@ import numpy.typing as npt
 from shared.errors import InvalidArgument
 from shared.records.layout import MOST_ROWS
 from shared.tables.kernels import cells as cell_loops
+from shared.tables.kernels import parts
 from shared.tables.kernels import rows as row_loops
 
 CHUNK_BYTES = 64 << 20
 SMALLEST = 8  # cells of a slot that has rows
 LEAST_LOAD, LOADS = 0.55, 0.20  # a slot's limit lies between the first and their sum
 AFTER_GROWTH = 0.42
+TOO_EMPTY = 0.2  # then a slot gets a smaller table
+CELLS_AT_ONCE = 1 << 15  # that move between two values of `reserve`: about a millisecond
+CELL_BYTES = 16
 
 Words = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+
+
+def places_of(words: Words) -> Numbers:
+    """The number of each row."""
+    return (words & parts.ROW_MASK).astype(np.int64) - 1
 
 
 class Rows:
@@ -37,14 +47,13 @@ class Rows:
         self.shift = max(0, (CHUNK_BYTES // (4 * width)).bit_length() - 1)
         self._chunks: list[Floats] = []
         self.addresses = np.zeros(0, np.uint64)
-        self.free = np.zeros(1024, np.int64)
-        self.free_count = 0
+        self._free, self.free_count = parts.ABSENT, 0  # a list in the memory of the free rows
         self.next = 0
 
     @property
     def bytes(self) -> int:
         """Of the rows that are, or have been, in use; chunks beyond them have no memory yet."""
-        return self.next * self.width * 4 + self.free.nbytes
+        return self.next * self.width * 4
 
     def reserve(self, rows: int) -> None:
         """Room for so many more. Raises InvalidArgument."""
@@ -57,12 +66,38 @@ class Rows:
             self.addresses = np.array([chunk.ctypes.data for chunk in self._chunks], np.uint64)
 
     def give_back(self, rows: Numbers) -> None:
-        if self.free_count + len(rows) > len(self.free):
-            grown = np.zeros(max(2 * len(self.free), self.free_count + len(rows)), np.int64)
-            grown[: self.free_count] = self.free[: self.free_count]
-            self.free = grown
-        self.free[self.free_count : self.free_count + len(rows)] = rows
+        self._free = cell_loops.give_back(self.addresses, self.shift, self.width, rows, self._free)
         self.free_count += len(rows)
+
+    def take(self, count: int) -> Numbers:
+        """Numbers of rows for which there is room: int64 (count,)."""
+        taken = np.empty(count, np.int64)
+        reused = min(count, self.free_count)
+        if reused:
+            self._free = cell_loops.take_free(self.addresses, self.shift, self.width, self._free, taken[:reused])
+            self.free_count -= reused
+        taken[reused:] = np.arange(self.next, self.next + count - reused)
+        self.next += count - reused
+        return taken
+
+    def insert(self, cells: Cells, ids: Numbers, step: int, places: Numbers, admitted: npt.NDArray[np.bool_]) -> None:
+        """Rows, and cells, for admitted ids whose place is ABSENT; there is room for all."""
+        self._free, self.free_count, self.next = cell_loops.insert(
+            cells.addresses,
+            cells.capacities,
+            cells.used,
+            cells.seed,
+            ids,
+            step,
+            places,
+            admitted,
+            self.addresses,
+            self.shift,
+            self.width,
+            self._free,
+            self.free_count,
+            self.next,
+        )
 
     def read(self, rows: Numbers) -> Floats:
         """Copies: float32 (n, width)."""
@@ -88,26 +123,30 @@ class Cells:
 
     @property
     def bytes(self) -> int:
-        return int(self.capacities.sum()) * 16
+        return int(self.capacities.sum()) * CELL_BYTES
 
-    def reserve(self, more: Numbers) -> None:
-        """Room for `more[slot]` more ids in each slot."""
-        needed = self.used + more
-        for slot in np.flatnonzero(needed > self.capacities * self._limits):
-            if more[slot]:
-                self._grow(int(slot), int(needed[slot]))
+    def reserve(self, more: Numbers) -> Iterator[None]:
+        """Room for `more[slot]` more ids in each slot; about a millisecond of work between two values, whatever the size."""
+        for slot in np.flatnonzero(self.lack(more)).tolist():
+            yield from self._move(slot, int(self.used[slot] + more[slot]))
 
-    def _grow(self, slot: int, ids: int) -> None:
-        old, old_capacity = self._arrays[slot], int(self.capacities[slot])
-        capacity = self._new(slot, ids)
-        if old is not None:
-            cell_loops.rehash(np.uint64(old.ctypes.data), old_capacity, self.addresses[slot], capacity, self.seed)
+    def lack(self, more: Numbers) -> npt.NDArray[np.bool_]:
+        """Which slots have too few cells for `more[slot]` more ids."""
+        return (self.used + more > self.capacities * self._limits) & (more > 0)
 
-    def _new(self, slot: int, ids: int) -> int:
-        capacity = max(SMALLEST, int(ids / AFTER_GROWTH))
-        cells = self._arrays[slot] = np.zeros(2 * capacity, np.uint64)
-        self.addresses[slot], self.capacities[slot] = cells.ctypes.data, capacity
-        return capacity
+    def _move(self, slot: int, ids: int) -> Iterator[None]:
+        """Into a table that is right for so many ids. Nothing else changes the slot meanwhile."""
+        old, cells = int(self.capacities[slot]), _new_cells(ids)
+        target, capacity = np.uint64(cells.ctypes.data), len(cells) // 2
+        for first in range(0, old, CELLS_AT_ONCE):
+            last = min(first + CELLS_AT_ONCE, old)
+            cell_loops.rehash(self.addresses[slot], old, first, last, target, capacity, self.seed)
+            yield
+        self._have(slot, cells)
+
+    def _have(self, slot: int, cells: Words) -> None:
+        self._arrays[slot] = cells
+        self.addresses[slot], self.capacities[slot] = cells.ctypes.data, len(cells) // 2
 
     def of_slot(self, slot: int) -> tuple[Numbers, Words]:
         """Copies of the ids and the words of a slot, in no order that means anything."""
@@ -117,6 +156,24 @@ class Cells:
             cell_loops.cells_of(self.addresses[slot], int(self.capacities[slot]), ids, words)
         return ids, words
 
+    def remove_expired(self, slot: int, version: int, ttl: int) -> tuple[Numbers, Words]:
+        """Those of a slot that are expired at `version`: their ids and words."""
+        used, address, capacity = int(self.used[slot]), self.addresses[slot], int(self.capacities[slot])
+        ids, words = np.empty(used, np.int64), np.empty(used, np.uint64)
+        found = cell_loops.expired(address, capacity, version, ttl, ids, words) if used else 0
+        if found:
+            cell_loops.remove(address, capacity, self.seed, ids[:found])
+            self.used[slot] -= found
+        return ids[:found].copy(), words[:found].copy()
+
+    def shrink(self, slot: int) -> Iterator[None]:
+        """Give memory back if most cells are empty."""
+        used = int(self.used[slot])
+        if not used:
+            self.clear([slot])
+        elif used < self.capacities[slot] * TOO_EMPTY and self.capacities[slot] > SMALLEST:
+            yield from self._move(slot, used)
+
     def replace(self, slot: int, ids: Numbers, words: Words) -> None:
         """All cells of a slot."""
         self.used[slot] = len(ids)
@@ -124,12 +181,17 @@ class Cells:
             self._arrays[slot] = None
             self.addresses[slot] = self.capacities[slot] = 0
             return
-        capacity = self._new(slot, len(ids))
-        cell_loops.fill(self.addresses[slot], capacity, self.seed, ids, words)
+        self._have(slot, _new_cells(len(ids)))
+        cell_loops.fill(self.addresses[slot], int(self.capacities[slot]), self.seed, ids, words)
 
     def clear(self, slots: Iterable[int]) -> None:
         for slot in slots:
             self.replace(slot, np.empty(0, np.int64), np.empty(0, np.uint64))
+
+
+def _new_cells(ids: int) -> Words:
+    """An empty table for so many ids, and for those that come until it grows."""
+    return np.zeros(2 * max(SMALLEST, int(ids / AFTER_GROWTH)), np.uint64)
 
 
 def _zeros(count: int) -> Floats:

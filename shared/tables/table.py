@@ -22,15 +22,13 @@ from shared.tables.hashing import slots_of
 from shared.tables.kernels import cells as cell_loops
 from shared.tables.kernels import parts
 from shared.tables.kernels import rows as row_loops
-from shared.tables.memory import Cells, Floats, Numbers, Rows, Words
+from shared.tables.leaving import Oldest, shared_out, swept, without_room
+from shared.tables.memory import Cells, Floats, Numbers, Rows, Words, places_of
 from shared.tables.updates import INITS, first_state, init_scale, initial_values, kind_of, scalars_of
 
-SKETCH_DEPTH, SKETCH_CELLS = (
-    4,
-    1024,
-)  # of each slot: a count is too high with a chance below 2 %, by more than e / 1024 of all counts there
+# of each slot: a count is too high with a chance below 2 %, by more than e / 1024 of all counts there
+SKETCH_DEPTH, SKETCH_CELLS = 4, 1024
 AT_ONCE = 4096  # rows, so that what is made of them stays in the processor's cache
-LEAVE_AT_ONCE = 32  # a slot that is full gives up one row in so many, so that this is rare
 
 Flags = npt.NDArray[np.bool_]
 
@@ -46,6 +44,10 @@ class RowsOfIds:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @property
+    def bytes(self) -> int:
+        return self.ids.nbytes + self.words.nbytes + self.content.nbytes
+
     def where(self, chosen: npt.NDArray[np.bool_] | Numbers | slice) -> RowsOfIds:
         return RowsOfIds(self.ids[chosen], self.words[chosen], self.content[chosen])
 
@@ -58,6 +60,11 @@ def stamps_of(words: Words) -> Numbers:
 def frequencies_of(words: Words) -> Numbers:
     """About log2(1 + steps that changed it) of each row."""
     return ((words >> parts.FREQUENCY_SHIFT) & parts.FREQUENCY_MASK).astype(np.int64)
+
+
+def portions(count: int) -> Iterator[slice]:
+    """Of so many rows, AT_ONCE after AT_ONCE."""
+    return (slice(first, first + AT_ONCE) for first in range(0, count, AT_ONCE))
 
 
 def living(rows: RowsOfIds, spec: TableSpec, version: int) -> RowsOfIds:
@@ -114,12 +121,14 @@ class Table:
         self.spec, self.version, self.updates = spec, version, 0
         self.slot_count = slot_count
         self.counts = Counts()
-        self.before: RowsOfIds | None = None
+        self._before: list[RowsOfIds] | None = None  # parts, each with ids that ascend
         self.leaving: list[Callable[[RowsOfIds], None]] = []
         self._cells = Cells(slot_count, spec.seed)
         self._rows = Rows(spec.row_words)
         self._ttl = -1 if spec.evict_after_steps is None else spec.evict_after_steps
-        self._quota = None if spec.max_rows is None else max(1, spec.max_rows // slot_count)
+        self._oldest = None if spec.max_rows is None else Oldest(shared_out(spec.max_rows, slot_count))
+        self._admitted = np.ones(0, np.bool_)  # of the ids of `prepare`
+        self._surplus = np.zeros(slot_count, np.int64)  # rows that leave in the step that was prepared
         self._init = INITS[spec.init.kind], init_scale(spec.init)
         self._state, self._kind = first_state(spec.optimizer), kind_of(spec.optimizer)
         self.sketch = np.zeros((slot_count, SKETCH_DEPTH * SKETCH_CELLS), np.uint8) if spec.admit_after > 1 else None
@@ -134,12 +143,26 @@ class Table:
 
     @property
     def bytes(self) -> int:
-        kept = self.before.content.nbytes + 16 * len(self.before) if self.before is not None else 0
-        return self._cells.bytes + self._rows.bytes + kept + (self.sketch.nbytes if self.sketch is not None else 0)
+        kept = sum(part.bytes for part in self._before or ())
+        sketch = 0 if self.sketch is None else self.sketch.nbytes
+        queues = 0 if self._oldest is None else self._oldest.bytes
+        return self._cells.bytes + self._rows.bytes + kept + sketch + queues
 
     @property
     def width(self) -> int:
         return self._rows.width
+
+    @property
+    def has_before(self) -> bool:
+        """Whether the version before can be read."""
+        return self._before is not None
+
+    @property
+    def before(self) -> RowsOfIds | None:
+        """The rows that the newest step has changed or removed, as they were."""
+        if self._before is not None and len(self._before) > 1:
+            self._before = [joined(self._before, self.width)]  # few ask for it: trainers that are late
+        return None if self._before is None else self._before[0]
 
     # ------------------------------------------------------------ reading
 
@@ -164,10 +187,10 @@ class Table:
         if wanted == self.version:
             return
         assert wanted == self.version - 1
-        assert self.before is not None
-        if not len(self.before):
-            return
         before = self.before
+        assert before is not None
+        if not len(before):
+            return
         places = np.searchsorted(before.ids, ids)
         places[places == len(before)] = 0
         changed = np.flatnonzero(before.ids[places] == ids)
@@ -186,52 +209,86 @@ class Table:
     def step(self, ids: Numbers, gradients: Floats | None, lr: float | None = None) -> None:
         """The next version. `ids`: int64 (n,), ascending, each once; `gradients`: float32 (n, dim), or None: the step had no data.
         `lr`: instead of the optimizer's own."""
+        for _ in self.prepare(ids if gradients is not None else ids[:0]):
+            pass
         for _ in self.steps(ids, gradients, lr):
             pass
 
+    def prepare(self, ids: Numbers) -> Iterator[None]:
+        """Makes room for the rows that the next step will bring. Both versions can be read all the time; milliseconds of work between two values."""
+        slots, n = self.slot_count, len(ids)
+        cells, places = self._cells, np.empty(n, np.int64)
+        self._admitted = np.ones(n, np.bool_)
+        more, held = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
+        wanted = np.ones(slots, np.bool_)
+        if self.sketch is None and self._oldest is None:  # it matters in few slots which ids are new
+            cell_loops.count_by_slot(ids, cells.seed, more)
+            wanted, more = cells.lack(more), np.zeros(slots, np.int64)
+        for some in portions(n):
+            own, found, admitted = ids[some], places[some], self._admitted[some]
+            cell_loops.look(cells.addresses, cells.capacities, cells.seed, own, wanted, found)
+            if self.sketch is not None:
+                cell_loops.admit(
+                    self.sketch, SKETCH_DEPTH, cells.seed, own, found, np.uint8(self.spec.admit_after), admitted
+                )
+            cell_loops.count_by_slot(own[(found < 0) & admitted], cells.seed, more)
+            if self._oldest is not None:
+                cell_loops.count_by_slot(own[found >= 0], cells.seed, held)
+            yield
+        if self._oldest is not None:
+            if (beyond := more + held > self._oldest.quotas).any():
+                coming = np.flatnonzero((places < 0) & self._admitted)
+                slots_of_coming = slots_of(ids[coming], self.spec.seed, slots)
+                self._admitted[coming[without_room(slots_of_coming, self._oldest.quotas - held)]] = False
+                more[beyond] = np.maximum(0, self._oldest.quotas - held)[beyond]
+            self._surplus = np.where(more > 0, cells.used + more - self._oldest.quotas, 0)
+            more = np.minimum(more, self._oldest.quotas - cells.used)
+        yield from cells.reserve(more)
+        self._rows.reserve(int((self._admitted & (places < 0)).sum()))
+
     def steps(self, ids: Numbers, gradients: Floats | None, lr: float | None = None) -> Iterator[None]:
-        """The same, with some milliseconds of work between two values. Meanwhile nothing can be read."""
+        """`step`, after `prepare` with the same ids (with no data: none); milliseconds of work between two values. Meanwhile nothing can be read."""
         self.version += 1
+        self._before = []
         if gradients is None:
-            self.before = joined([], self.width)
-            self.sweep(self.version % self.slot_count)
+            self._before = [joined([], self.width)]
+            yield from self._sweeps()
             return
         self.updates += 1
         cells, rows, n = self._cells, self._rows, len(ids)
         places, words = np.empty(n, np.int64), np.empty(n, np.uint64)
-        cell_loops.touch(cells.addresses, cells.capacities, cells.seed, ids, self.version, places, words)
         before = RowsOfIds(ids, words, np.empty((n, self.width), np.float32))
-        fresh = ~self._lives(words, self.version - 1)
-        admitted = self._admitted(ids, places)
-        gone = self._make_room(ids, places, admitted)
-        rows.free_count, rows.next = cell_loops.insert(
-            cells.addresses,
-            cells.capacities,
-            cells.used,
-            cells.seed,
-            ids,
-            self.version,
-            places,
-            admitted,
-            rows.free,
-            rows.free_count,
-            rows.next,
-        )
+        for some in portions(n):
+            cell_loops.touch(
+                cells.addresses, cells.capacities, cells.seed, ids[some], self.version, places[some], words[some]
+            )
+            yield
+        yield from self._leave()
         scalars = scalars_of(
             self.spec.optimizer, self.updates, self.spec.dim, self.spec.optimizer.lr if lr is None else lr
         )
-        for first in range(0, n, AT_ONCE):
-            some = slice(first, first + AT_ONCE)
-            self._update(before.where(some), places[some], fresh[some], gradients[some], scalars)
+        for some in portions(n):
+            rows.insert(cells, ids[some], self.version, places[some], self._admitted[some])
+            part = before.where(some)
+            fresh = ~self._lives(part.words, self.version - 1)
+            self._update(part, places[some], fresh, gradients[some], scalars)
+            self._count(places[some], fresh, part.words)
             yield
+        self._before.insert(0, before)
+        for some in portions(n if self.leaving else 0):
+            self._tell(before.where(some))
+            yield
+        yield from self._sweeps()
+
+    def _count(self, places: Numbers, fresh: Flags, words: Words) -> None:
         refused = int((places < 0).sum())
         self.counts.refused += refused
         self.counts.admitted += int(fresh.sum()) - refused
         self.counts.evicted += int((fresh & (words != 0)).sum())
-        self.before = before if gone is None else joined([before, gone], self.width)
+
+    def _tell(self, before: RowsOfIds) -> None:
         for leaves in self.leaving:
-            leaves(self.before)
-        self.sweep(self.version % self.slot_count)
+            leaves(before)
 
     def _update(self, before: RowsOfIds, places: Numbers, fresh: Flags, gradients: Floats, scalars: Floats) -> None:
         rows = self._rows
@@ -257,67 +314,54 @@ class Table:
             torch.from_numpy(squares).sqrt_()
             row_loops.divide(rows.addresses, rows.shift, rows.width, places, gradients, self._kind, scalars, squares)
 
-    def _admitted(self, ids: Numbers, places: Numbers) -> Flags:
-        admitted = np.ones(len(ids), np.bool_)
-        if self.sketch is not None:
-            seed, needed = self._cells.seed, np.uint8(self.spec.admit_after)
-            cell_loops.admit(self.sketch, SKETCH_DEPTH, seed, ids, places, needed, admitted)
-        return admitted
+    def _leave(self) -> Iterator[None]:
+        """Slots that would have too many rows give up those that were changed longest ago, but none that this step changes."""
+        if self._oldest is None:
+            return
+        assert self._before is not None
+        for ids, words in self._oldest.leave(self._cells, self._surplus, self.version):
+            if len(ids):
+                self._before.append(self._gone(ids, words))
+                self._tell(self._before[-1])
+            yield
 
-    def _make_room(self, ids: Numbers, places: Numbers, admitted: Flags) -> RowsOfIds | None:
-        """For rows that will appear. Answers the rows that had to leave."""
-        more = np.zeros(self.slot_count, np.int64)
-        coming = ids[(places < 0) & admitted]
-        cell_loops.count_by_slot(coming, self._cells.seed, more)
-        gone: list[RowsOfIds] = []
-        if self._quota is not None:
-            over = self._cells.used + more - self._quota
-            gone = [self._leave(int(slot), int(over[slot])) for slot in np.flatnonzero((over > 0) & (more > 0))]
-        self._cells.reserve(more)
-        self._rows.reserve(len(coming))
-        return joined(gone, self.width) if gone else None
-
-    def _leave(self, slot: int, surplus: int) -> RowsOfIds:
-        """The rows of a slot that were changed longest ago leave, but none that this step changes."""
-        assert self._quota is not None
-        ids, words = self._cells.of_slot(slot)
-        stamps = stamps_of(words)
-        order = np.lexsort((ids, stamps))
-        idle = order[stamps[order] < self.version]
-        chosen = idle[: max(surplus, -(-self._quota // LEAVE_AT_ONCE))]
-        return self._remove(slot, ids, words, chosen)
-
-    def _remove(self, slot: int, ids: Numbers, words: Words, chosen: Numbers) -> RowsOfIds:
-        places = (words[chosen] & parts.ROW_MASK).astype(np.int64) - 1
-        gone = RowsOfIds(ids[chosen], words[chosen], self._rows.read(places))
-        staying = np.ones(len(ids), np.bool_)
-        staying[chosen] = False
-        self._cells.replace(slot, ids[staying], words[staying])
+    def _gone(self, ids: Numbers, words: Words) -> RowsOfIds:
+        """Their cells are gone; so are their rows now."""
+        order = np.argsort(ids)
+        ids, words = ids[order], words[order]
+        places = places_of(words)
+        gone = RowsOfIds(ids, words, self._rows.read(places))
         self._rows.give_back(places)
-        self.counts.evicted += len(chosen)
-        return gone.where(np.argsort(gone.ids))
+        self.counts.evicted += len(ids)
+        return gone
 
     # ------------------------------------------------------------ slots
 
+    def _sweeps(self) -> Iterator[None]:
+        """Each step gives back the memory of expired rows of some slots: which ones depends on its version alone."""
+        if self._ttl < 0:
+            return
+        for slot in swept(self.version, self._ttl, self.slot_count):
+            if self._cells.used[slot]:
+                self.sweep(slot)
+                yield
+                yield from self._cells.shrink(slot)
+
     def sweep(self, slot: int) -> int:
-        """Give back the memory of rows that are expired at both versions; answers how many. Each step does it for one slot: which one depends on its
-        version alone, since a slot with room for `max_rows` gives up no other rows."""
+        """Give back the memory of rows that are expired at both versions; answers how many."""
         if self._ttl < 0 or not self._cells.used[slot]:
             return 0
-        ids, words = self._cells.of_slot(slot)
-        chosen = np.flatnonzero(self.version - 1 - stamps_of(words) > self._ttl)
-        if len(chosen):
-            gone = self._remove(slot, ids, words, chosen)
-            for leaves in self.leaving:
-                leaves(gone)
-        return len(chosen)
+        ids, words = self._cells.remove_expired(slot, self.version - 1, self._ttl)
+        if len(ids):
+            self._tell(self._gone(ids, words))
+        return len(ids)
 
     def read_slot(self, slot: int) -> RowsOfIds:
         """Copies of its rows at the newest version."""
         ids, words = self._cells.of_slot(slot)
         order = np.argsort(ids)
         ids, words = ids[order], words[order]
-        return RowsOfIds(ids, words, self._rows.read((words & parts.ROW_MASK).astype(np.int64) - 1))
+        return RowsOfIds(ids, words, self._rows.read(places_of(words)))
 
     def counts_by_slot(self) -> Numbers:
         """How many rows each has: int64 (slots,)."""
@@ -331,24 +375,24 @@ class Table:
         """Rows of slots that have none yet, as they were read elsewhere."""
         self._rows.reserve(len(rows))
         for slot, mine in by_slot(rows, self.spec.seed, self.slot_count):
-            places = self._take(len(mine))
+            places = self._rows.take(len(mine))
             words = (mine.words & ~parts.ROW_MASK) | (places + 1).astype(np.uint64)
             self._rows.write(places, mine.content)
             self._cells.replace(slot, mine.ids, words)
-
-    def _take(self, count: int) -> Numbers:
-        rows = self._rows
-        reused = min(count, rows.free_count)
-        rows.free_count -= reused
-        taken = np.concatenate(
-            [rows.free[rows.free_count : rows.free_count + reused], np.arange(rows.next, rows.next + count - reused)]
-        )
-        rows.next += count - reused
-        return taken
+            if self._oldest is not None:
+                self._oldest.forget(slot)
 
     def drop_slots(self, slots: Numbers) -> None:
         """They belong to another process now."""
-        for slot in slots:
-            _, words = self._cells.of_slot(int(slot))
-            self._rows.give_back((words & parts.ROW_MASK).astype(np.int64) - 1)
-            self._cells.clear([int(slot)])
+        for _ in self.dropping(slots):
+            pass
+
+    def dropping(self, slots: Numbers) -> Iterator[None]:
+        """The same, slot by slot."""
+        for slot in slots.tolist():
+            _, words = self._cells.of_slot(slot)
+            self._rows.give_back(places_of(words))
+            self._cells.clear([slot])
+            if self._oldest is not None:
+                self._oldest.forget(slot)
+            yield

@@ -18,7 +18,7 @@ from shared.records import SlotMap
 from shared.records.layout import Layout, schedule_factor
 from shared.records.step import LaneZero
 from shared.tables.hashing import owned_slots, slots_of
-from shared.tables.lanes import LaneRows, mean_over_lanes
+from shared.tables.lanes import LaneRows, means_over_lanes
 from shared.tables.memory import Floats, Numbers
 from shared.tables.payload import ID_BYTES, MOST_BYTES, NUMBER_BYTES, ids_in, rows_in, size_of
 from shared.tables.payload import joined as payload_of
@@ -26,6 +26,7 @@ from shared.tables.snapshot import TableSnapshot, new_lock
 from shared.tables.table import RowsOfIds, Table, joined, living
 from shared.wire.verdict import Verdict
 
+LOCK_S = 0.001  # that the event loop waits for the lock
 PORTION_BYTES = 4 << 20  # of a whole table in one answer, if its slots are not larger: milliseconds
 
 
@@ -40,7 +41,7 @@ class TableRows:
         self._owned_by: tuple[SlotMap, int] | None = None  # what `_owned` is of
         self._owned = np.zeros(0, np.bool_)
         self._waiting: dict[int, list[LaneRows]] = {}
-        self.stepping = False
+        self.stepping = self.changing = False  # a step is under way; nothing can be read
         self._lock = new_lock()  # held while they are stepped
 
     def __repr__(self) -> str:
@@ -98,18 +99,27 @@ class TableRows:
         return Verdict.APPLIED
 
     def steps(self, lane_zero: LaneZero | None = None) -> Iterator[None]:
-        """The next version; some milliseconds of work between two values. `lane_zero`: of the step, with the options of the optimizer's groups in it."""
+        """The next version; some milliseconds of work between two values. Rows can be read while room is made for new ones, not while they change.
+        `lane_zero`: of the step, with the options of the optimizer's groups in it."""
         self.stepping = True
         factor = 1.0 if lane_zero is None else schedule_factor(self._first_options, lane_zero.options)
         lanes = [self._waiting[lane] for lane in range(self.lanes)]
-        with self._lock:
+        while not self._lock.acquire(timeout=LOCK_S):  # a thread of low priority that reads a snapshot may have it
+            yield
+        try:
+            means = []
             for number, table in enumerate(self.tables):
-                mean = mean_over_lanes([lane[number] for lane in lanes], table.spec.dim)
-                yield
+                mean = yield from means_over_lanes([lane[number] for lane in lanes], table.spec.dim)
+                means.append(mean)
+                yield from table.prepare(mean[0])
+            self.changing = True
+            for table, mean in zip(self.tables, means, strict=True):
                 yield from table.steps(*mean, table.spec.optimizer.rate(factor))
+        finally:
+            self._lock.release()
         self._waiting = {}
         self.version += 1
-        self.stepping = False
+        self.stepping = self.changing = False
 
     def copies(self) -> list[TableSnapshot]:
         """Of all tables at their version; the caller closes them."""
@@ -119,9 +129,9 @@ class TableRows:
 
     def judge(self, version: int) -> Verdict | None:
         """Why `version` cannot be read now; None: it can."""
-        if version > self.version or self.stepping:
+        if version > self.version or self.changing:
             return Verdict.TOO_EARLY
-        kept = all(table.before is not None for table in self.tables)
+        kept = all(table.has_before for table in self.tables)
         return None if version == self.version or (version == self.version - 1 and kept) else Verdict.GONE
 
     def lookup(self, version: int, ids: Sequence[Numbers]) -> memoryview:

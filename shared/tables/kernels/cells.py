@@ -15,7 +15,10 @@ from shared.tables.kernels.parts import (
     find_cell,
     hash_of,
     is_expired,
+    link_at,
     mix,
+    remove_cell,
+    stamp_of,
     touched_word,
 )
 
@@ -26,6 +29,23 @@ def count_by_slot(ids, seed, counts):
     slots = np.uint64(len(counts))
     for i in range(len(ids)):
         counts[hash_of(ids[i], seed) % slots] += 1
+
+
+@compiled
+def look(cells, capacities, seed, ids, wanted, rows):
+    """The row of each id (int64 (n,)) into `rows` (int64 (n,)), expired ones too; ABSENT. Slots that are not `wanted` (bool (slots,)) are not searched:
+    their ids are taken for absent."""
+    slots = np.uint64(len(cells))
+    for i in range(len(ids)):
+        hashed = hash_of(ids[i], seed)
+        slot = hashed % slots
+        rows[i] = ABSENT
+        if capacities[slot] == 0 or not wanted[slot]:
+            continue
+        own = cells_at(cells[slot], capacities[slot])
+        place = find_cell(own, capacities[slot], ids[i], hashed)
+        if place >= 0:
+            rows[i] = np.int64(own[2 * place + 1] & ROW_MASK) - 1
 
 
 @compiled
@@ -47,12 +67,10 @@ def find_rows(cells, capacities, seed, ids, version, ttl, rows):
 
 
 @compiled
-def rehash(old, old_capacity, new, new_capacity, seed):
-    """All cells of a slot into a larger, empty table."""
-    if old_capacity == 0:
-        return
+def rehash(old, old_capacity, first, last, new, new_capacity, seed):
+    """Cells [first, last) of a slot into another table of it."""
     source, target = cells_at(old, old_capacity), cells_at(new, new_capacity)
-    for i in range(old_capacity):
+    for i in range(first, last):
         if source[2 * i + 1] != EMPTY:
             key = source[2 * i]
             place = -find_cell(target, new_capacity, key, hash_of(key, seed)) - 1
@@ -104,9 +122,9 @@ def touch(cells, capacities, seed, ids, step, rows, words):
 
 
 @compiled
-def insert(cells, capacities, used, seed, ids, step, rows, admitted, free, free_count, next_row):
-    """Cells and rows for admitted ids without one: rows from `free` (int64, a stack of `free_count`), then from `next_row` on. There is room
-    in all cells. Answers (free_count, next_row)."""
+def insert(cells, capacities, used, seed, ids, step, rows, admitted, chunks, shift, width, free, free_count, next_row):
+    """Cells and rows for admitted ids without one: rows from the list that begins with `free`, see `give_back`, then from `next_row` on. There is room
+    in all cells. Answers (free, free_count, next_row)."""
     slots = np.uint64(len(cells))
     for i in range(len(ids)):
         if rows[i] >= 0 or not admitted[i]:
@@ -114,8 +132,9 @@ def insert(cells, capacities, used, seed, ids, step, rows, admitted, free, free_
         hashed = hash_of(ids[i], seed)
         slot = hashed % slots
         if free_count > 0:
+            rows[i] = free
+            free = np.int64(link_at(chunks, shift, width, free)[0])
             free_count -= 1
-            rows[i] = free[free_count]
         else:
             rows[i] = next_row
             next_row += 1
@@ -124,7 +143,72 @@ def insert(cells, capacities, used, seed, ids, step, rows, admitted, free, free_
         own[2 * place] = np.uint64(ids[i])
         own[2 * place + 1] = touched_word(np.uint64(rows[i] + 1), step, hashed)
         used[slot] += 1
-    return free_count, next_row
+    return free, free_count, next_row
+
+
+@compiled
+def give_back(chunks, shift, width, rows, free):
+    """Rows that nobody has any more: each tells the one before in its own memory, so a list of them needs none. `free`: the last one until now, ABSENT:
+    there was none. Answers the last one."""
+    for i in range(len(rows)):
+        link_at(chunks, shift, width, rows[i])[0] = np.int32(free)
+        free = rows[i]
+    return free
+
+
+@compiled
+def take_free(chunks, shift, width, free, rows):
+    """Takes as many of the list as `rows` (int64) has places; answers the new last one."""
+    for i in range(len(rows)):
+        rows[i] = free
+        free = np.int64(link_at(chunks, shift, width, free)[0])
+    return free
+
+
+@compiled
+def expired(address, capacity, version, ttl, keys, words):
+    """The cells of a slot that are expired at `version`, into `keys` (int64) and `words` (uint64); answers how many."""
+    own = cells_at(address, capacity)
+    found = 0
+    for i in range(capacity):
+        if own[2 * i + 1] != EMPTY and is_expired(own[2 * i + 1], version, ttl):
+            keys[found] = np.int64(own[2 * i])
+            words[found] = own[2 * i + 1]
+            found += 1
+    return found
+
+
+@compiled
+def remove(address, capacity, seed, keys):
+    """Cells that are there."""
+    own = cells_at(address, capacity)
+    for i in range(len(keys)):
+        remove_cell(own, capacity, find_cell(own, capacity, keys[i], hash_of(keys[i], seed)), seed)
+
+
+@compiled
+def leave(cells, capacities, used, seed, slots, first, needed, queues, stamps, heads, lengths, keys, words):
+    """Removes the rows of slots that were changed longest ago: `needed[k]` (it counts down) of each `slots[k]` from `first` on, as `queues[slot]` has them
+    in [heads[slot], lengths[slot]); one whose stamp is another than in `stamps` was changed since, and stays. Into `keys` and `words`. Answers the
+    first k that lacks some still, and how many were removed: `keys` is full, or the slot's queue is at its end."""
+    found = 0
+    for k in range(first, len(slots)):
+        slot = slots[k]
+        own, capacity = cells_at(cells[slot], capacities[slot]), capacities[slot]
+        while needed[k] > 0:
+            if found == len(keys) or heads[slot] == lengths[slot]:
+                return k, found
+            key, stamp = queues[slot, heads[slot]], stamps[slot, heads[slot]]
+            heads[slot] += 1
+            place = find_cell(own, capacity, key, hash_of(key, seed))
+            if place < 0 or stamp_of(own[2 * place + 1]) != stamp:
+                continue
+            keys[found], words[found] = key, own[2 * place + 1]
+            found += 1
+            needed[k] -= 1
+            used[slot] -= 1
+            remove_cell(own, capacity, place, seed)
+    return len(slots), found
 
 
 @compiled

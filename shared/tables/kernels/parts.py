@@ -92,6 +92,13 @@ def row_at(chunks, shift, width, number):
 
 
 @compiled
+def link_at(chunks, shift, width, number):
+    """int32 (1,) in the memory of a row that nobody has: the free row before it."""
+    offset = np.uint64((number & ((1 << shift) - 1)) * width * 4)
+    return carray(pointer(chunks[number >> shift] + offset), 1, np.int32)
+
+
+@compiled
 def find_cell(cells, capacity, key, hashed):
     """The cell of an id, or, negative minus one, the empty one where it would be put."""
     place = start_of(hashed, capacity)
@@ -104,6 +111,29 @@ def find_cell(cells, capacity, key, hashed):
         place += 1
         if place == capacity:
             place = 0
+
+
+@compiled
+def remove_cell(cells, capacity, place, seed):
+    """Empties a cell; those behind it that would not be found any more move up (Knuth, volume 3, 6.4, algorithm R)."""
+    hole = i = place
+    while True:
+        i += 1
+        if i == capacity:
+            i = 0
+        if cells[2 * i + 1] == EMPTY:
+            break
+        home = start_of(hash_of(cells[2 * i], seed), capacity)
+        from_home, from_hole = i - home, i - hole
+        if from_home < 0:
+            from_home += capacity
+        if from_hole < 0:
+            from_hole += capacity
+        if from_home >= from_hole:
+            cells[2 * hole] = cells[2 * i]
+            cells[2 * hole + 1] = cells[2 * i + 1]
+            hole = i
+    cells[2 * hole + 1] = EMPTY
 
 
 @compiled

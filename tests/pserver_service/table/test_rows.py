@@ -58,16 +58,24 @@ def test_rows_that_were_loaded_have_no_version_before():
     assert [rows.judge(version) for version in (6, 7, 8)] == [Verdict.GONE, None, Verdict.TOO_EARLY]
 
 
-def test_while_they_step_no_version_can_be_read_and_a_lane_is_a_duplicate():
+def test_rows_can_be_read_while_room_is_made_for_new_ones_but_not_while_they_change():
     rows = TableRows(LAYOUT, 1, 0)
-    pushed(rows, 0, 0, ids(1), ids(2))
+    stepped(rows, ids(1), NONE)
+    pushed(rows, 1, 0, ids(1, 2), ids(2))
     steps = rows.steps()
-    next(steps)
-    assert [rows.judge(version) for version in (0, 1)] == [Verdict.TOO_EARLY] * 2
-    assert pushed(rows, 0, 0, ids(1), ids(2)) is Verdict.DUPLICATE
-    assert not rows.is_whole  # it is not stepped twice
-    list(steps)
-    assert [rows.judge(version) for version in (0, 1)] == [None, None]
+    read, turns = [], 0
+    for turns, _ in enumerate(steps, 1):
+        if turns == 1:
+            assert pushed(rows, 1, 0, ids(1, 2), ids(2)) is Verdict.DUPLICATE
+            assert not rows.is_whole  # it is not stepped twice
+        verdicts = [rows.judge(version) for version in (0, 1, 2)]
+        if verdicts == [None, None, Verdict.TOO_EARLY]:
+            read.append(found(rows, 1, ids(1, 2), ids(2)))
+        else:
+            assert verdicts == [Verdict.TOO_EARLY] * 3
+    assert 0 < len(read) < turns
+    assert read == [[[[-0.5, -0.5], [0.5, 0.5]], [[0.5] * 3]]] * len(read)
+    assert [rows.judge(version) for version in (0, 1, 2)] == [Verdict.GONE, None, None]
 
 
 def test_what_was_pushed_may_be_overwritten_by_its_sender():

@@ -65,7 +65,7 @@ class DictTable:
         self.version += 1
         if gradients is not None:
             self._step(ids, gradients, lr)
-        for key in [key for key in self.entries if self._slot(key) == self.version % self.slots]:
+        for key in [key for key in self.entries if self._is_swept(self._slot(key))]:
             if self.is_expired(self.entries[key], self.version - 1):
                 del self.entries[key]
 
@@ -93,22 +93,29 @@ class DictTable:
             entry.stamp = self.version
             self._update(entry.values, gradient, self.spec.optimizer.lr if lr is None else lr)
 
+    def _is_swept(self, slot: int) -> bool:
+        """Each slot once in a 128th of `evict_after_steps` steps, or in each step."""
+        turns = min(max(1, (self.spec.evict_after_steps or 1) // 128), self.slots)
+        return int((slot + 1) * turns - 1) // self.slots == self.version % turns
+
     def _slot(self, key: int) -> int:
         return int(slots_of(np.array([key], np.int64), self.spec.seed, self.slots)[0])
 
     def _make_room(self, coming: list[int], touched: set[int]) -> None:
         if self.spec.max_rows is None:
             return
-        quota = max(1, self.spec.max_rows // self.slots)
-
+        shared, extra = divmod(self.spec.max_rows, self.slots)
         slot = self._slot
         for number in {slot(key) for key in coming}:
+            quota = shared + (number < extra)
             mine = [key for key in self.entries if slot(key) == number]
-            over = len(mine) + sum(slot(key) == number for key in coming) - quota
-            if over > 0:
-                idle = sorted((self.entries[key].stamp, key) for key in mine if key not in touched)
-                for _, key in idle[: max(over, -(-quota // 32))]:
-                    del self.entries[key]
+            idle = sorted((self.entries[key].stamp, key) for key in mine if key not in touched)
+            new = [key for key in coming if slot(key) == number]
+            room = max(0, quota - (len(mine) - len(idle)))
+            for key in new[room:]:
+                coming.remove(key)
+            for _, key in idle[: max(0, len(mine) + len(new[:room]) - quota)] if new[:room] else ():
+                del self.entries[key]
 
     def _update(self, row: np.ndarray, gradient: np.ndarray, lr: float) -> None:
         spec, dim = self.spec.optimizer, self.spec.dim

@@ -1,0 +1,126 @@
+"""Tables that grow, are full, or whose rows expire: in bounded portions, within their limits, and the same whatever happened to their memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.records.layout import RowInit, RowOptimizer, TableSpec
+from shared.tables.memory import CELLS_AT_ONCE
+from shared.tables.table import AT_ONCE, Table, joined, stamps_of
+
+DIM = 3
+
+
+def table_of(slots: int, **more: Any) -> Table:
+    optimizer, init = RowOptimizer(kind="sgd", lr=1.0), RowInit(kind="constant", scale=0.0)
+    return Table(TableSpec(name="t", dim=DIM, seed=5, optimizer=optimizer, init=init, **more), slots)
+
+
+def some_ids(rng: np.random.Generator, count: int) -> np.ndarray:
+    return np.unique(rng.integers(-(2**63), 2**63 - 1, count))
+
+
+def gradients_of(ids: np.ndarray) -> np.ndarray:
+    """After one step a row has its id in all columns."""
+    return np.repeat(-ids.astype(np.float32)[:, None], DIM, axis=1)
+
+
+def looked_up(table: Table, ids: np.ndarray) -> np.ndarray:
+    out = np.empty((len(ids), DIM), np.float32)
+    table.lookup(ids, out)
+    return out
+
+
+def everything(table: Table) -> bytes:
+    rows = joined([table.read_slot(slot) for slot in table.slots()], table.width)
+    return rows.ids.tobytes() + stamps_of(rows.words).tobytes() + rows.content.tobytes()
+
+
+def test_a_slot_grows_some_cells_at_a_time_and_all_its_rows_can_be_read_meanwhile() -> None:
+    table, rng = table_of(1), np.random.default_rng(1)
+    old = some_ids(rng, 100_000)
+    table.step(old, gradients_of(old))
+    new = np.setdiff1d(some_ids(rng, 100_000), old)
+    turns = 0
+    for turns, _ in enumerate(table.prepare(new), 1):
+        if turns % 8 == 0:
+            assert np.array_equal(looked_up(table, old), -gradients_of(old))
+    assert turns >= len(new) // AT_ONCE + 100_000 // CELLS_AT_ONCE
+    assert sum(1 for _ in table.steps(new, gradients_of(new))) >= 2 * (len(new) // AT_ONCE)
+    both = np.concatenate([old, new])
+    assert np.array_equal(looked_up(table, both), -gradients_of(both))
+
+
+def test_a_full_table_has_exactly_max_rows_and_never_more() -> None:
+    table, rng = table_of(16, max_rows=1_003), np.random.default_rng(2)
+    for _ in range(30):
+        ids = some_ids(rng, 300)
+        table.step(ids, gradients_of(ids))
+        assert table.rows <= 1_003
+        assert np.array_equal(looked_up(table, ids), -gradients_of(ids))
+    assert table.rows == 1_003
+    assert table.counts.admitted - table.counts.evicted == table.rows
+
+
+def test_of_a_minibatch_with_more_ids_of_a_slot_than_it_may_have_rows_the_last_get_none() -> None:
+    table, ids = table_of(1, max_rows=50), np.arange(80)
+    table.step(ids[10:40], gradients_of(ids[10:40]))
+    table.step(ids, gradients_of(ids))
+    assert table.rows == 50
+    assert table.counts.refused == 30
+    assert set(table.read_slot(0).ids.tolist()) == set(range(50))
+    table.step(ids[70:], gradients_of(ids[70:]))
+    assert table.rows == 50
+    assert set(range(70, 80)) <= set(table.read_slot(0).ids.tolist())
+
+
+def test_expired_rows_that_have_memory_still_are_less_than_a_hundredth() -> None:
+    ttl, a_step = 640, 10
+    table = table_of(8, evict_after_steps=ttl)
+    for step in range(2 * ttl):
+        ids = np.arange(step * a_step, (step + 1) * a_step)
+        table.step(ids, gradients_of(ids))
+    living = (ttl + 1) * a_step
+    assert living <= table.rows <= 1.01 * living
+    cells = table.bytes
+    for _ in range(ttl + 10):
+        table.step(np.arange(0), None)
+    assert table.rows == 0
+    assert table.bytes < cells - 16 * living  # nor have they cells
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_which_rows_leave_does_not_depend_on_where_they_lie(data: Any) -> None:
+    """As for those that came out of a checkpoint, or from another parameter server."""
+    more = {
+        "max_rows": data.draw(st.sampled_from([9, 40, 100])),
+        "evict_after_steps": data.draw(st.sampled_from([None, 3, 300])),
+    }
+    one, other = table_of(3, **more), table_of(3, **more)
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    for _ in range(data.draw(st.integers(2, 12))):
+        ids = np.unique(rng.integers(0, 300, data.draw(st.integers(0, 40))))
+        for table in (one, other):
+            table.step(ids, gradients_of(ids))
+        assert everything(one) == everything(other)
+        if data.draw(st.booleans()):
+            again = Table(other.spec, 3, other.version)
+            again.updates = other.updates
+            for slot in other.slots():
+                again.put_rows(other.read_slot(slot))
+            other = again
+
+
+def test_rows_stay_found_while_others_leave_from_cells_beside_them() -> None:
+    table, rng = table_of(2, max_rows=20_000), np.random.default_rng(4)
+    for _ in range(25):
+        ids = some_ids(rng, 3_000)
+        table.step(ids, gradients_of(ids))
+        there = joined([table.read_slot(slot) for slot in table.slots()], table.width)
+        assert len(there) == len(np.unique(there.ids)) == table.rows
+        assert np.array_equal(looked_up(table, there.ids), -gradients_of(there.ids))
