@@ -8,10 +8,12 @@ import numpy as np
 from shared.tables.hashing import GOLDEN
 from shared.tables.kernels.parts import (
     ABSENT,
+    AHEAD,
     EMPTY,
     ROW_MASK,
     cells_at,
     compiled,
+    fetch_cell,
     find_cell,
     hash_of,
     is_expired,
@@ -53,6 +55,8 @@ def find_rows(cells, capacities, seed, ids, version, ttl, rows):
     """The row of each id (int64 (n,)) into `rows` (int64 (n,)); ABSENT. Expired ones are absent."""
     slots = np.uint64(len(cells))
     for i in range(len(ids)):
+        if i + AHEAD < len(ids):
+            fetch_cell(cells, capacities, ids[i + AHEAD], seed)
         hashed = hash_of(ids[i], seed)
         slot = hashed % slots
         rows[i] = ABSENT
@@ -108,6 +112,8 @@ def touch(cells, capacities, seed, ids, step, rows, words):
     ids without a row."""
     slots = np.uint64(len(cells))
     for i in range(len(ids)):
+        if i + AHEAD < len(ids):
+            fetch_cell(cells, capacities, ids[i + AHEAD], seed)
         hashed = hash_of(ids[i], seed)
         slot = hashed % slots
         rows[i], words[i] = ABSENT, EMPTY

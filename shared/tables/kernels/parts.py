@@ -17,6 +17,8 @@ from numba.extending import intrinsic
 from shared.tables.hashing import FIRST, GOLDEN, SECOND
 
 ABSENT = -1
+AHEAD = 12  # rows and cells that are fetched before their turn: memory takes as long as some of them
+LINE_BYTES = np.uint64(64)
 EMPTY = np.uint64(0)
 ROW_MASK = np.uint64((1 << 31) - 1)
 STAMP_SHIFT = np.uint64(36)
@@ -40,6 +42,22 @@ def fma(typingctx: Any, x: Any, y: Any, z: Any) -> Any:  # noqa: ARG001
         return builder.fma(*arguments)
 
     return types.float32(types.float32, types.float32, types.float32), generate
+
+
+@intrinsic
+def fetch(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
+    """The cache line at an address will be needed soon: the processor reads it while the loop goes on. Any address will do."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        ir, place = cgutils.ir, cgutils.voidptr_t
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [place, number, number, number])
+        hint = builder.module.declare_intrinsic("llvm.prefetch", (place,), kind)
+        read, soonest, data = (ir.Constant(number, value) for value in (0, 3, 1))
+        builder.call(hint, [builder.inttoptr(arguments[0], place), read, soonest, data])
+        return context.get_dummy_value()
+
+    return types.void(types.uint64), generate
 
 
 def compiled(function: Any) -> Any:
@@ -96,6 +114,27 @@ def link_at(chunks, shift, width, number):
     """int32 (1,) in the memory of a row that nobody has: the free row before it."""
     offset = np.uint64((number & ((1 << shift) - 1)) * width * 4)
     return carray(pointer(chunks[number >> shift] + offset), 1, np.int32)
+
+
+@compiled
+def fetch_row(chunks, shift, width, number, count):
+    """The first `count` numbers of a row will be needed soon."""
+    first = chunks[number >> shift] + np.uint64((number & ((1 << shift) - 1)) * width * 4)
+    last = first + np.uint64(4 * count - 1)
+    line = first
+    while line < last:
+        fetch(line)
+        line += LINE_BYTES
+    fetch(last)
+
+
+@compiled
+def fetch_cell(cells, capacities, key, seed):
+    """The cell where the search for an id begins will be needed soon."""
+    hashed = hash_of(key, seed)
+    slot = hashed % np.uint64(len(cells))
+    if capacities[slot] > 0:
+        fetch(cells[slot] + np.uint64(16 * start_of(hashed, capacities[slot])))
 
 
 @compiled

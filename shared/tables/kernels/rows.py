@@ -8,8 +8,10 @@ import numpy as np
 from shared.tables.hashing import GOLDEN
 from shared.tables.kernels.cells import find_rows
 from shared.tables.kernels.parts import (
+    AHEAD,
     EMPTY,
     compiled,
+    fetch_row,
     fma,
     hash_of,
     mix,
@@ -58,6 +60,8 @@ def gather(chunks, shift, width, seed, ids, rows, kind, scale, out):
     """The values of each row into `out` (float32 (n, dim)); initial ones where `rows` is ABSENT."""
     dim = out.shape[1]
     for i in range(len(rows)):
+        if i + AHEAD < len(rows) and rows[i + AHEAD] >= 0:
+            fetch_row(chunks, shift, width, rows[i + AHEAD], dim)
         if rows[i] < 0:
             _initial(seed, ids[i], kind, scale, out[i])
         else:
@@ -137,6 +141,8 @@ def update(
     need into `squares` (float32 (n, dim)) and go on in `divide`: torch's root does not always round correctly, and theirs must be the same."""
     dim = gradients.shape[1]
     for i in range(len(rows)):
+        if i + AHEAD < len(rows) and rows[i + AHEAD] >= 0:
+            fetch_row(chunks, shift, width, rows[i + AHEAD], width)
         if rows[i] < 0:
             continue
         row = row_at(chunks, shift, width, rows[i])

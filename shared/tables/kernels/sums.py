@@ -6,7 +6,9 @@ from __future__ import annotations
 import numpy as np
 
 from shared.tables.kernels.parts import (
+    AHEAD,
     compiled,
+    fetch,
 )
 
 
@@ -14,7 +16,10 @@ from shared.tables.kernels.parts import (
 def segment_sums(order, starts, gradients, out):
     """`out[k]` is the sum of `gradients[order[i]]` for i in [starts[k], starts[k + 1]), in this order; float32 (n, dim)."""
     dim = gradients.shape[1]
+    address, size = np.uint64(gradients.ctypes.data), np.uint64(4 * dim)
     for k in range(len(starts) - 1):
+        for i in range(starts[k] + AHEAD, min(starts[k + 1] + AHEAD, len(order))):
+            fetch(address + np.uint64(order[i]) * size)
         first = gradients[order[starts[k]]]
         for j in range(dim):
             out[k, j] = first[j]
