@@ -12,39 +12,30 @@ from pathlib import Path
 
 import torch
 from data import GENRES, PADDING, prepare
-from torch import nn
+from scores import FactorizedScores, auc, histogram
 from torch.nn import functional as F  # noqa: N812
 
 import trireme
 
 DATA = Path(os.environ.get("DEEPFM_DATA", Path(__file__).resolve().parent / "data"))
-DIM, BUCKETS = 8, 200  # numbers of a vector; of the histogram of scores, from which the AUC is found
+DIM = 8  # numbers of a vector
 
 config = trireme.Config(epochs=5, global_batch_size=256, lanes=4, seed=1, records_per_task=4096)
 
 
-class DeepFM(nn.Module):
-    """Each field has a weight and a vector: the first number of its row, and the others. The score is the sum of the weights, of the
-    products of all pairs of vectors (FM), and of a network that sees all vectors."""
-
+class DeepFM(FactorizedScores):
     def __init__(self):
-        super().__init__()
+        super().__init__(fields=5, dim=DIM, widths=(32, 16), dropout=0.2)
         rows = {"optimizer": trireme.nn.Adagrad(lr=0.05), "init": "normal(0.05)"}
         self.user = trireme.nn.Embedding("user", 1 + DIM, **rows)
         self.movie = trireme.nn.Embedding("movie", 1 + DIM, **rows)
         self.decade = trireme.nn.Embedding("decade", 1 + DIM, **rows)
         self.occupation = trireme.nn.Embedding("occupation", 1 + DIM, **rows)
         self.genres = trireme.nn.EmbeddingBag("genre", 1 + DIM, mode="mean", padding_idx=PADDING, **rows)
-        self.deep = nn.Sequential(
-            nn.Linear(5 * DIM, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 1)
-        )
 
     def forward(self, user, decade, occupation, movie, genres):
         fields = [self.user(user), self.decade(decade), self.occupation(occupation), self.movie(movie)]
-        rows = torch.stack([*fields, self.genres(genres)], dim=1)
-        weights, vectors = rows[..., 0], rows[..., 1:]
-        pairs = (vectors.sum(1).square() - vectors.square().sum(1)).sum(1) / 2
-        return weights.sum(1) + pairs + self.deep(vectors.flatten(1)).squeeze(1)
+        return self.scores(torch.stack([*fields, self.genres(genres)], dim=1))
 
 
 def model():
@@ -84,14 +75,10 @@ def evaluate(model, batch):
     scores = model(batch["user"][rows], batch["decade"][rows], occupation[rows], batch["movie"][rated], genres)
     liked = batch["liked"][rated]
     sums = {"loss": F.binary_cross_entropy_with_logits(scores, liked, reduction="sum"), "ratings": len(liked)}
-    bucket = (torch.sigmoid(scores) * BUCKETS).long().clamp(max=BUCKETS - 1)
-    for name, chosen in (("liked", liked == 1), ("other", liked == 0)):
-        counts = torch.bincount(bucket[chosen], minlength=BUCKETS)
-        sums |= {f"{name}_{number}": count for number, count in enumerate(counts.tolist())}
     of_users = [
         found for row in rows.unique() if (found := auc_of(scores[rows == row], liked[rows == row])) is not None
     ]
-    return sums | {"user_auc": sum(of_users), "users": len(of_users)}
+    return sums | histogram(scores, liked) | {"user_auc": sum(of_users), "users": len(of_users)}
 
 
 def auc_of(scores, liked):
@@ -104,13 +91,8 @@ def auc_of(scores, liked):
 
 
 def metrics(sums):
-    liked, other = ([sums[f"{name}_{number}"] for number in range(BUCKETS)] for name in ("liked", "other"))
-    below, right = 0.0, 0.0
-    for up, down in zip(liked, other, strict=True):
-        right += up * (below + down / 2)
-        below += down
     return {
-        "auc": right / (sum(liked) * sum(other)),
+        "auc": auc(sums),
         "user_auc": sums["user_auc"] / sums["users"],
         "loss": sums["loss"] / sums["ratings"],
     }
