@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shared.errors import DeadlineExceeded, PeerError
+from shared.evaluations import Evaluation
 from shared.records import JobSpec, JobState, Phase
 from shared.records.datasets import Npy
 from tests.end_to_end.scripts import EVALUATION, LOSS, RECORDS, write_script
@@ -57,6 +58,12 @@ def spec_of(folder: Path, *, slow_s: float = 0.03, **changes) -> JobSpec:
         "pservers": 2,
     }
     return JobSpec.model_validate({**settings, **changes})
+
+
+async def evaluations(cluster: LocalCluster) -> list[Evaluation]:
+    """Those while it trained."""
+    found = await cluster.etcd.range(cluster.directory.keys.evaluations, prefix=True)
+    return [Evaluation.model_validate_json(kv.value) for kv in found.kvs]
 
 
 FORK_SERVERS = ExitStack()

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from shared.evaluations import Evaluation, EvaluationStatus
+from shared.evaluations import EvaluationStatus
 from shared.records import Mode, Phase
-from tests.end_to_end.local_cluster import END_S, cluster_of, ended, spec_of
+from tests.end_to_end.local_cluster import END_S, cluster_of, ended, evaluations, spec_of
 from tests.end_to_end.scripts import RECORDS
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
@@ -30,11 +30,6 @@ async def reach_evaluation(cluster, number):
             if status.running is not None and status.running.number >= number:
                 return
             await asyncio.sleep(0.02)
-
-
-async def evaluations(cluster):
-    found = await cluster.etcd.range(cluster.directory.keys.evaluations, prefix=True)
-    return [Evaluation.model_validate_json(kv.value) for kv in found.kvs]
 
 
 def error_of(export: Path, folder: Path) -> float:

@@ -14,7 +14,7 @@ import torch
 from shared.errors import CallerError, DeadlineExceeded, PeerError
 from shared.records import JobSpec, Phase
 from shared.runtime import ids
-from tests.end_to_end.local_cluster import RECORDS, cluster_of, ended, reach_step, same_bits, spec_of
+from tests.end_to_end.local_cluster import RECORDS, cluster_of, ended, evaluations, reach_step, same_bits, spec_of
 from trireme.launch.cluster import LocalCluster
 from trireme.view.client import Client
 
@@ -36,11 +36,13 @@ def model():
     return Model()
 """
 LIMIT_S = 120.0
-Trained = tuple[dict[str, torch.Tensor], dict[str, bytes], dict[str, float]]
+Trained = tuple[dict[str, torch.Tensor], dict[str, bytes], dict[str, float], list[tuple[int, dict[str, float]]]]
+TABLES = {f"{best}table {name}" for best in ("", "best_") for name in ("user", "tag")}
 
 
 def with_tables(folder: Path, **changes: object) -> JobSpec:
-    spec = spec_of(folder, **{"epochs": 6, "slow_s": 0.05, "checkpoint_every_steps": 4, **changes})
+    evaluated = {"evaluate_every": 6, "keep_best": "mse:max"}  # the first one: its rows come from its checkpoint
+    spec = spec_of(folder, **{"epochs": 6, "slow_s": 0.05, "checkpoint_every_steps": 4, **evaluated, **changes})
     script = Path(spec.script)
     plain = script.read_text()
     begin = plain.index("def model():")
@@ -49,15 +51,18 @@ def with_tables(folder: Path, **changes: object) -> JobSpec:
 
 
 async def trained(cluster: LocalCluster, *, gone_back: bool = False) -> Trained:
-    """Parameters, files of tables, metrics. `gone_back`: it must have loaded a checkpoint."""
+    """Parameters, files of tables, metrics, evaluations. `gone_back`: it must have loaded a checkpoint."""
     state = await ended(cluster)
     assert state.phase is Phase.COMPLETED, state
     assert (state.timeline > 0) == gone_back, state
     assert (state.result.trained_records, state.result.discarded_tasks) == (cluster.spec.epochs * RECORDS, 0)
     exports = state.result.exports
-    tables = {name: Path(path).read_bytes() for name, path in exports.items() if name.startswith("table ")}
-    assert tables.keys() == {"table user", "table tag"}, exports
-    return torch.load(exports["state_dict"], weights_only=True), tables, state.result.metrics
+    tables = {name: Path(path).read_bytes() for name, path in exports.items() if "table " in name}
+    assert tables.keys() == TABLES, exports
+    assert tables["best_table user"] != tables["table user"]
+    done = [(one.step, one.metrics) for one in await evaluations(cluster)]
+    assert (state.result.best.step, len(done)) == (6, (cluster.spec.epochs * RECORDS // 32 - 1) // 6)
+    return torch.load(exports["state_dict"], weights_only=True), tables, state.result.metrics, done
 
 
 def assert_same(found: Trained, expected: Trained) -> None:

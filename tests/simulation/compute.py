@@ -33,6 +33,7 @@ from shared.records.step import LaneZero
 from shared.tables.lanes import LaneRows
 from tests.simulation.rows import SLOTS, TABLE, ids_of, lane_rows, no_rows, sum_of
 from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, LaneResult, Ready, Records
+from trainer_agent.tables.files import StoredTable, StoredTables
 from trainer_agent.tables.remote import Lookup
 
 RECORD_SLOTS = 48
@@ -137,6 +138,7 @@ class TinyCompute:
         self._steps_begun, self._rate, self._least = 0, RATE, math.inf
         self._schedule = schedule
         self._pinned: list[np.ndarray[Any, Any]] | None = None
+        self._pinned_rows: StoredTables | None = None
         self._result = LaneResult(0.0, 0)
 
     def _initial(self) -> list[np.ndarray[Any, Any]]:
@@ -283,7 +285,8 @@ class TinyCompute:
             self._trace.validated += 1
             if self._mode is Mode.ASYNC:
                 self._trace.pinned.setdefault(self._bytes(), [vector.copy() for vector in self._vectors[0]])
-            return validation(self._vectors[0], seed, names)
+            of_rows = 0.0 if self._pinned_rows is None else sum_of(self._pinned_rows.lookup(0, ids_of(names)))
+            return validation(self._vectors[0], seed, names, of_rows)
         finally:
             self.restore_used(used)
 
@@ -296,8 +299,11 @@ class TinyCompute:
             self._pinned = self._initial()
         return self._view(self._pinned, block)
 
+    def pin_rows(self, tables: Sequence[StoredTable]) -> None:
+        self._pinned_rows = StoredTables(tables)
+
     def forget_pinned(self) -> None:
-        self._pinned = None
+        self._pinned = self._pinned_rows = None
 
     async def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         return metrics(sums)
@@ -338,9 +344,11 @@ def gradients(
     return result
 
 
-def validation(params: Sequence[np.ndarray[Any, Any]], seed: int, names: Sequence[int]) -> dict[str, float]:
-    """Sums over a minibatch that is evaluated; `value` depends on the parameters, the buffers and the seed."""
-    mixed = math.fsum(math.fsum(vector.tolist()) * (number + 1) for number, vector in enumerate(params))
+def validation(
+    params: Sequence[np.ndarray[Any, Any]], seed: int, names: Sequence[int], of_rows: float = 0.0
+) -> dict[str, float]:
+    """Sums over a minibatch that is evaluated; `value` depends on the parameters, the buffers, the rows and the seed."""
+    mixed = math.fsum(math.fsum(vector.tolist()) * (number + 1) for number, vector in enumerate(params)) + of_rows
     value = mixed * (1.0 + sum(names)) / 7.0 + seed % 13
     return {"records": float(len(names)), "total": float(sum(names)), "value": value}
 

@@ -118,7 +118,7 @@ def _parameters(cluster: SimulatedCluster) -> Iterator[str]:
         wanted = parameters_at(job, ended[1]) if ended is not None else final_parameters(job)
         if final != wanted:
             yield f"the final parameters differ from the undisturbed run's{_difference(final, wanted)}"
-        if job.tables and cluster.final_rows() not in (None, final_rows(job)):
+        if job.tables and cluster.final_rows() not in (None, final_rows(job, ended and ended[1])):
             yield "the final rows of the embedding table differ from the undisturbed run's"
         return
     expected = _applications(job, _ended(cluster))

@@ -154,29 +154,31 @@ def records_until(job: Job, last: int) -> int:
 def evaluations(job: Job, every: int | str) -> dict[int, tuple[int, dict[str, float]]]:
     """By number: the step and the metrics of each evaluation while the job trains."""
     found: dict[int, tuple[int, dict[str, float]]] = {}
-    done: list[tuple[int, int, Vectors]] = []
-    for step, ended, vectors in versions(job):
-        done.append((step, ended, [vector.copy() for vector in vectors]))
-    for step, ended, vectors in done[:-1]:
+    rows, step = ReferenceRows() if job.tables else None, 0
+    for step, ended, vectors, _ in _trained(job, rows):
         number = ended if every == "epoch" else step // int(every)
         if _is_due(step, ended, every):
-            found[number] = step, evaluated(job, vectors)
-    return found
+            found[number] = step, evaluated(job, vectors, rows)
+    return {
+        number: done for number, done in found.items() if done[0] != step
+    }  # the last version is evaluated after training
 
 
-def evaluated(job: Job, vectors: Vectors) -> dict[str, float]:
-    """The metrics of these parameters over the whole evaluation dataset."""
-    return metrics(_sums(job, vectors))
+def evaluated(job: Job, vectors: Vectors, rows: ReferenceRows | None = None) -> dict[str, float]:
+    """The metrics of these parameters, and rows, over the whole evaluation dataset."""
+    return metrics(_sums(job, vectors, rows))
 
 
-def _sums(job: Job, vectors: Vectors) -> dict[str, float]:
+def _sums(job: Job, vectors: Vectors, rows: ReferenceRows | None) -> dict[str, float]:
     """Minibatch after minibatch in each task; over the tasks the exact sum."""
     tasks: list[dict[str, float]] = []
     for number, names in enumerate(tasks_of(job)):
         sums: dict[str, float] = {}
         for first in range(0, len(names), job.minibatch):
             seed = step_seed(job.seed, number, -2 - first // job.minibatch)
-            for name, value in validation(vectors, seed, names[first : first + job.minibatch]).items():
+            some = names[first : first + job.minibatch]
+            of_rows = 0.0 if rows is None else sum_of(rows.lookup(some))
+            for name, value in validation(vectors, seed, some, of_rows).items():
                 sums[name] = sums.get(name, 0.0) + value
         tasks.append(sums)
     return {name: math.fsum(sums[name] for sums in tasks) for name in tasks[0]}
@@ -191,11 +193,12 @@ def _is_due(step: int, ended: int, every: int | str | None) -> bool:
     return bool(ended) if every == "epoch" else every is not None and step % int(every) == 0
 
 
-def final_rows(job: Job) -> bytes:
-    """Of a job with tables."""
+def final_rows(job: Job, last: int | None = None) -> bytes:
+    """Of a job with tables, which ends at version `last`."""
     rows = ReferenceRows()
-    for _ in _trained(job, rows):
-        pass
+    for step, *_ in _trained(job, rows):
+        if step == last:
+            break
     return rows.records()
 
 
@@ -245,4 +248,4 @@ def _trained(job: Job, rows: ReferenceRows | None = None) -> Iterator[tuple[int,
                 if found is not None:
                     rate /= 1 if found < least else 2
                     least = min(found, least)
-                found = metrics(_sums(job, vectors))["value"]
+                found = metrics(_sums(job, vectors, rows))["value"]

@@ -31,7 +31,7 @@ ENOUGH_S = 30.0
 def plan(seed: int, every: int | str, mode: Mode = Mode.SYNC, dispatch: Dispatch = Dispatch.MASTER) -> Plan:
     drawn, best = plan_of(seed, mode, dispatch), ["value:min", "value:max", None][seed % 3]
     drawn = replace(drawn, evaluate=True, evaluate_every=every, keep_best=best, independent=False)
-    return replace(drawn, job=replace(drawn.job, epochs=3))
+    return replace(drawn, job=replace(drawn.job, epochs=3, tables=mode is Mode.SYNC and seed % 2 == 1))
 
 
 def undisturbed(
@@ -61,7 +61,7 @@ def test_under_faults_each_evaluation_comes_once_with_the_same_sums(seed: int):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_stop_early_ends_at_the_same_step_under_faults(seed: int):
     drawn = plan(seed, [1, 2, "epoch"][seed % 3])
-    stopping = replace(drawn, stop_early="value:min:patience=1", job=replace(drawn.job, epochs=4, tables=False))
+    stopping = replace(drawn, stop_early="value:min:patience=1", job=replace(drawn.job, epochs=4, tables=seed % 2 == 1))
     assert stopping_at(stopping.job, [1, 2, "epoch"][seed % 3], StopEarly(metric="value:min", patience=1)) is not None
     outcome = simulate(seed, Mode.SYNC, plan=stopping)
     assert not broken(outcome), str(outcome)
@@ -124,6 +124,22 @@ def test_without_the_parameters_set_again_training_is_changed():
     with replaced(TinyCompute, "restore_used", kept):
         found = broken(simulate(0, Mode.SYNC, plan=undisturbed(2, 1)))
     assert any("final parameters differ" in line for line in found), found
+
+
+def test_without_the_rows_of_its_checkpoint_an_evaluation_is_of_another_version():
+    pin, first = vars(TinyCompute)["pin_rows"], []
+
+    def pinned_once(self: TinyCompute, tables: Any) -> None:
+        first.append(tables)
+        pin(self, first[0])
+
+    quiet = undisturbed(2, 1)
+    quiet = replace(quiet, job=replace(quiet.job, tables=True))
+    assert not broken(simulate(0, Mode.SYNC, plan=quiet))
+    with replaced(TinyCompute, "pin_rows", pinned_once):
+        found = broken(simulate(0, Mode.SYNC, plan=quiet))
+    assert len(first) > 1
+    assert any("these differ" in line for line in found), found
 
 
 def test_without_the_tasks_of_an_evaluation_put_back_the_job_waits_for_a_dead_trainers():

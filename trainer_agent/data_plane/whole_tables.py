@@ -5,16 +5,13 @@ each parameter server: slots from 0 on ──► ids, rows, next slot ──► 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
-
 from shared.errors import BadFrame
 from shared.tables.hashing import Ids
 from shared.tables.payload import ids_in, rows_in
 from shared.wire.messages import TableEnd, TableRequest
 from trainer_agent.data_plane.lookups import Lookups, Rows
 from trainer_agent.data_plane.routing import Routes
+from trainer_agent.tables.files import in_order
 
 Part = tuple[Ids, Rows]
 
@@ -60,16 +57,3 @@ class WholeTables(Lookups):
             ),
             routes=routes,
         )
-
-
-def in_order(ids: Sequence[Ids], rows: Sequence[Rows], dim: int) -> Part:
-    """All parts as one, ascending by id."""
-    flat = np.concatenate([np.empty(0, np.int64), *ids])
-    places = np.empty(len(flat), np.int64)
-    places[np.argsort(flat)] = np.arange(len(flat))
-    found, first = np.empty((len(flat), dim), np.float32), 0
-    for part in rows:
-        found[places[first : first + len(part)]] = part
-        first += len(part)
-    flat.sort()
-    return flat, found

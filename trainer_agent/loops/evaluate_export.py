@@ -20,7 +20,7 @@ from shared.errors import (
 from shared.etcd.reading import must_read, read_record
 from shared.evaluations import Evaluation, better, evaluations_before
 from shared.records import CompleteTask, EvaluationSums, Mode, TakeNext, Task, TaskKind
-from shared.records.checkpoints import CheckpointLatest
+from shared.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
 from shared.records.step import StepRecord, StepResult
 from shared.records.tasks import BestEvaluation
 from shared.runtime import ids, telemetry
@@ -28,6 +28,7 @@ from shared.storage import files
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.evaluating import Evaluator, TaskSums, read_checkpoint
 from trainer_agent.loops.timeline import timeline_of
+from trainer_agent.tables.checkpoint import write_checkpoint_tables
 from trainer_agent.tables.export import export_tables
 from trainer_agent.tasks.source import LoadedTask, TaskFailed
 from trainer_agent.waiting.retry import retry
@@ -156,16 +157,19 @@ class EvaluateExportLoop:
         if best is None:
             return None
         try:
-            if best.number != number:
-                await self._load(best)
+            loaded = await self._load(best) if best.number != number else None
             found = await self._compute.export(place)
+            if loaded is None:
+                found |= await self._export_tables(place)
+            else:
+                found |= await self._source.offload(write_checkpoint_tables, self._spec.storage, *loaded, place)
         except (OSError, TriremeError) as error:
             log.warning("best_not_exported", step=best.step, checkpoint=best.checkpoint, cause=str(error))
             return None
         exports.update({f"best_{kind}": path for kind, path in found.items()})
         return best
 
-    async def _load(self, best: BestEvaluation) -> None:
+    async def _load(self, best: BestEvaluation) -> tuple[CheckpointRef, Manifest]:
         """Its parameters are those in use, until they are pulled again. Raises CheckpointUnusable, OSError."""
         key = self._directory.keys.latest
         found = await retry(lambda: self._etcd.get(key), "the checkpoints that are kept")
@@ -175,5 +179,6 @@ class EvaluateExportLoop:
             raise CheckpointUnusable(f"checkpoint {best.checkpoint} (step {best.step}) is not kept any more")
         self._pulled = False
         self._transfer.forget()
-        await self._source.offload(read_checkpoint, self._spec, ref, self._compute.staging)
+        manifest = await self._source.offload(read_checkpoint, self._spec, ref, self._compute.staging)
         self._compute.swap()
+        return ref, manifest

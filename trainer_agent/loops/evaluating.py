@@ -22,13 +22,14 @@ from shared.errors import (
     PeerError,
     StaleGeneration,
     StorageUnreachable,
+    TooLarge,
     TriremeError,
     UserCodeError,
 )
 from shared.etcd.reading import must_read
 from shared.evaluations import EvaluationStatus, RunningEvaluation, evaluation_of, evaluations_before, plateau_value
 from shared.records import JobSpec, TakeNext, Task, TaskKind, ValidationSums
-from shared.records.checkpoints import CheckpointRef
+from shared.records.checkpoints import CheckpointRef, Manifest
 from shared.records.step import StepRecord
 from shared.runtime import ids, telemetry
 from shared.runtime.waiting import event_within
@@ -36,6 +37,7 @@ from trainer_agent.data import evaluation_seed, minibatches_in
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.timeline import timeline_of
 from trainer_agent.model.compute import Compute
+from trainer_agent.tables.checkpoint import read_tables
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource
 from trainer_agent.waiting.retry import retry
 
@@ -310,8 +312,10 @@ class Evaluator:
         self._pinned = None
         for attempt in range(STORAGE_TRIES):
             try:
-                await self._source.offload(read_checkpoint, self._spec, ref, self._compute.pinned)
-            except CheckpointUnusable as error:
+                manifest = await self._source.offload(read_checkpoint, self._spec, ref, self._compute.pinned)
+                if manifest.layout.tables:
+                    self._compute.pin_rows(await self._source.offload(read_tables, self._spec.storage, ref, manifest))
+            except (CheckpointUnusable, TooLarge) as error:
                 raise TaskFailed(task, error) from error
             except (OSError, PeerError) as error:
                 log.warning("checkpoint_unread", checkpoint=ref.uuid, step=ref.step, cause=str(error))
@@ -326,7 +330,8 @@ class Evaluator:
                 return
 
 
-def read_checkpoint(spec: JobSpec, ref: CheckpointRef, memory: Callable[[int], memoryview]) -> None:
+def read_checkpoint(spec: JobSpec, ref: CheckpointRef, memory: Callable[[int], memoryview]) -> Manifest:
     """The values of all blocks. Blocks. Raises CheckpointUnusable, OSError."""
     manifest = stored.read_manifest(spec.storage, spec.job, ref)
     stored.read_values(spec.storage, ref, manifest, memory)
+    return manifest

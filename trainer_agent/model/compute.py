@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shared.tables.grouping import Numbers
     from shared.tables.lanes import LaneRows  # loads numba
     from shared.tables.memory import Floats
+    from trainer_agent.tables.files import StoredTable
     from trainer_agent.tables.remote import Lookup
 
 Records = Sequence[Mapping[str, Any]]
@@ -192,6 +193,9 @@ class Compute(Protocol):
 
     def pinned(self, block: int) -> memoryview:
         """Writable bytes of a block of a second set of parameters, for `evaluate`. It takes as much memory as the parameters."""
+
+    def pin_rows(self, tables: Sequence[StoredTable]) -> None:
+        """All embedding tables as `evaluate` of what is pinned looks them up."""
 
     def forget_pinned(self) -> None:
         """Free that memory."""

@@ -27,6 +27,7 @@ from shared.records.job_spec import Transported
 from shared.records.layout import ALIGNMENT_BYTES, ELEMENT_BYTES, Block, Layout, Segment
 from shared.runtime import telemetry
 from shared.wire.shared_memory import Region
+from trainer_agent.model.devices import HOST, is_host
 from trainer_agent.model.optimizer_spec import spec_of
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -131,6 +132,39 @@ class Vector:
     def lost(self) -> bool:
         """Whether a parameter server may still read its present content: then it must not be written any more."""
         return self._region is not None and self._region.lost
+
+
+class PinnedVector:
+    """A second set of values, in host memory, that is read on `device`. Takes no memory before the first `memory`."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self._plan, self._device = plan, device
+        self._vector: Vector | None = None
+        self._there: Vector | None = None
+        self._memory: list[memoryview] = []
+
+    def memory(self, block: int) -> memoryview:
+        """Writable bytes of a block."""
+        if self._vector is None:
+            self._vector = Vector(self._plan, HOST)
+            self._memory = self._vector.memory()
+        self._there = None
+        return self._memory[block]
+
+    def vector(self) -> Vector:
+        """What was written, on the device; read only."""
+        assert self._vector is not None
+        if self._there is None and is_host(self._device):
+            self._there = self._vector
+        elif self._there is None:
+            self._there = Vector(self._plan, self._device)
+            self._there.flat.copy_(self._vector.flat)
+        return self._there
+
+    def forget(self) -> None:
+        """Free the memory."""
+        self._vector = self._there = None
+        self._memory = []
 
 
 def _region(size: int) -> Region | None:

@@ -32,7 +32,7 @@ from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, LaneResult, 
 from trainer_agent.model.devices import HOST, check_precision, device_of, is_host
 from trainer_agent.model.export import write_model
 from trainer_agent.model.finite import NonFiniteError, check_gradients
-from trainer_agent.model.flat import Plan, Vector, bytes_of, checked_model, plan
+from trainer_agent.model.flat import PinnedVector, Plan, Vector, bytes_of, checked_model, plan
 from trainer_agent.model.gradient_tree import Entry, GradientTree
 from trainer_agent.model.minibatch import MinibatchRunner, UserCode
 from trainer_agent.model.optimizer.block_states import BlockStates
@@ -41,6 +41,7 @@ from trainer_agent.model.send_buffers import SendBuffers
 from trainer_agent.own_loop.turns import OwnLoop
 from trainer_agent.start_values.load import start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
+from trainer_agent.tables.files import StoredTable, StoredTables
 from trainer_agent.tables.trained import TrainedTables
 from trainer_agent.waiting.announcing import announcer
 
@@ -96,9 +97,7 @@ class TorchCompute:
             load_start_state(self.model, self.optimizer, self._schedule.scheduler, spec)
             self._initial_states = BlockStates(self.plan, self.model, self.optimizer)
             self._initial_states.fill()
-        self._pinned: Vector | None = None  # a second set of parameters, in host memory
-        self._pinned_here: Vector | None = None  # the same on the device
-        self._pinned_memory: list[memoryview] = []
+        self._pinned = PinnedVector(self.plan, self._device)
         payloads = self.layout.payloads(spec.gradient_dtype)
         self.send_buffers: SendBuffers | None = None
         if any(payloads) or not self._on_host:
@@ -338,27 +337,23 @@ class TorchCompute:
 
     def _evaluate_pinned(self, records: Records, seed: int) -> dict[str, float]:
         """The parameters are those in use again afterwards; buffers are loaded for each minibatch that is trained."""
-        assert self._pinned is not None
-        if self._pinned_here is None:
-            self._pinned_here = self._pinned if self._on_host else Vector(self.plan, self._device)
-            if not self._on_host:
-                self._pinned_here.flat.copy_(self._pinned.flat)
-        self._view(self._pinned_here.views(self.plan.parameters))
+        pinned = self._pinned.vector()
+        self._view(pinned.views(self.plan.parameters))
         try:
-            return self.minibatch.evaluate(records, seed, self._pinned_here)
+            with self.tables.reading_pinned():
+                return self.minibatch.evaluate(records, seed, pinned)
         finally:
             self.use_current()
 
     def pinned(self, block: int) -> memoryview:
-        if self._pinned is None:
-            self._pinned = Vector(self.plan, HOST)
-            self._pinned_memory = self._pinned.memory()
-        self._pinned_here = None
-        return self._pinned_memory[block]
+        return self._pinned.memory(block)
+
+    def pin_rows(self, tables: Sequence[StoredTable]) -> None:
+        self.tables.pinned = StoredTables(tables)
 
     def forget_pinned(self) -> None:
-        self._pinned = self._pinned_here = None
-        self._pinned_memory = []
+        self._pinned.forget()
+        self.tables.pinned = None
 
     async def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         return await self._in_thread(self.minibatch.metrics, sums)

@@ -41,18 +41,19 @@ async def export_tables(
         rows = await reader.count_rows(number, version)
         size = rows * (8 + 4 * spec.dim)
         if size > limit:
-            _left_out(spec, f"its {rows} rows are {size} bytes, and a trainer writes at most {limit}")
+            left_out(spec, f"its {rows} rows are {size} bytes, and a trainer writes at most {limit}")
             continue
         try:
             ids, values = await reader.whole_table(number, version)
         except TooLarge as error:
-            _left_out(spec, error.message)
+            left_out(spec, error.message)
             continue
         urls |= await offload(write_tables, [StoredTable(spec, version, ids, values)], directory)
     return urls
 
 
-def _left_out(spec: TableSpec, cause: str) -> None:
+def left_out(spec: TableSpec, cause: str) -> None:
+    """Say that it is in no export."""
     message = f"table {spec.name} is not in the export: {cause}; `trireme export` writes it from a checkpoint"
     log.warning("table_not_exported", table=spec.name, cause=cause)
     print(message, file=sys.stderr)  # noqa: T201  appears among what the script prints

@@ -68,6 +68,19 @@ class Storable(Protocol):
     def stored(self) -> tuple[StoredTable, ...]: ...
 
 
+def in_order(ids: Sequence[Numbers], rows: Sequence[Floats], dim: int) -> tuple[Numbers, Floats]:
+    """All parts as one, ascending by id."""
+    flat = np.concatenate([np.empty(0, np.int64), *ids])
+    places = np.empty(len(flat), np.int64)
+    places[np.argsort(flat)] = np.arange(len(flat))
+    found, first = np.empty((len(flat), dim), np.float32), 0
+    for part in rows:
+        found[places[first : first + len(part)]] = part
+        first += len(part)
+    flat.sort()
+    return flat, found
+
+
 def write_tables(tables: Sequence[StoredTable], directory: str) -> dict[str, str]:
     """Into `tables/` in the directory; "table <name>" -> URL. A retry overwrites with the same bytes."""
     urls = {}

@@ -20,19 +20,21 @@ from trainer_agent.tables.ids import named_ids
 from trainer_agent.tables.of_model import ModelTables
 from trainer_agent.tables.recording import Recording
 from trainer_agent.tables.remote import AtHand, RemoteRows
+from trainer_agent.tables.source import RowSource
 
 if TYPE_CHECKING:
     from shared.tables.lanes import LaneRows
 
 
 class TrainedTables:
-    """`lane`: of the last lane, see Compute.lane_rows. `own_loop`: the script has one. Raises InvalidArgument."""
+    """`lane`: of the last lane, see Compute.lane_rows. `pinned`: see Compute.pin_rows. `own_loop`: the script has one. Raises InvalidArgument."""
 
     def __init__(self, model: nn.Module, spec: JobSpec, *, own_loop: bool) -> None:
         self._layers = ModelTables(model, spec.seed)
         self.specs = self._layers.specs
         self.rows = RemoteRows([table.name for table in self.specs])
         self.lane: tuple[LaneRows, ...] = ()
+        self.pinned: RowSource | None = None
         self._recording: Recording | None = None
         if self.specs:
             _check(spec, [table.name for table in self.specs], own_loop=own_loop)
@@ -77,14 +79,20 @@ class TrainedTables:
         with self._layers.reading(self.rows):
             yield
 
+    @contextmanager
+    def reading_pinned(self) -> Iterator[None]:
+        """For an evaluation while the job trains."""
+        if not self.specs:
+            yield
+            return
+        assert self.pinned is not None, "evaluated without the tables of a checkpoint"
+        with self._layers.reading(self.pinned):
+            yield
+
 
 def _check(spec: JobSpec, names: list[str], *, own_loop: bool) -> None:
     problems = {
         "mode async": (spec.mode is Mode.ASYNC, "use mode sync"),
-        f"evaluate_every = {spec.evaluate_every}": (
-            spec.evaluate_every is not None,
-            "leave it out: the last version is evaluated after training",
-        ),
         f"init_from = {spec.init_from}": (spec.init_from is not None, "leave it out: a job that resumes needs none"),
         "trireme.prepare": (own_loop, "write it as functions (docs/script.md)"),
     }

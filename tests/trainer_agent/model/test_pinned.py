@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,8 +10,23 @@ from tests.equipment.replaced import replaced
 from tests.trainer_agent.scripts import records
 from trainer_agent.model.buffers import LiveBuffers
 from trainer_agent.model.torch_compute import TorchCompute
+from trainer_agent.tables.files import StoredTable
+from trainer_agent.tables.local import LocalTables
 
 PINNED = 0.5
+TABLE = """
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.item = trireme.nn.Embedding("item", 3)
+            self.deep = nn.Linear(3, 3, bias=False)
+
+        def forward(self, x):
+            return self.deep(self.item((x[:, 0] > 0).long()))
+
+    def model():
+        return Model()
+"""
 MODEL = """
 def model():
     return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
@@ -53,3 +69,22 @@ async def test_each_part_that_is_set_again_is_needed(build, left_out):
     }
     with ablations[left_out]:
         assert await bits(one, False) != await bits(other, True)
+
+
+async def test_rows_are_those_that_were_pinned_and_training_goes_on_with_its_own(build):
+    """The loss of a model whose rows and parameters are all 1 is that of equal classes, whatever the servers have."""
+    compute, reference = build(model=TABLE), build(model=TABLE)
+    (spec,) = compute.layout.tables
+    found = []
+    for each in (compute, reference):
+        each.read_rows(LocalTables([spec], 1024).rows)
+        for step in range(2):
+            await each.gradient((0, 1), 0, step, records(4), lambda block: None)
+            found += [each.lane_rows()[0].gradients.tobytes()]
+            each.forget_nodes()
+            if each is compute:
+                for block in range(len(compute.plan.blocks)):
+                    compute.pinned(block)[:] = bytes(torch.ones(len(compute.pinned(block)) // 4).numpy().data.cast("B"))
+                compute.pin_rows([StoredTable(spec, 5, np.array([0, 1]), np.ones((2, 3), np.float32))])
+                assert (await compute.evaluate(records(4), 7, pinned=True))["loss"] == pytest.approx(4 * np.log(3))
+    assert found[:2] == found[2:]

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shared.checkpoints.table_rows import read_rows
 from shared.records.checkpoints import CheckpointRef, Manifest
-from shared.records.layout import TableSpec
 from shared.storage import files
 
 if TYPE_CHECKING:
-    from shared.tables.table import RowsOfIds  # loads numba
     from trainer_agent.tables.files import StoredTable  # loads torch
 
 
@@ -19,11 +16,12 @@ def write_checkpoint_tables(
 ) -> dict[str, str]:
     """`form`: safetensors, npy, parquet or none. Kind -> URL of each file. One table at a time: its ids and values are in memory up to three times, and all parts are read for each.
     Raises CheckpointUnusable, OSError."""
-    from trainer_agent.tables.files import write_tables  # noqa: PLC0415  loads torch
+    from trainer_agent.tables.checkpoint import read_table  # noqa: PLC0415  loads torch
+    from trainer_agent.tables.files import write_tables  # noqa: PLC0415
 
     urls: dict[str, str] = {}
     for spec in manifest.layout.tables if form != "none" else ():
-        table = _read(storage_url, ref, manifest, spec)
+        table = read_table(storage_url, ref, manifest, spec)
         match form:
             case "npy":
                 urls |= _write_npy(table, directory)
@@ -32,20 +30,6 @@ def write_checkpoint_tables(
             case _:
                 urls |= write_tables([table], directory)
     return urls
-
-
-def _read(storage_url: str, ref: CheckpointRef, manifest: Manifest, spec: TableSpec) -> StoredTable:
-    from trainer_agent.data_plane.whole_tables import in_order  # noqa: PLC0415  loads torch
-    from trainer_agent.tables.files import StoredTable  # noqa: PLC0415
-
-    ids, values = [], []
-
-    def take(rows: RowsOfIds) -> None:
-        ids.append(rows.ids)
-        values.append(rows.content[:, : spec.dim].copy())
-
-    read_rows(storage_url, ref, manifest, spec, take)
-    return StoredTable(spec, manifest.step, *in_order(ids, values, spec.dim))
 
 
 def _write_npy(table: StoredTable, directory: str) -> dict[str, str]:

@@ -11,8 +11,11 @@ import pytest_asyncio
 from pyarrow import parquet
 
 from shared.blocks.snapshot import Snapshot
+from shared.checkpoints import stored
 from shared.checkpoints.schedule import Schedule
+from shared.errors import TooLarge
 from shared.records import Phase
+from shared.records.checkpoints import CheckpointRef, Manifest
 from shared.records.layout import ROWS
 from shared.records.step import StepRecord
 from shared.tables.updates import initial_values
@@ -20,6 +23,7 @@ from tests.pserver_service.checkpoints import parts
 from tests.trainer_agent.cluster import TorchCluster, cluster
 from tests.trainer_agent.scripts import spec_for, write_script
 from tests.trireme.cli.test_checkpoint import ask, write_run
+from trainer_agent.tables import checkpoint
 from trainer_agent.tables.files import read_table
 from trireme.cli.export import export
 from trireme.cli.tables import show
@@ -53,6 +57,11 @@ def checkpointed(job: TorchCluster, folder: Path) -> None:
     parts.save(str(folder), stores[0].layout, taken, job.directory.slots)
     for snapshot in taken:
         snapshot.release()
+
+
+def stored_checkpoint(job: Path) -> tuple[CheckpointRef, Manifest]:
+    (ref,), _ = stored.found(str(job))
+    return ref, stored.read_manifest(str(job), parts.JOB, ref)
 
 
 @pytest_asyncio.fixture
@@ -107,6 +116,22 @@ def test_export_writes_npy_and_parquet_and_none(capsys, job, files):
     assert found["id"].to_pylist() == files["user"].ids.tolist()
     assert np.array_equal(np.array(found["values"].to_pylist(), np.float32), files["user"].values)
     assert exported(capsys, job, "none")[1] == {}
+
+
+def test_a_trainer_reads_tables_that_are_not_too_large(capsys, job, files, monkeypatch):
+    """Those of the best evaluation and of evaluations while a job trains."""
+    ref, manifest = stored_checkpoint(job)
+    item = len(files["item"].ids) * (8 + 4 * 3)
+    assert item < len(files["user"].ids) * (8 + 4 * 4)
+    monkeypatch.setattr(checkpoint, "MOST_BYTES", item)
+    urls = checkpoint.write_checkpoint_tables(str(job), ref, manifest, str(job / "best"))
+    assert urls == {"table item": str(job / "best" / "tables" / "item.safetensors")}
+    written = (job / "best" / "tables" / "item.safetensors").read_bytes()
+    assert written == (job / "export" / "tables" / "item.safetensors").read_bytes()
+    said = capsys.readouterr().err
+    assert f"table user is not in the export: table user has more than {item} bytes of ids and values" in said
+    with pytest.raises(TooLarge, match=f"table user has more than {item} bytes of ids and values in checkpoint u1"):
+        checkpoint.read_tables(str(job), ref, manifest)
 
 
 def test_a_damaged_part_is_told(capsys, job):

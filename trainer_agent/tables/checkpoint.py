@@ -1,0 +1,51 @@
+"""The tables of a committed checkpoint: for evaluations while a job trains, and for files. Everything here blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shared.checkpoints.table_rows import read_rows
+from shared.errors import TooLarge
+from shared.records.checkpoints import CheckpointRef, Manifest
+from shared.records.layout import TableSpec
+from trainer_agent.tables.export import MOST_BYTES, left_out
+from trainer_agent.tables.files import StoredTable, in_order, write_tables
+
+if TYPE_CHECKING:
+    from shared.tables.table import RowsOfIds  # loads numba
+
+
+def read_table(
+    storage_url: str, ref: CheckpointRef, manifest: Manifest, spec: TableSpec, most_bytes: int | None = None
+) -> StoredTable:
+    """Ids and values; all parts are read, and up to twice the bytes of ids and values are in memory. Raises CheckpointUnusable, OSError; TooLarge: these are more
+    than `most_bytes`."""
+    ids, values, size = [], [], 0
+
+    def take(rows: RowsOfIds) -> None:
+        nonlocal size
+        size += len(rows) * (8 + 4 * spec.dim)
+        if most_bytes is not None and size > most_bytes:
+            msg = f"table {spec.name} has more than {most_bytes} bytes of ids and values in checkpoint {ref.uuid} (step {ref.step})"
+            raise TooLarge(msg, hint=f"a trainer reads at most {most_bytes}; leave evaluate_every out")
+        ids.append(rows.ids)
+        values.append(rows.content[:, : spec.dim].copy())
+
+    read_rows(storage_url, ref, manifest, spec, take)
+    return StoredTable(spec, manifest.step, *in_order(ids, values, spec.dim))
+
+
+def read_tables(storage_url: str, ref: CheckpointRef, manifest: Manifest) -> list[StoredTable]:
+    """All of them, in the layout's order, for lookups in this process. Raises as read_table."""
+    return [read_table(storage_url, ref, manifest, spec, MOST_BYTES) for spec in manifest.layout.tables]
+
+
+def write_checkpoint_tables(storage_url: str, ref: CheckpointRef, manifest: Manifest, directory: str) -> dict[str, str]:
+    """As write_tables, one table after the other; what is too large is left out, and the job's output says so. Raises CheckpointUnusable, OSError."""
+    urls: dict[str, str] = {}
+    for spec in manifest.layout.tables:
+        try:
+            urls |= write_tables([read_table(storage_url, ref, manifest, spec, MOST_BYTES)], directory)
+        except TooLarge as error:
+            left_out(spec, error.message)
+    return urls
