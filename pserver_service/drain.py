@@ -66,7 +66,7 @@ class Drain:
             return False
         if view.master is None and view.spec.dispatch is Dispatch.MASTER:
             return False
-        if not self._pserver.store.blocks and self._pserver.store.rows is None:
+        if not self._pserver.store.numbers:
             return False
         runs = view.state.phase in {Phase.RUNNING, Phase.CHECKPOINTING} and view.state.stage is Stage.TRAIN
         return runs and bool(view.trainers.names) and saves_on_demand(view.spec)

@@ -24,7 +24,7 @@ from shared.checkpoints.schedule import Schedule
 from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, NotReady, StaleGeneration, StepTorn, WrongOwner
 from shared.membership.directory import Directory
 from shared.records import JobState, Mode
-from shared.records.layout import ELEMENT_BYTES
+from shared.records.layout import ELEMENT_BYTES, ROWS
 from shared.records.pauses import Torn
 from shared.records.step import StepRecord
 from shared.runtime import clock, telemetry
@@ -167,13 +167,13 @@ class Pserver(BlockServer):
         update came in between, and nothing is kept."""
         self.generation = max(self.generation, generation)
         store = self.store
-        if store is None or not store.blocks:
+        if store is None or not store.numbers:
             return True
         copying: AsyncSnapshot | None = store.begin_copy(record)
         assert copying is not None
         try:
             copied_bytes = 0
-            for done, number in enumerate(copying.blocks):
+            for done, number in enumerate(number for number in copying.blocks if number != ROWS):
                 if copied_bytes >= COPY_BYTES:
                     copied_bytes = 0
                     await asyncio.sleep(0)

@@ -79,17 +79,17 @@ class Independent:
     async def _save(self, spec: JobSpec) -> None:
         """Raises GivenUp, PeerError, LeaseLost, OSError."""
         store, slots, timeline = self._pserver.store, self._directory.slots, self._pserver.timeline
-        if store is None or slots is None or not store.blocks:
-            raise GivenUp("there are no blocks to save")
+        if store is None or slots is None or not store.numbers:
+            raise GivenUp("there is nothing to save")
         begin = clock.monotonic()
         before, revision = await self._before()
         cut = await cut_at(self._etcd, self._keys, 0)
         if self._pserver.store is not store:
             raise GivenUp("the parameters were dropped")
         number = max(self._number, before.kept[0].step if before and before.kept else 0) + 1
-        store.copy_now(StepRecord(version=number, positions=()))
-        snapshot = store.take_snapshot()
-        assert snapshot is not None
+        snapshot = store.begin_copy(StepRecord(version=number, positions=()))
+        for block in store.blocks:
+            store.copy_block(snapshot, block)
         self._number = number
         pending = PendingCheckpoint(
             uuid=ids.named_uuid("independent", self._keys.job, self._pserver.incarnation, number),

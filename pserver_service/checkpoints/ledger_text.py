@@ -1,6 +1,7 @@
 """A ledger inside a part of a checkpoint: text in the file's metadata, under the file's checksum.
 
-Blocks are named by their position in `SavedPart.blocks`. A value that is the same for all blocks is written once.
+Blocks are named by their position in `SavedPart.blocks`; behind them come groups of slots with rows of embedding tables (`rows`, bits in
+hexadecimal). A value that is the same for all of them is written once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from pserver_service.core.saved_ledger import AsyncSnapshot, SavedEpoch, SavedLedger, SavedTask
 from shared.blocks.snapshot import Snapshot
 from shared.errors import BadFrame
+from shared.records.layout import ROWS
 from shared.wire.messages import EpochLedger
 
 LEDGER = "ledger"
@@ -19,13 +21,16 @@ LEDGER = "ledger"
 
 def ledger_metadata(snapshot: Snapshot) -> dict[str, str]:
     """What an asynchronous part says of its ledger; nothing for a synchronous one."""
-    return {LEDGER: to_text(snapshot.ledger, snapshot.blocks)} if isinstance(snapshot, AsyncSnapshot) else {}
+    if not isinstance(snapshot, AsyncSnapshot):
+        return {}
+    return {LEDGER: to_text(snapshot.ledger, [number for number in snapshot.blocks if number != ROWS])}
 
 
 def to_text(ledger: SavedLedger, blocks: Sequence[int]) -> str:
     """With the numbers of the blocks, in the order of their positions."""
     document = {
         "blocks": list(blocks),
+        "rows": [f"{bits:x}" for bits in ledger.slots],
         "epochs": {
             str(epoch): {
                 "applied": _short(saved.applied),
@@ -45,18 +50,19 @@ def from_text(text: str) -> tuple[SavedLedger, tuple[int, ...]]:
     try:
         document = json.loads(text)
         blocks = tuple(int(number) for number in document["blocks"])
-        epochs = {int(epoch): _epoch(saved, len(blocks)) for epoch, saved in document["epochs"].items()}
+        slots = tuple(int(bits, 16) for bits in document.get("rows", ()))
+        epochs = {int(epoch): _epoch(saved, len(blocks) + len(slots)) for epoch, saved in document["epochs"].items()}
         old = tuple(EpochLedger.model_validate(entry) for entry in document["old"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         msg = f"the ledger of {len(text)} characters cannot be read: {error!r}"
         raise BadFrame(msg) from error
-    return SavedLedger(epochs, old), blocks
+    return SavedLedger(epochs, old, slots), blocks
 
 
-def _epoch(saved: Mapping[str, Any], blocks: int) -> SavedEpoch:
+def _epoch(saved: Mapping[str, Any], positions: int) -> SavedEpoch:
     return SavedEpoch(
-        applied=_long(saved["applied"], blocks),
-        open={int(task): SavedTask(int(entry[0]), _long(entry[1], blocks)) for task, entry in saved["open"].items()},
+        applied=_long(saved["applied"], positions),
+        open={int(task): SavedTask(int(entry[0]), _long(entry[1], positions)) for task, entry in saved["open"].items()},
         closed={int(chunk): int(bits, 16) for chunk, bits in saved["closed"].items()},
         duplicates=int(saved["duplicates"]),
     )
@@ -66,9 +72,9 @@ def _short(values: Sequence[int]) -> list[int] | int:
     return values[0] if len(set(values)) == 1 else list(values)
 
 
-def _long(value: Any, blocks: int) -> tuple[int, ...]:
-    values = (int(value),) * blocks if isinstance(value, int) else tuple(int(each) for each in value)
-    if len(values) != blocks:
-        msg = f"{len(values)} values for {blocks} blocks"
+def _long(value: Any, positions: int) -> tuple[int, ...]:
+    values = (int(value),) * positions if isinstance(value, int) else tuple(int(each) for each in value)
+    if len(values) != positions:
+        msg = f"{len(values)} values for {positions} blocks and groups of slots"
         raise ValueError(msg)
     return values

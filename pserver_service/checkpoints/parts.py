@@ -41,6 +41,7 @@ async def write_part(
     )
     url = files.join(stored.folder(context.spec.storage, pending.uuid), pending.file)
     finite = writer.parameters_of(pending.layout) if context.spec.on_nonfinite != "ignore" else ()
+    rows_version = snapshot.rows_version if isinstance(snapshot, AsyncSnapshot) else None
     content = url, lambda: metadata | ledger_metadata(snapshot), snapshot, finite, context.spec.checkpoint_checksum
     summary = await offload(writer.write_part, *content)
     return CheckpointPart(
@@ -52,6 +53,7 @@ async def write_part(
         checksum=summary.checksum,
         bytes=summary.bytes,
         timestamp=clock.timestamp(),
+        rows_version=rows_version,
     )
 
 

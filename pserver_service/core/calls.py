@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pserver_service.core.blocks import BlockState
 from pserver_service.core.store import Store
+from pserver_service.core.table.arrivals import take_arrived
 from shared.blocks.buffers import Buffer
 from shared.errors import BadFrame, InvalidArgument, WrongOwner
 from shared.records import Mode
@@ -167,12 +168,12 @@ class OpenPush:
         return verdict
 
     def _take_rows(self, item: PushBlock, payload: memoryview) -> Verdict:
-        """A lane's gradients of rows of the embedding tables."""
+        """Gradients of rows of the embedding tables: of a lane, or of an asynchronous push."""
         store, (lane, after) = self._store, item.lanes
-        rows, step = store.rows, self._header.step
+        rows, step, on_arrival = store.rows, self._header.step, store.mode is Mode.ASYNC
         if rows is None or item.rows is None or after != lane + 1 or item.count < 0:
             return Verdict.LAYOUT_MISMATCH
-        if (refusal := store.judge(self._push, item.lanes)) is not None:
+        if not on_arrival and (refusal := store.judge(self._push, item.lanes)) is not None:
             return refusal
         try:
             ids, gradients = rows.read(item.rows, payload)
@@ -180,6 +181,8 @@ class OpenPush:
             return Verdict.BAD_FRAME
         if not rows.are_owned(ids, store.slots, self._server.index):
             return Verdict.WRONG_OWNER
+        if on_arrival:
+            return take_arrived(rows, store.ledger, self._push, ids, gradients, item.count)
         verdict = rows.push(step, lane, ids, gradients, item.count)
         if verdict is Verdict.APPLIED and item.lanes not in self._push.noted:
             self._push.noted.add(item.lanes)

@@ -2,6 +2,9 @@
 
     open(next per block) --every block has every minibatch--> closed (one bit per task) --epoch is old--> counts only
 
+Rows of embedding tables are like blocks, slot by slot. Slots that have had the same minibatches share a position behind those of the
+blocks: at first all of them; after slots came from several parameter servers, those of each.
+
 A push of minibatches [start, end): start < next is a duplicate, start > next is too early, else it is due.
 A copy of it goes into each part of a checkpoint (`saved`) and comes back from any number of them (`loaded`).
 """
@@ -22,7 +25,7 @@ _ALL = 1 << 60  # minibatches of a closed task, whose number is not known
 
 @dataclass(slots=True)
 class OpenTask:
-    """`next[i]`: minibatch that block i (of this pserver, in order) expects; `unfinished`: blocks that miss some.
+    """`next[i]`: minibatch that position i expects; `unfinished`: positions that miss some.
 
     `minibatches` is 0 until the first push, if the task is known from a checkpoint only."""
 
@@ -34,7 +37,7 @@ class OpenTask:
 
 @dataclass(slots=True)
 class EpochDetail:
-    """`applied[i]`: minibatches applied to block i in this epoch."""
+    """`applied[i]`: minibatches applied to position i in this epoch."""
 
     applied: list[int]
     open: dict[int, OpenTask] = field(default_factory=dict)
@@ -52,18 +55,25 @@ class EpochDetail:
 
 
 class Ledger:
-    """The ledger of all blocks of one pserver. A block is named by its position among them, 0 … blocks - 1."""
+    """The ledger of one pserver. A block is named by its position among its blocks, 0 … blocks - 1. `slots`: bits of the slots whose rows are at position
+    blocks, blocks + 1, …"""
 
-    def __init__(self, blocks: int) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: int, slots: Sequence[int] = ()) -> None:
+        self._blocks, self.slots = blocks, tuple(slots)
+        self._positions = blocks + len(self.slots)
         self._epochs: dict[int, EpochDetail] = {}
         self._old: dict[int, EpochLedger] = {}
 
     def __repr__(self) -> str:
-        return f"<Ledger of {self._blocks} blocks: {[entry.model_dump() for entry in self.counts()]}>"
+        return f"<Ledger of {self._blocks} blocks, rows {len(self.slots)}: {[entry.model_dump() for entry in self.counts()]}>"
+
+    @property
+    def rows(self) -> range:
+        """Positions of rows, in the order of `slots`."""
+        return range(self._blocks, self._positions)
 
     def judge(self, push: PushHeader, task: int, block: int) -> Verdict:
-        """Whether this push is due at this block. Changes only counts, attempts and the set of open tasks."""
+        """Whether this push is due at this position. Changes only counts, attempts and the set of open tasks."""
         detail = self.detail_of(push.epoch)
         if detail is None:
             counts = self._old.get(push.epoch) or _counts_of(push.epoch, EpochDetail([]))
@@ -74,7 +84,7 @@ class Ledger:
             return Verdict.DUPLICATE
         entry = detail.open.get(task)
         if entry is None:
-            entry = detail.open[task] = OpenTask(push.minibatches, [0] * self._blocks, self._blocks)
+            entry = detail.open[task] = OpenTask(push.minibatches, [0] * self._positions, self._positions)
         if not entry.minibatches:
             entry.minibatches = push.minibatches
         if push.minibatches != entry.minibatches:
@@ -99,11 +109,11 @@ class Ledger:
                 detail.close(task)
 
     def next_of(self, epoch: int, task: int) -> LedgerAnswer:
-        """The lowest minibatch that a block still expects; a pserver without blocks expects none."""
+        """The lowest minibatch that a block or row still expects; a pserver without any expects none."""
         detail = self._epochs.get(epoch)
         if detail is None:
             over = bool(self._epochs) and epoch < min(self._epochs)
-            return LedgerAnswer(closed=over or self._blocks == 0)
+            return LedgerAnswer(closed=over or self._positions == 0)
         if detail.is_closed(task):
             return LedgerAnswer(closed=True)
         entry = detail.open.get(task)
@@ -122,7 +132,7 @@ class Ledger:
             )
             for epoch, detail in self._epochs.items()
         }
-        return SavedLedger(epochs, tuple(self._old[epoch] for epoch in sorted(self._old)))
+        return SavedLedger(epochs, tuple(self._old[epoch] for epoch in sorted(self._old)), self.slots)
 
     def part(self, positions: Sequence[int]) -> SavedLedger:
         """A copy for some of the blocks. Counts of duplicates stay here."""
@@ -150,15 +160,19 @@ class Ledger:
         return cls.loaded([(saved, position) for saved, blocks in aligned for position in range(blocks)])
 
     @classmethod
-    def loaded(cls, blocks: Sequence[tuple[SavedLedger, int]]) -> Ledger:
-        """The ledger of these blocks, each given as (the part's ledger, its position there).
+    def loaded(
+        cls, blocks: Sequence[tuple[SavedLedger, int]], rows: Sequence[tuple[SavedLedger, int, int]] = ()
+    ) -> Ledger:
+        """The ledger of these blocks, each given as (the part's ledger, its position there), and of the `rows` of these slots (bits, the third).
 
         A task is closed if it is closed in all parts. Attempts start at 0: the generation fences pushes from before the rollback.
         """
-        ledger = cls(len(blocks))
-        parts = list({id(saved): saved for saved, _ in blocks}.values())
+        groups = _alike(rows)
+        ledger = cls(len(blocks), [bits for _, _, bits in groups])
+        places = [*blocks, *((saved, position) for saved, position, _ in groups)]
+        parts = list({id(saved): saved for saved, _ in places}.values())
         for epoch in sorted({epoch for part in parts for epoch in part.epochs}):
-            ledger._epochs[epoch] = _joined(epoch, parts, blocks)
+            ledger._epochs[epoch] = _joined(epoch, parts, places)
         ledger._old = {entry.epoch: entry for part in parts for entry in part.old if entry.epoch not in ledger._epochs}
         while len(ledger._epochs) > EPOCHS_IN_DETAIL:
             oldest = min(ledger._epochs)
@@ -181,7 +195,7 @@ class Ledger:
         detail = self._epochs.get(epoch)
         if detail is not None or epoch in self._old or (self._epochs and epoch < min(self._epochs)):
             return detail
-        detail = self._epochs[epoch] = EpochDetail([0] * self._blocks)
+        detail = self._epochs[epoch] = EpochDetail([0] * self._positions)
         while len(self._epochs) > EPOCHS_IN_DETAIL:
             oldest = min(self._epochs)
             self._old[oldest] = _counts_of(oldest, self._epochs.pop(oldest))
@@ -217,6 +231,24 @@ def _joined(epoch: int, parts: Sequence[SavedLedger], blocks: Sequence[tuple[Sav
         if not unfinished:
             detail.close(task)
     return detail
+
+
+def _alike(rows: Sequence[tuple[SavedLedger, int, int]]) -> list[tuple[SavedLedger, int, int]]:
+    """Slots that have had the same minibatches, together."""
+    found: dict[object, tuple[SavedLedger, int, int]] = {}
+    for saved, position, bits in rows:
+        history = tuple(
+            (
+                epoch,
+                entry.applied[position],
+                tuple(sorted((task, held.next[position]) for task, held in entry.open.items())),
+                tuple(sorted(entry.closed.items())),
+            )
+            for epoch, entry in sorted(saved.epochs.items())
+        )
+        first, place, before = found.get(history, (saved, position, 0))
+        found[history] = first, place, before | bits
+    return [group for group in found.values() if group[2]]
 
 
 def _next(saved: SavedEpoch, position: int, task: int) -> int:

@@ -13,7 +13,7 @@ from shared.wire.messages import EpochLedger
 
 @dataclass(frozen=True, slots=True)
 class SavedTask:
-    """`next[i]`: minibatch that block i expects, of `minibatches`."""
+    """`next[i]`: minibatch that position i expects, of `minibatches`."""
 
     minibatches: int
     next: tuple[int, ...]
@@ -21,7 +21,7 @@ class SavedTask:
 
 @dataclass(frozen=True, slots=True)
 class SavedEpoch:
-    """`applied[i]`: minibatches applied to block i. `closed`: chunk -> bits, as core/ledger.py has them."""
+    """`applied[i]`: minibatches applied to position i. `closed`: chunk -> bits, as core/ledger.py has them."""
 
     applied: tuple[int, ...]
     open: Mapping[int, SavedTask]
@@ -31,14 +31,15 @@ class SavedEpoch:
 
 @dataclass(frozen=True, slots=True)
 class SavedLedger:
-    """`old`: epochs with counts only."""
+    """`old`: epochs with counts only. Positions are those of the blocks, then those of `slots`, see core/ledger.py."""
 
     epochs: Mapping[int, SavedEpoch]
     old: tuple[EpochLedger, ...] = ()
+    slots: tuple[int, ...] = ()
 
 
 class AsyncSnapshot(Snapshot):
-    """All blocks at one instant, and their ledger. `updates`: how many the blocks had had by then."""
+    """All blocks and rows at one instant, and their ledger. `updates`: how many they had had by then."""
 
     def __init__(
         self,
@@ -50,3 +51,8 @@ class AsyncSnapshot(Snapshot):
     ) -> None:
         super().__init__(record, 0, blocks, slots)
         self.ledger, self.updates = ledger, updates
+
+    @property
+    def rows_version(self) -> int | None:
+        """Of its rows; None: it has none."""
+        return self.tables[0].version if self.tables else None

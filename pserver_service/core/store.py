@@ -20,6 +20,7 @@ from pserver_service.core.history import History
 from pserver_service.core.ledger import Ledger
 from pserver_service.core.optimizers import BlockOptimizer, Options, arguments, options_of
 from pserver_service.core.saved_ledger import AsyncSnapshot
+from pserver_service.core.table.arrivals import every_slot
 from pserver_service.core.table.of_model import rows_of
 from shared.blocks.buffers import Buffer, BufferPool, tensor_over
 from shared.blocks.snapshot import Snapshot
@@ -113,7 +114,7 @@ class Store:
 
     def seal(self) -> None:
         """All blocks were added."""
-        self.ledger = Ledger(len(self.blocks))
+        self.ledger = Ledger(len(self.blocks), [every_slot(self.layout.slot_count)] * (self.rows is not None))
 
     def renumber(self) -> None:
         """Blocks came or went. The copy of a version that is not complete would lack some of them, or have them twice."""
@@ -128,8 +129,12 @@ class Store:
         return chain(self.blocks.values(), filter(None, (self.rows,)))
 
     @property
+    def numbers(self) -> list[int]:  # of what it has: blocks, and ROWS
+        return [*self.blocks, *[ROWS] * (self.rows is not None)]
+
+    @property
     def parts(self) -> int:  # that a push may name for each lane
-        return max(1, len(self.blocks) + (self.rows is not None))
+        return max(1, len(self.numbers))
 
     @property
     def lowest(self) -> int:
@@ -287,27 +292,23 @@ class Store:
 
     def save_first(self) -> None:
         """Copy the version of the initial values, if it is due."""
-        if (record := self.history.record(self._first_version)) is not None and (self.blocks or self.rows is not None):
+        if (record := self.history.record(self._first_version)) is not None and self.numbers:
             self._begin(record)
 
-    def copy_now(self, record: StepRecord) -> None:
-        """Asynchronous: copy all blocks, their optimizers' state and the ledger at this instant; a copy that still waits is
-        dropped. `record.version`: number of the checkpoint."""
-        copying = self.begin_copy(record)
-        for number in self.blocks:
-            self.copy_block(copying, number)
-        self.keep_copy(copying)
-
     def begin_copy(self, record: StepRecord) -> AsyncSnapshot:
-        """The same in parts: `copy_block` of each block, then `keep_copy`. The caller releases a copy that is not kept."""
-        return AsyncSnapshot(record, self.blocks, self.ledger.saved(), self._versions, self.slots)
+        """Asynchronous: copy rows and the ledger at this instant; then `copy_block` of each block, with its optimizer's state, and `keep_copy`. The caller
+        releases a copy that is not kept. `record.version`: number of the checkpoint."""
+        copying = AsyncSnapshot(record, self.numbers, self.ledger.saved(), self._versions, self.slots)
+        if self.rows is not None:
+            copying.add_tables(self.rows.copies())
+        return copying
 
     def copy_block(self, copying: AsyncSnapshot, number: int) -> None:
         state = self.blocks[number]
         copying.add(number, state.current, state.optimizer_state(), self.pool)
 
     def keep_copy(self, copied: AsyncSnapshot) -> bool:
-        """False if an update came in between: then the copy is of no single instant, and not kept."""
+        """To be taken, instead of one that waits. False if an update came in between: then the copy is of no single instant, and not kept."""
         if copied.updates != self._versions:
             return False
         if self.snapshot is not None:
@@ -318,8 +319,8 @@ class Store:
 
     @property
     def _versions(self) -> int:
-        """Asynchronous: how many updates all blocks together have had, with those of buffers."""
-        return sum(state.version for state in self.blocks.values())
+        """Asynchronous: how many updates all together have had, with those of buffers."""
+        return sum(part.version for part in self._parts)
 
     @property
     def snapshot_waits(self) -> bool:
@@ -356,8 +357,7 @@ class Store:
             self._before = self.snapshot if both else self._before
             if not both:
                 self.snapshot.release()
-        numbers = chain(self.blocks, [ROWS] * (self.rows is not None))
-        self.snapshot = Snapshot(self.history.saved(record), rank, numbers, self.slots)
+        self.snapshot = Snapshot(self.history.saved(record), rank, self.numbers, self.slots)
         for part in self._parts:
             self._enter(part)
         return True

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from pserver_service.core.store import Store
 from pserver_service.pserver import Pserver
 from shared.errors import BadFrame, Gone, InvalidArgument, NotReady, TooLarge, TriremeError
+from shared.records import Mode
 from shared.runtime import clock, telemetry
 from shared.runtime.waiting import event_within
 from shared.tables.payload import MOST_BYTES, ids_in, size_of
@@ -36,6 +37,7 @@ class OpenLookup:
         self._pserver, self._request, self._wake = pserver, request, wake
         self._store = pserver.loaded()
         self._rows = tables_in(self._store)
+        _check_version(self._store, request.version)
         self._ids = ids_in(payload, request.rows, self._rows.dims, rows=False)
         self.deadline = clock.monotonic() + min(max(request.wait_s, 0.0), MOST_WAIT_S)
         pserver.lookups.append(wake)
@@ -80,6 +82,13 @@ def tables_in(store: Store) -> TableRows:
     return store.rows
 
 
+def _check_version(store: Store, version: int | None) -> None:
+    """Raises InvalidArgument."""
+    if version is not None and store.mode is Mode.ASYNC:
+        msg = f"rows of version {version} were asked for in async mode, where rows have no common version: ask for None"
+        raise InvalidArgument(msg)
+
+
 def ids_bytes(pserver: Pserver, request: LookupRequest) -> int:
     """Of the payload that has to follow. Raises NotReady, InvalidArgument, BadFrame, LayoutMismatch."""
     pserver.check(request)
@@ -111,12 +120,14 @@ def portion(pserver: Pserver, request: TableRequest) -> tuple[TableEnd, memoryvi
         msg = f"the job was rolled back in generation {pserver.timeline}, this is of {request.generation}: join again"
         raise NotReady(msg)
     pserver.check_map(store, request.slots)
-    if rows.stepping or request.version > rows.version:
-        msg = f"the tables have not reached version {request.version} (they are at {rows.version}): ask again"
+    _check_version(store, request.version)
+    version = rows.version if request.version is None else request.version
+    if rows.stepping or version > rows.version:
+        msg = f"the tables have not reached version {version} (they are at {rows.version}): ask again"
         raise NotReady(msg)
-    if request.version < rows.version:
+    if version < rows.version:
         raise Gone(
-            f"the tables are at version {rows.version}, {request.version} was asked: whole tables are read at the newest"
+            f"the tables are at version {rows.version}, {version} was asked: whole tables are read at the newest"
         )
     total = rows.rows_in_table(request.table)
     count, payload, following = rows.portion(request.table, request.first)

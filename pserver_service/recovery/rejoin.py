@@ -82,7 +82,7 @@ class Rejoin(StateFollower):
                 checkpoint=ref.uuid,
                 rejoined=True,
                 positions=positions,
-                blocks=len(store.blocks),
+                blocks=len(store.numbers),
                 damaged="; ".join(damaged),
             )
         found = f"{len(damaged)} cannot be used: {'; '.join(damaged)}" if damaged else "there is none yet"

@@ -55,34 +55,40 @@ def load_store(
     store = Store(_header(manifest, index), schedule, pool, clipping)
     parts = {part.pserver: part for part in manifest.parts}
     ledgers: dict[int, tuple[SavedLedger, int]] = {}
+    of_rows: list[tuple[SavedLedger, int, int]] = []
     tables = TableLoader.of(store, index, slots, ref)
     wanted = _wanted(manifest, store, index, slots)
     if tables is not None:
         wanted |= {owner: wanted.get(owner, {}) for owner in tables.owners(manifest.slots)}
+        tables.go_on_from(manifest.parts)
     for owner, blocks in sorted(wanted.items()):
         if owner not in parts:
             stored.unusable(ref, f"it lacks part of pserver-{owner}")
         summary = _load_part(storage_url, ref, parts[owner], blocks, store, tables)
         if manifest.mode is Mode.ASYNC:
-            ledgers |= _ledger(ref, summary)
+            saved, numbers = _ledger(ref, summary)
+            ledgers |= {number: (saved, position) for position, number in enumerate(numbers)}
+            own = tables.slots_from(owner, manifest.slots) if tables is not None else 0
+            of_rows += [(saved, len(numbers) + place, bits & own) for place, bits in enumerate(saved.slots)]
     store.seal()
     store.slots = slots
     if manifest.mode is Mode.SYNC:
         return store, {}
     if missing := [number for number in store.blocks if number not in ledgers]:
         stored.unusable(ref, f"it lacks ledger of blocks {missing[:4]}")
-    store.ledger = Ledger.loaded([ledgers[number] for number in store.blocks])
+    store.ledger = Ledger.loaded([ledgers[number] for number in store.blocks], of_rows)
+    if tables is not None and sum(store.ledger.slots) != tables.slots:
+        stored.unusable(ref, "it lacks ledger of rows of some slots")
     positions = store.ledger.positions(stored.open_tasks(manifest))
     return store, {str(task): minibatches for task, minibatches in positions.items()}
 
 
-def _ledger(ref: CheckpointRef, summary: Summary) -> dict[int, tuple[SavedLedger, int]]:
-    """Block -> the ledger of its part, and its position there."""
+def _ledger(ref: CheckpointRef, summary: Summary) -> tuple[SavedLedger, tuple[int, ...]]:
+    """Of a part, and its blocks."""
     try:
-        ledger, blocks = ledger_text.from_text(summary.metadata.get(LEDGER, ""))
+        return ledger_text.from_text(summary.metadata.get(LEDGER, ""))
     except BadFrame as error:
         stored.unusable(ref, f"it lacks ledger of its part: {error.message}", error)
-    return {number: (ledger, position) for position, number in enumerate(blocks)}
 
 
 def _header(manifest: Manifest, index: int) -> InitHeader:
@@ -149,7 +155,7 @@ def _load_part(
 
     summary = stored.read_part(storage_url, ref, part, sink)
     if tables is not None:
-        tables.take(summary)
+        tables.take(summary, part.rows_version)
     for number, item in sorted(loading.items()):
         if item.values is None:
             stored.unusable(ref, f"it lacks block {number} in {part.file}")

@@ -29,6 +29,8 @@ class SavedTensor:
 class TableSnapshot(Protocol):
     """See shared.tables.snapshot."""
 
+    version: int
+
     def close(self) -> None: ...
 
 

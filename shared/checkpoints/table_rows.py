@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 def read_rows(
     storage_url: str, ref: CheckpointRef, manifest: Manifest, spec: TableSpec, take: Callable[[RowsOfIds], None]
 ) -> int:
-    """Each row of the table once, expired ones not; how many updates the table has had. Reads all parts. Raises CheckpointUnusable: what was
+    """Each row of the table once, expired ones not; how many updates the table has had (asynchronous: at the parameter server with the most). Reads all parts. Raises CheckpointUnusable: what was
     taken must not be used; OSError: the storage failed."""
     from shared.tables.snapshot import from_records, record_words  # noqa: PLC0415  only where there are tables: it loads numba
     from shared.tables.table import living  # noqa: PLC0415
 
-    words, updates = record_words(spec.row_words), 0
+    words, updates, version = record_words(spec.row_words), 0, manifest.step
     waiting: list[Records] = []
 
     def place(entry: Entry) -> memoryview | None:
@@ -41,13 +41,14 @@ def read_rows(
     def pass_on() -> None:
         """The tensor before is read by now."""
         while waiting:
-            take(living(from_records(waiting.pop(), spec.row_words), spec, manifest.step))
+            take(living(from_records(waiting.pop(), spec.row_words), spec, version))
 
     for part in manifest.parts:
+        version = manifest.step if part.rows_version is None else part.rows_version
         found = stored.read_part(storage_url, ref, part, place)
         pass_on()
         try:
-            updates = updates_in(found.metadata)[spec.name]
+            updates = max(updates, updates_in(found.metadata)[spec.name])
         except (BadFrame, KeyError) as error:
             stored.unusable(ref, f"{part.file} lacks table {spec.name}: the job's tables are others", error)
     return updates

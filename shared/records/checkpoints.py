@@ -51,7 +51,8 @@ class CheckpointCut(CheckpointPlace):
 
 class CheckpointPart(CheckpointPlace):
     """A part that is written. `file`: its name in the checkpoint's folder. `checksum`: of all its bytes, with the checksum's name
-    before it (`xxh3-128:…`, `md5:…`, `sha256:…`), which readers compare."""
+    before it (`xxh3-128:…`, `md5:…`, `sha256:…`), which readers compare. `rows_version`: by which its rows of embedding tables are stamped; None: the
+    step."""
 
     pserver: int
     incarnation: str
@@ -59,6 +60,7 @@ class CheckpointPart(CheckpointPlace):
     checksum: str
     bytes: int
     timestamp: str = ""
+    rows_version: int | None = None
 
 
 class CheckpointRef(Record):

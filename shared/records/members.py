@@ -31,7 +31,7 @@ class Restored(Record):
 
     `superseded`: the checkpoint is not kept any more, because a newer one became the latest before the rollback began; it is not
     damaged. `rejoined`: the pserver came back alone, the others went on. `positions`: for each task that was open at the
-    checkpoint, the minibatches that all its `blocks` have (-1: all). `damaged`: what is wrong with newer checkpoints."""
+    checkpoint, the minibatches that all its `blocks` (rows count as one) have (-1: all). `damaged`: what is wrong with newer checkpoints."""
 
     timeline: int
     checkpoint: str

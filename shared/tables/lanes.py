@@ -76,6 +76,19 @@ def means_over_lanes(lanes: Sequence[LaneRows], dim: int) -> Generator[None, Non
     return ids, mean
 
 
+def mean_over_minibatches(minibatches: Sequence[Sequence[LaneRows]], dims: Sequence[int]) -> list[LaneRows]:
+    """Of each table, as if they were one minibatch: the mean by numbers of records, in the order of the tree. `minibatches`: at least one; of each all tables."""
+    if len(minibatches) == 1:
+        return list(minibatches[0])
+    width, found = 1 << (len(minibatches) - 1).bit_length(), []
+    for table, dim in enumerate(dims):
+        lanes = [each[table] for each in minibatches]
+        nothing = LaneRows(NO_IDS, np.empty((0, dim), np.float32), 0)
+        ids, mean = mean_over_lanes([*lanes, *[nothing] * (width - len(lanes))], dim)
+        found.append(LaneRows(ids, nothing.gradients if mean is None else mean, sum(lane.count for lane in lanes)))
+    return found
+
+
 def _places(own: Numbers, ids: Numbers) -> Numbers:
     """Where each of `ids` is in `own` (both ascend), or ABSENT."""
     if not len(own):

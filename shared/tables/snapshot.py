@@ -116,6 +116,8 @@ def to_records(rows: RowsOfIds) -> Numbers:
     return records
 
 
-def from_records(records: Numbers, width: int) -> RowsOfIds:
+def from_records(records: Numbers, width: int, later: int = 0) -> RowsOfIds:
+    """`later`: by so many versions than they were stamped."""
     content = np.ascontiguousarray(records.view(np.float32)[:, 4 : 4 + width])
-    return RowsOfIds(np.ascontiguousarray(records[:, 0]), records[:, 1].copy().view(np.uint64), content)
+    words = records[:, 1].copy().view(np.uint64) + (np.uint64(later) << parts.STAMP_SHIFT)
+    return RowsOfIds(np.ascontiguousarray(records[:, 0]), words, content)

@@ -32,6 +32,7 @@ from shared.tables.table import RowsOfIds, Table, joined
 from shared.wire.messages import PushHeader
 from shared.wire.verdict import Verdict
 from tests.equipment.replaced import replaced
+from trainer_agent.data_plane.lookups import Lookups
 
 
 def no_term_fence() -> Any:
@@ -91,7 +92,11 @@ def no_ledger_dedup() -> Any:
 
 def no_saved_ledger() -> Any:
     """A parameter server comes back with its values, and forgets which minibatches are in them."""
-    return replaced(Ledger, "loaded", classmethod(lambda cls, blocks: cls(len(blocks))))
+
+    def loaded(cls: type[Ledger], blocks: Sequence[Any], rows: Sequence[tuple[Any, int, int]] = ()) -> Ledger:
+        return cls(len(blocks), [bits for _, _, bits in rows])
+
+    return replaced(Ledger, "loaded", classmethod(loaded))
 
 
 def no_previous_version() -> Any:
@@ -128,6 +133,26 @@ def no_lanes_without_ids() -> Any:
         return push(self, step, lane, ids, gradients, count) if there else Verdict.DUPLICATE
 
     return replaced(TableRows, "push", pushed)
+
+
+def no_rows_before_the_ledger() -> Any:
+    """Asynchronous: the ledger advances although the rows of the minibatch were not applied."""
+    apply = TableRows.apply
+
+    def applied(self: TableRows, ids: Sequence[Any], gradients: Sequence[Any], *more: Any) -> None:
+        apply(self, [some[:0] for some in ids], [some[:0] for some in gradients], *more)
+
+    return replaced(TableRows, "apply", applied)
+
+
+def no_pushes_without_rows() -> Any:
+    """Asynchronous: a parameter server hears nothing of a minibatch that has no rows there."""
+    parts = Lookups.row_parts
+
+    def some(self: Lookups, routes: Any, lane: Any) -> Any:
+        return {index: part for index, part in parts(self, routes, lane).items() if any(part[0])}
+
+    return replaced(Lookups, "row_parts", some)
 
 
 def no_rows_in_checkpoints() -> Any:
@@ -209,6 +234,8 @@ ABLATIONS: dict[str, Callable[[], Any]] = {
     "results": no_kept_results,
     "order of steps": no_order_of_steps,
     "lanes without ids": no_lanes_without_ids,
+    "rows before the ledger": no_rows_before_the_ledger,
+    "pushes without rows": no_pushes_without_rows,
     "rows in checkpoints": no_rows_in_checkpoints,
     "wait for rows": no_wait_for_rows,
     "rows of the version before": no_rows_of_the_version_before,

@@ -31,7 +31,7 @@ from shared.records.job_spec import Narrow, Transported
 from shared.records.layout import Block, Layout, OptimizerSpec, Segment
 from shared.records.step import LaneZero
 from shared.tables.lanes import LaneRows
-from tests.simulation.rows import SLOTS, TABLE, ids_of, lane_rows, no_rows, sum_of
+from tests.simulation.rows import SLOTS, counting_rows, ids_of, lane_rows, no_rows, sum_of, table_of
 from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, LaneResult, Ready, Records
 from trainer_agent.tables.files import StoredTable, StoredTables
 from trainer_agent.tables.remote import Lookup
@@ -61,7 +61,7 @@ def layout(mode: Mode, *, tables: bool = False) -> Layout:
         digest=hashlib.sha256(b"simulated").hexdigest(),
         optimizer=OptimizerSpec(name="SGD", defaults=options, groups=(options, {**options, "lr": RATE})),
         slot_count=SLOTS,
-        tables=(TABLE,) if tables else (),
+        tables=(table_of(mode),) if tables else (),
     )
 
 
@@ -126,7 +126,7 @@ class TinyCompute:
         self._names_rows = names_rows
         self._mode, self._layout = mode, layout(mode, tables=tables)
         self._lookup: Lookup | None = None
-        self._lane_rows = no_rows()
+        self._lane_rows = no_rows(mode)
         self._travels_as = travels_as
         self._payloads = self._layout.payloads(travels_as)
         self._sent: dict[tuple[Interval, int], torch.Tensor] = {}
@@ -202,7 +202,7 @@ class TinyCompute:
         return LaneZero(options=({"lr": self._rate}, {"lr": self._rate}), scheduler=state)
 
     async def prepare(self, seed: int, records: Records) -> Ready | None:
-        return Ready([ids_of(names_of(records))], seed) if self._names_rows else None
+        return Ready([ids_of(names_of(records), self._mode)], seed) if self._names_rows else None
 
     async def gradient(
         self,
@@ -214,12 +214,14 @@ class TinyCompute:
         ready: Ready | None = None,
     ) -> LaneResult:
         names = names_of(records)
-        of_rows, self._lane_rows = 0.0, no_rows()
+        of_rows, self._lane_rows = 0.0, no_rows(self._mode)
         if self._lookup is not None and names:
             assert (ready is not None) == self._names_rows
             assert ready is None or ready.batch == seed
-            (rows,) = ready.rows if ready is not None else await self._lookup([ids_of(names)])
-            of_rows, self._lane_rows = sum_of(rows), lane_rows(self._vectors[0], rows, seed, names)
+            (rows,) = ready.rows if ready is not None else await self._lookup([ids_of(names, self._mode)])
+            asynchronous = self._mode is Mode.ASYNC
+            own = counting_rows(rows, seed, names) if asynchronous else lane_rows(self._vectors[0], rows, seed, names)
+            of_rows, self._lane_rows = sum_of(rows), own
         found = gradients(self._vectors[0], seed, names, of_rows)
         if self._mode is Mode.ASYNC:  # what was added to the integers
             found[3] = found[3] - self._vectors[0][3] if names else found[3]

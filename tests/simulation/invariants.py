@@ -15,6 +15,7 @@ from shared.criteria import Criterion
 from shared.evaluations import Evaluation, EvaluationStatus
 from shared.records import Dispatch, EvaluationSums, JobResult, Mode, Phase, SlotMap, TaskMeta
 from shared.records.pauses import Losses
+from shared.tables.hashing import slots_of
 from tests.simulation.asynchronous_evaluations import asynchronous_evaluations
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.compute import INTEGER_BLOCK, INTEGERS, RECORD_SLOTS, applied_of, param_blocks
@@ -33,6 +34,7 @@ from tests.simulation.reference import (
     tasks_of,
     trained_tasks,
 )
+from tests.simulation.rows import COUNTING, SLOTS, counted
 
 
 def violations(cluster: SimulatedCluster) -> Iterator[str]:
@@ -135,6 +137,24 @@ def _parameters(cluster: SimulatedCluster) -> Iterator[str]:
             shown = {r: (round(float(applied[r]), 3), round(expected[r], 3)) for r in wrong[:4]}
             yield f"block {block.number}: records were not applied once an epoch (record: got, expected) {shown}"
     yield from _counters(cluster, final, owners, lossy)
+    yield from _rows(cluster, expected, lossy)
+
+
+def _rows(cluster: SimulatedCluster, expected: list[float], lossy: dict[int, tuple[int, int]]) -> Iterator[str]:
+    """The row of each record has counted it once an epoch, at the owner of its slot."""
+    value = cluster.simulated.value(cluster.keys.slots)
+    stores = {index: store for index, store in cluster.stores() if store.rows is not None}
+    if value is None or not cluster.plan.job.tables:
+        return
+    records = np.arange(len(expected))
+    owners = np.array(SlotMap.model_validate_json(value).owners)[slots_of(records, COUNTING.seed, SLOTS)]
+    applied = {index: counted(store.rows.tables[0]) for index, store in stores.items()}
+    for record, whose in enumerate(owners.tolist()):
+        if whose not in applied:  # it died after the end
+            continue
+        found = applied[whose].get(record, 0.0)
+        if found - expected[record] > 1e-3 or (expected[record] - found > 1e-3 and whose not in lossy):
+            yield f"the row of record {record} at pserver-{whose} counted {found:.3f}, expected {expected[record]:.3f}"
 
 
 def _counters(
@@ -261,7 +281,7 @@ def _ledgers(cluster: SimulatedCluster) -> Iterator[str]:
         for epoch in range(job.epochs)
     ]
     for index, store in cluster.stores():
-        if not store.blocks:
+        if not store.numbers:
             continue
         counts = {entry.epoch: entry for entry in store.ledger.counts()}
         lost, skipped = _lossy(cluster).get(index, (0, 0))

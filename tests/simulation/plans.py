@@ -215,7 +215,7 @@ DTYPES: tuple[Transported, ...] = ("float32", "float32", "bfloat16", "float16")
 
 
 TABLES = 0.3
-"""Of the synchronous jobs have an embedding table."""
+"""Of the jobs have an embedding table; none of those that leave silent parameter servers out."""
 
 
 def plan_of(seed: int, mode: Mode, dispatch: Dispatch = Dispatch.MASTER) -> Plan:
@@ -235,7 +235,7 @@ def plan_of(seed: int, mode: Mode, dispatch: Dispatch = Dispatch.MASTER) -> Plan
         push_every=rng.choice([1, 1, 2]) if mode is Mode.ASYNC else 1,
         travels_as=random.Random(f"dtype-{seed}").choice(DTYPES) if mode is Mode.SYNC else "float32",
         clip_grad_norm=random.Random(f"clip-{seed}").choice([None, None, CLIP]) if mode is Mode.SYNC else None,
-        tables=mode is Mode.SYNC and random.Random(f"tables-{seed}").random() < TABLES,
+        tables=random.Random(f"tables-{seed}").random() < TABLES,
         schedule=random.Random(f"schedule-{seed}").choice(["none", "none", "epoch"]) if mode is Mode.SYNC else "none",
     )
     plan = Plan(
@@ -254,6 +254,8 @@ def plan_of(seed: int, mode: Mode, dispatch: Dispatch = Dispatch.MASTER) -> Plan
         dispatch=dispatch,
         conditions=conditions_of(rng),
     )
+    if plan.skip_after_s is not None:
+        plan = replace(plan, job=replace(job, tables=False))
     faults = [
         _fault(rng, rng.choice(kinds), plan.window_s, mode)
         for kinds in [_kinds(rng, mode, dispatch)]

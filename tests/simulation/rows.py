@@ -1,4 +1,8 @@
-"""A small embedding table beside the simulated model: the dense part depends on its rows, and the rows on the dense part."""
+"""A small embedding table beside the simulated model: the dense part depends on its rows, and the rows on the dense part.
+
+In asynchronous mode its first column counts: the row of record r has gradient -1/n there in a minibatch of n records that holds r, as the
+blocks have (compute.py).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from shared.records import Mode
 from shared.records.layout import RowInit, RowOptimizer, TableSpec
 from shared.tables.lanes import LaneRows, mean_over_lanes
 from shared.tables.snapshot import to_records
@@ -23,11 +28,24 @@ TABLE = TableSpec(
     admit_after=2,
     evict_after_steps=6,
 )
+COUNTING = TableSpec(
+    name="id",
+    dim=2,
+    seed=11,
+    optimizer=RowOptimizer(kind="sgd", lr=0.25),
+    init=RowInit(kind="constant", scale=0.0),
+)
 Array = np.ndarray[Any, Any]
 
 
-def ids_of(names: Sequence[int]) -> Array:
-    """Of these records: some are in many lanes, some in few; ascending."""
+def table_of(mode: Mode) -> TableSpec:
+    return TABLE if mode is Mode.SYNC else COUNTING
+
+
+def ids_of(names: Sequence[int], mode: Mode = Mode.SYNC) -> Array:
+    """Of these records: some are in many lanes, some in few; ascending. Asynchronous: each record's own."""
+    if mode is Mode.ASYNC:
+        return np.array(sorted(names), np.int64)
     return np.array(sorted({key for name in names for key in (name % 5, -1 - name // 3)}), np.int64)
 
 
@@ -45,8 +63,22 @@ def lane_rows(params: Sequence[Array], rows: Array, seed: int, names: Sequence[i
     return LaneRows(ids, gradients.astype(np.float32), len(names))
 
 
-def no_rows() -> LaneRows:
-    return LaneRows(np.empty(0, np.int64), np.empty((0, TABLE.dim), np.float32), 0)
+def counting_rows(rows: Array, seed: int, names: Sequence[int]) -> LaneRows:
+    """The same of an asynchronous job."""
+    gradients = rows * np.float32(0.2) + np.float32(seed % 97) * np.float32(0.01)
+    gradients[:, 0] = np.float32(-1 / len(names))
+    return LaneRows(ids_of(names, Mode.ASYNC), gradients.astype(np.float32), len(names))
+
+
+def counted(table: Table) -> dict[int, float]:
+    """Of each record with a row here: the sum of 1/n over the minibatches (of n records) applied to it."""
+    rows = joined([table.read_slot(slot) for slot in table.slots()], COUNTING.row_words)
+    applied = rows.content[:, 0] / np.float32(COUNTING.optimizer.lr)
+    return dict(zip(rows.ids.tolist(), applied.tolist(), strict=True))
+
+
+def no_rows(mode: Mode = Mode.SYNC) -> LaneRows:
+    return LaneRows(np.empty(0, np.int64), np.empty((0, table_of(mode).dim), np.float32), 0)
 
 
 class ReferenceRows:

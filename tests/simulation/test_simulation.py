@@ -110,7 +110,7 @@ def test_a_frozen_parameter_server_is_skipped_and_its_ledger_tells_what_it_misse
         plan = plan_of(seed, Mode.ASYNC, dispatch)
         plan = replace(
             plan,
-            job=replace(plan.job, files=(7, 1, 16, 5), task_records=4, minibatch=2, epochs=6),
+            job=replace(plan.job, files=(7, 1, 16, 5), task_records=4, minibatch=2, epochs=6, tables=False),
             speed=Speed(0.1, 0.2),
             conditions=STEADY,
             trainers=2,
@@ -163,7 +163,7 @@ def test_a_parameter_server_that_freezes_in_a_pause_ends_it_and_costs_one_pause(
         plan = plan_of(seed, Mode.ASYNC, dispatch)
         plan = replace(
             plan,
-            job=replace(plan.job, files=(7, 1, 16, 5), task_records=4, minibatch=2, epochs=6),
+            job=replace(plan.job, files=(7, 1, 16, 5), task_records=4, minibatch=2, epochs=6, tables=False),
             speed=Speed(0.1, 0.2),
             slow=1.0,
             stragglers=False,  # who helps moves the moments at which pauses begin

@@ -34,7 +34,7 @@ Chosen = npt.NDArray[np.bool_]
 class _Wanted:
     """Rows of `ids` at `version`, each at its place (`places`) in `found`; a list item for each table."""
 
-    version: int
+    version: int | None
     ids: Sequence[Ids]
     found: Sequence[Rows]
     places: Sequence[npt.NDArray[np.int64]]
@@ -70,8 +70,16 @@ class Lookups(Peers):
             parts[index] = tuple(len(some) for some in ids), joined(ids, gradients)
         return parts
 
-    async def lookup(self, version: int, ids: Sequence[Ids]) -> list[Rows]:
-        """The rows at `version`: of each table float32 (n, dim). `ids`: of each table int64 (n,), ascending, each once. Waits until the parameter servers have
+    def mean_row_parts(
+        self, routes: Routes, minibatches: Sequence[Sequence[LaneRows]]
+    ) -> dict[int, tuple[tuple[int, ...], memoryview]]:
+        """The same of the mean over several minibatches."""
+        from shared.tables.lanes import mean_over_minibatches  # noqa: PLC0415  only where there are tables: it loads numba
+
+        return self.row_parts(routes, mean_over_minibatches(minibatches, self._dims))
+
+    async def lookup(self, version: int | None, ids: Sequence[Ids]) -> list[Rows]:
+        """The rows at `version` (None: the newest ones): of each table float32 (n, dim). `ids`: of each table int64 (n,), ascending, each once. Waits until the parameter servers have
         the version. Raises Gone if it is no longer kept, StaleGeneration."""
         found = [np.empty((len(some), dim), np.float32) for some, dim in zip(ids, self._dims, strict=True)]
         await self._fill(_Wanted(version, ids, found, [np.arange(len(some)) for some in ids]))
@@ -86,7 +94,8 @@ class Lookups(Peers):
 
     async def _fill_from(self, index: int, routes: Routes, wanted: _Wanted, refusals: int) -> None:
         counts, payload = tuple(len(some) for some in wanted.ids), joined(wanted.ids)
-        backoff = Backoff(f"rows of version {wanted.version} from pserver-{index}")
+        what = "rows" if wanted.version is None else f"rows of version {wanted.version}"
+        backoff = Backoff(f"{what} from pserver-{index}")
         while True:
             if await self._certain():
                 backoff.waited(OWN_LEASE)

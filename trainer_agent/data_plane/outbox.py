@@ -138,10 +138,14 @@ class Outboxes(dict[int, Outbox]):
         return add
 
     def add_rows(
-        self, lane: int, count: int, parts: Mapping[int, tuple[tuple[int, ...], memoryview]], result: NodeResult
+        self,
+        lane: int,
+        count: int,
+        parts: Mapping[int, tuple[tuple[int, ...], memoryview]],
+        result: NodeResult | None = None,
     ) -> None:
-        """A lane's gradients of rows of embedding tables, by parameter server: how many of each table, and the payload. `count`: the lane's records. `result`:
-        the rows of all lanes may be there, and be stepped, before a block of each is."""
+        """A lane's gradients of rows of embedding tables, by parameter server: how many of each table, and the payload. `count`: the lane's records. `result`
+        (synchronous): the rows of all lanes may be there, and be stepped, before a block of each is."""
         for index, (rows, payload) in parts.items():
             item = PushBlock.model_construct(
                 block=ROWS, lanes=(lane, lane + 1), count=count, dtype=None, result=result, rows=rows

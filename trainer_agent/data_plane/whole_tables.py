@@ -17,9 +17,9 @@ Part = tuple[Ids, Rows]
 
 
 class WholeTables(Lookups):
-    """At the newest version. All raise Gone if there is a newer one, DeadlineExceeded if a parameter server stays away."""
+    """At the newest version (`version` None: whichever that is). All raise Gone if there is a newer one, DeadlineExceeded if a parameter server stays away."""
 
-    async def count_rows(self, table: int, version: int) -> int:
+    async def count_rows(self, table: int, version: int | None) -> int:
         """How many rows the table has, maybe with some that are expired."""
 
         async def ask(routes: Routes, index: int) -> int:
@@ -28,7 +28,7 @@ class WholeTables(Lookups):
 
         return sum(await self._ask_by_one_map(ask))
 
-    async def whole_table(self, table: int, version: int) -> Part:
+    async def whole_table(self, table: int, version: int | None) -> Part:
         """int64 (n,), ascending, and float32 (n, dim). Raises TooLarge: a parameter server cannot send it."""
         dim = self._dims[table]
 
@@ -48,7 +48,7 @@ class WholeTables(Lookups):
         return in_order([ids for ids, _ in parts], [rows for _, rows in parts], dim)
 
     async def _portion(
-        self, routes: Routes, index: int, version: int, table: int, first: int
+        self, routes: Routes, index: int, version: int | None, table: int, first: int
     ) -> tuple[TableEnd, memoryview]:
         return await self._ask(
             index,

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from shared.errors import DeadlineExceeded, Gone, StaleGeneration, TriremeError, UserCodeError
 from shared.lanes import step_seed
@@ -20,6 +22,8 @@ from shared.records import Mode, Task, TaskKind
 from shared.records.pauses import Paused
 from shared.records.step import LaneZero
 from shared.runtime import clock, telemetry
+from shared.tables.hashing import Ids
+from shared.tables.payload import Rows
 from shared.wire.messages import LedgerQuery, PushHeader
 from trainer_agent.core.duties import Duty
 from trainer_agent.data import minibatches_in
@@ -29,11 +33,14 @@ from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.evaluating import Evaluator
 from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.membership.pause import PauseResponder
-from trainer_agent.model.compute import BeforeStep, LaneResult, Records, metrics_of
+from trainer_agent.model.compute import BeforeStep, LaneResult, Ready, Records, metrics_of
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TrainingOver, outcome_of
 from trainer_agent.tasks.step_times import Times
 from trainer_agent.waiting.retry import Backoff
 from trainer_agent.waiting.single_error import SingleErrorGroup
+
+if TYPE_CHECKING:
+    from shared.tables.lanes import LaneRows  # loads numba
 
 REFRESH_S = 0.5
 STEPS_AT_ONCE = 100
@@ -275,18 +282,40 @@ class AsyncLoop:
         samples = partial(self._compute.samples, node)
         finished = outboxes.adder((0, 1), samples, partial(self._compute.contribution, node))
         results: list[LaneResult] = []
+        of_rows: list[Sequence[LaneRows]] = []
+        if tables := self._compute.layout.tables:
+            self._compute.read_rows(self._newest_rows)
         base = step_seed(self._spec.seed, task.epoch, int(task.task_id))
         for number, records in minibatches.items():
             seed = step_seed(base, number, 0)
             try:
                 with self._times.computing():
-                    results.append(await self._compute.gradient(node, number, seed, records, finished))
+                    ready = await self._ready(seed, records) if tables else None
+                    results.append(await self._compute.gradient(node, number, seed, records, finished, ready))
             except UserCodeError as error:
                 raise TaskFailed(task, error, f"minibatch {number}") from error
+            of_rows.append(self._compute.lane_rows())
             if skipped := results[-1].skipped:
                 log.warning("minibatch_skipped", task=task.task_id, minibatch=number, records=skipped)
+        if tables:
+            count = sum(result.records for result in results)
+            outboxes.add_rows(0, count, self._transfer.mean_row_parts(outboxes.routes, of_rows))
         outboxes.close()
         return results
+
+    async def _ready(self, seed: int, records: Records) -> Ready | None:
+        """A minibatch with the rows that the script names, of all tables at once; None: it names none."""
+        ready = await self._compute.prepare(seed, records) if records else None
+        return None if ready is None else replace(ready, rows=await self._newest_rows(ready.ids))
+
+    async def _newest_rows(self, ids: Sequence[Ids]) -> Sequence[Rows]:
+        """Of embedding tables."""
+        backoff = Backoff("rows of the job's timeline")
+        while True:
+            try:
+                return await self._transfer.lookup(None, ids)
+            except Gone as error:  # our view of the job is older than the pserver's
+                await backoff.failed(error)
 
     def _push_number(self, task: Task, count: int, start: int) -> int:
         """The number of this push if one trainer did all of the training in order."""

@@ -96,9 +96,14 @@ class EvaluateExportLoop:
             self._final = await self._transfer.pull(None, exact=True)
             self._transfer.swap()
             self._pulled = True
-            if self._compute.layout.tables and self._final is not None:
-                self._compute.read_rows(partial(self._transfer.lookup, self._final.version))
+            if self._compute.layout.tables:
+                self._compute.read_rows(partial(self._transfer.lookup, self._version))
         return self._final
+
+    @property
+    def _version(self) -> int | None:
+        """That was pulled; None: of an asynchronous job, which has none."""
+        return None if self._final is None else self._final.version
 
     async def _store_metrics(self) -> None:
         """Of the last steps: whoever owned lane 0 may be dead. The job is not over before they are stored, or the limit has passed."""
@@ -136,9 +141,7 @@ class EvaluateExportLoop:
 
     async def _export_tables(self, place: str) -> dict[str, str]:
         tables = self._compute.layout.tables
-        if not tables or self._final is None:
-            return {}
-        return await export_tables(self._transfer, tables, self._final.version, place, self._source.offload)
+        return await export_tables(self._transfer, tables, self._version, place, self._source.offload) if tables else {}
 
     async def _export_best(
         self, place: str, exports: dict[str, str], metrics: dict[str, float]

@@ -21,20 +21,20 @@ log = telemetry.logger("tables.export")
 class TableReader(Protocol):
     """Parameter servers, see trainer_agent/data_plane/whole_tables.py."""
 
-    async def count_rows(self, table: int, version: int) -> int: ...
+    async def count_rows(self, table: int, version: int | None) -> int: ...
 
-    async def whole_table(self, table: int, version: int) -> tuple[Ids, Rows]: ...
+    async def whole_table(self, table: int, version: int | None) -> tuple[Ids, Rows]: ...
 
 
 async def export_tables(
     reader: TableReader,
     specs: Sequence[TableSpec],
-    version: int,
+    version: int | None,
     directory: str,
     offload: Callable[..., Awaitable[dict[str, str]]],
     most_bytes: int | None = None,
 ) -> dict[str, str]:
-    """As write_tables. A table of more than `most_bytes` (None: MOST_BYTES) is left out, and the job's output says so. Raises OSError, Gone."""
+    """As write_tables. `version` None: of an asynchronous job, whose rows have none; the files say 0. A table of more than `most_bytes` (None: MOST_BYTES) is left out, and the job's output says so. Raises OSError, Gone."""
     urls: dict[str, str] = {}
     limit = MOST_BYTES if most_bytes is None else most_bytes
     for number, spec in enumerate(specs):
@@ -48,7 +48,7 @@ async def export_tables(
         except TooLarge as error:
             left_out(spec, error.message)
             continue
-        urls |= await offload(write_tables, [StoredTable(spec, version, ids, values)], directory)
+        urls |= await offload(write_tables, [StoredTable(spec, version or 0, ids, values)], directory)
     return urls
 
 

@@ -92,7 +92,10 @@ class TrainedTables:
 
 def _check(spec: JobSpec, names: list[str], *, own_loop: bool) -> None:
     problems = {
-        "mode async": (spec.mode is Mode.ASYNC, "use mode sync"),
+        f"skip_after_seconds = {spec.skip_after_seconds}": (
+            spec.mode is Mode.ASYNC and spec.skip_after_seconds is not None,
+            "leave it out: the rows of a silent parameter server can be read from nobody else, so its trainers have to wait",
+        ),
         f"init_from = {spec.init_from}": (spec.init_from is not None, "leave it out: a job that resumes needs none"),
         "trireme.prepare": (own_loop, "write it as functions (docs/script.md)"),
     }

@@ -2,12 +2,14 @@
 version before.
 
     version s --gradients of lane--> waits --all lanes--> steps(), some rows at a time --> version s + 1
+    asynchronous:  version v --gradients of a push--> apply() at once --> version v + 1
 
 All tables step together. A lane without an id of a table pushes no ids, but it pushes: so it is known that none is missing.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -37,7 +39,7 @@ class TableRows:
         self.lanes, self.version = lanes, version
         self.tables = [Table(spec, layout.slot_count, version) for spec in layout.tables]
         self.dims = [spec.dim for spec in layout.tables]
-        self._slot_count, self._first_options = layout.slot_count, layout.optimizer.groups
+        self.slot_count, self._first_options = layout.slot_count, layout.optimizer.groups
         self._owned_by: tuple[SlotMap, int] | None = None  # what `_owned` is of
         self._owned = np.zeros(0, np.bool_)
         self._waiting: dict[int, list[LaneRows]] = {}
@@ -82,7 +84,7 @@ class TableRows:
         if self._owned_by != (slots, index):
             self._owned_by, self._owned = (slots, index), owned_slots(slots.owners, index)
         return all(
-            bool(self._owned[slots_of(some, table.spec.seed, self._slot_count)].all())
+            bool(self._owned[slots_of(some, table.spec.seed, self.slot_count)].all())
             for some, table in zip(ids, self.tables, strict=True)
             if len(some)
         )
@@ -102,7 +104,7 @@ class TableRows:
         """The next version; some milliseconds of work between two values. Rows can be read while room is made for new ones, not while they change.
         `lane_zero`: of the step, with the options of the optimizer's groups in it."""
         self.stepping = True
-        factor = 1.0 if lane_zero is None else schedule_factor(self._first_options, lane_zero.options)
+        factor = self._factor(lane_zero)
         lanes = [self._waiting[lane] for lane in range(self.lanes)]
         while not self._lock.acquire(timeout=LOCK_S):  # a thread of low priority that reads a snapshot may have it
             yield
@@ -121,20 +123,44 @@ class TableRows:
         self.version += 1
         self.stepping = self.changing = False
 
+    def apply(
+        self, ids: Sequence[Numbers], gradients: Sequence[Floats], count: int, lane_zero: LaneZero | None = None
+    ) -> None:
+        """Asynchronous: a step of the rows of one push, which are copied. `count`: records that they are of; 0: it had no data, and only time goes on.
+        `lane_zero`: see `steps`."""
+        factor = self._factor(lane_zero)
+        kept = [some.copy() if count else some[:0].copy() for some in ids]
+        with self._lock:
+            for table, some in zip(self.tables, kept, strict=True):
+                deque(table.prepare(some), 0)  # what can fail, before anything changes
+            for table, some, own in zip(self.tables, kept, gradients, strict=True):
+                deque(table.steps(some, own.copy() if count else None, table.spec.optimizer.rate(factor)), 0)
+        self.version += 1
+
+    def _factor(self, lane_zero: LaneZero | None) -> float:
+        return 1.0 if lane_zero is None else schedule_factor(self._first_options, lane_zero.options)
+
+    def go_on_from(self, version: int) -> None:
+        """That of rows which were loaded."""
+        self.version = version
+        for table in self.tables:
+            table.version = version
+
     def copies(self) -> list[TableSnapshot]:
         """Of all tables at their version; the caller closes them."""
         return [TableSnapshot(table, self._lock) for table in self.tables]
 
     # ------------------------------------------------------------ lookups
 
-    def judge(self, version: int) -> Verdict | None:
-        """Why `version` cannot be read now; None: it can."""
+    def judge(self, version: int | None) -> Verdict | None:
+        """Why `version` (None: the newest one) cannot be read now; None: it can."""
+        version = self.version if version is None else version
         if version > self.version or self.changing:
             return Verdict.TOO_EARLY
         kept = all(table.has_before for table in self.tables)
         return None if version == self.version or (version == self.version - 1 and kept) else Verdict.GONE
 
-    def lookup(self, version: int, ids: Sequence[Numbers]) -> memoryview:
+    def lookup(self, version: int | None, ids: Sequence[Numbers]) -> memoryview:
         """The values of all ids, as a payload of rows."""
         flat = np.empty(sum(len(some) * dim for some, dim in zip(ids, self.dims, strict=True)), np.float32)
         first = 0
@@ -160,7 +186,7 @@ class TableRows:
         row_bytes = ID_BYTES + NUMBER_BYTES * dim
         most, rows, slot = PORTION_BYTES // row_bytes, 0, first
         found: list[RowsOfIds] = []
-        for slot in range(first, self._slot_count):
+        for slot in range(first, self.slot_count):
             count = int(counts[slot])
             if found and rows + count > most:
                 break
@@ -170,6 +196,6 @@ class TableRows:
             if count:
                 found.append(table.read_slot(slot))
         else:
-            slot = self._slot_count
+            slot = self.slot_count
         whole = living(joined(found, table.width), table.spec, table.version)
         return len(whole), payload_of([whole.ids], [whole.content[:, :dim]]), slot

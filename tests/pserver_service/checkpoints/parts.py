@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from pserver_service.checkpoints.ledger_text import ledger_metadata
+from pserver_service.core.saved_ledger import AsyncSnapshot
 from pserver_service.core.store import Store
 from pserver_service.recovery.store_loader import load_store
 from shared.blocks.snapshot import Snapshot
@@ -14,7 +15,7 @@ from shared.checkpoints import stored, writer
 from shared.checkpoints.schedule import Schedule
 from shared.etcd import Put
 from shared.keys import Keys
-from shared.records import Mode, SlotMap, TrainerList
+from shared.records import Mode, SlotMap, TaskMeta, TrainerList
 from shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
 from shared.records.layout import Layout, OptimizerSpec, Segment
 from shared.records.step import LanePosition, LaneZero, StepRecord
@@ -155,7 +156,7 @@ def save(
     storage: str, layout: Layout, taken: list[Snapshot], slots: SlotMap, uuid: str = "u1", checksum: str = "xxh3-128"
 ) -> CheckpointRef:
     """Write a checkpoint as a job's parameter servers would, without etcd."""
-    parts, record = [], taken[0].record
+    parts, record, asynchronous = [], taken[0].record, isinstance(taken[0], AsyncSnapshot)
     for index, snapshot in enumerate(taken):
         file = f"pserver-{index}.x.safetensors"
         summary = writer.write_part(
@@ -170,6 +171,7 @@ def save(
                 file=file,
                 checksum=summary.checksum,
                 bytes=summary.bytes,
+                rows_version=snapshot.rows_version if isinstance(snapshot, AsyncSnapshot) else None,
             )
         )
     manifest = Manifest(
@@ -179,7 +181,8 @@ def save(
         timeline=0,
         term=1,
         generation=1,
-        mode=Mode.SYNC,
+        mode=Mode.ASYNC if asynchronous else Mode.SYNC,
+        queue={"meta": TaskMeta(epoch=0, digest="d", seed=0, tasks=9).model_dump_json()} if asynchronous else {},
         lanes=LANES,
         seed=0,
         spec_digest="s",
