@@ -31,7 +31,7 @@ from shared.records.job_spec import Narrow, Transported
 from shared.records.layout import Block, Layout, OptimizerSpec, Segment
 from shared.records.step import LaneZero
 from shared.tables.lanes import LaneRows
-from tests.simulation.rows import SLOTS, counting_rows, ids_of, lane_rows, no_rows, sum_of, table_of
+from tests.simulation.rows import SLOTS, gradients_of, ids_of, no_rows, sum_of, table_of
 from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, LaneResult, Ready, Records
 from trainer_agent.tables.files import StoredTable, StoredTables
 from trainer_agent.tables.remote import Lookup
@@ -219,9 +219,7 @@ class TinyCompute:
             assert (ready is not None) == self._names_rows
             assert ready is None or ready.batch == seed
             (rows,) = ready.rows if ready is not None else await self._lookup([ids_of(names, self._mode)])
-            asynchronous = self._mode is Mode.ASYNC
-            own = counting_rows(rows, seed, names) if asynchronous else lane_rows(self._vectors[0], rows, seed, names)
-            of_rows, self._lane_rows = sum_of(rows), own
+            of_rows, self._lane_rows = sum_of(rows), gradients_of(self._mode, self._vectors[0], rows, seed, names)
         found = gradients(self._vectors[0], seed, names, of_rows)
         if self._mode is Mode.ASYNC:  # what was added to the integers
             found[3] = found[3] - self._vectors[0][3] if names else found[3]

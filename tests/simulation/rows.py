@@ -70,6 +70,10 @@ def counting_rows(rows: Array, seed: int, names: Sequence[int]) -> LaneRows:
     return LaneRows(ids_of(names, Mode.ASYNC), gradients.astype(np.float32), len(names))
 
 
+def gradients_of(mode: Mode, params: Sequence[Array], rows: Array, seed: int, names: Sequence[int]) -> LaneRows:
+    return lane_rows(params, rows, seed, names) if mode is Mode.SYNC else counting_rows(rows, seed, names)
+
+
 def counted(table: Table) -> dict[int, float]:
     """Of each record with a row here: the sum of 1/n over the minibatches (of n records) applied to it."""
     rows = joined([table.read_slot(slot) for slot in table.slots()], COUNTING.row_words)
