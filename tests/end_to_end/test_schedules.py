@@ -27,6 +27,7 @@ def scheduler(optimizer):
 """
 
 
+@pytest.mark.soak
 def test_one_lane_under_kills_and_a_rollback_is_the_model_of_plain_python(trireme, tmp_path):
     script = write_script(tmp_path, optimizer=LION, loss=SLOWABLE_LOSS, evaluation=EVALUATION)
     user = load(script)

@@ -40,6 +40,7 @@ async def test_with_a_death_it_gives_the_bits_of_a_job_that_had_all_epochs_from_
         assert cluster.deaths["pserver-1"] == 1
 
 
+@pytest.mark.soak
 async def test_an_asynchronous_job_counts_each_minibatch_once(tmp_path):
     spec = async_spec(tmp_path, checkpoint_every_seconds=None)
     async with cluster_of(spec.model_copy(update={"epochs": 2}), tmp_path) as cluster:

@@ -50,6 +50,7 @@ def alone(script: Path, file: Path, epochs: int) -> dict[str, torch.Tensor]:
     return dict(plain.run(user, plain.plain_spec(user, settings)).model.state_dict())
 
 
+@pytest.mark.soak
 def test_on_s3_killed_and_started_again_it_has_the_bits_of_plain_training_with_that_state(
     trireme, tmp_path, s3: S3Server
 ):
