@@ -14,7 +14,7 @@ from pserver_service.checkpoints.parts import write_part
 from pserver_service.context import PserverContext
 from shared.checkpoints import writer
 from shared.checkpoints.async_cut import Cut, GivenUp, cut_at
-from shared.checkpoints.commit import PendingCheckpoint
+from shared.checkpoints.pending import PendingCheckpoint
 from shared.checkpoints.storage_problem import advice_for
 from shared.errors import InvalidArgument, PeerError
 from shared.etcd import Compare, LeaseLost, Put

@@ -1,6 +1,8 @@
 """Parts of checkpoints: each pserver writes its own; the first to see all parts commits them (shared/checkpoints/commit.py).
 
 version due -> snapshot -> begun, started -> file -> finished part     each write fenced by the own ps/<index>
+
+Of embedding tables a part has all rows, or those that changed since the own part of the latest checkpoint (chains.py).
 """
 
 from __future__ import annotations
@@ -9,18 +11,23 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+from pserver_service.checkpoints.chains import Chains, versions_of
 from pserver_service.checkpoints.ledger_text import ledger_metadata
 from pserver_service.context import PserverContext
 from pserver_service.core.saved_ledger import AsyncSnapshot
+from pserver_service.core.store import Store
 from shared.blocks.snapshot import Snapshot
 from shared.checkpoints import stored, writer
 from shared.checkpoints.async_cut import GivenUp, read_cut
 from shared.checkpoints.background import Offload
-from shared.checkpoints.commit import Committer, PendingCheckpoint
+from shared.checkpoints.commit import Committer
+from shared.checkpoints.deltas import narrow
+from shared.checkpoints.pending import PendingCheckpoint
 from shared.checkpoints.storage_problem import StorageProblem, advice_for
 from shared.errors import InvalidArgument, NotReady, PeerError
 from shared.etcd import Delete, LeaseLost, Operation, Put
-from shared.records.checkpoints import CheckpointPart, CheckpointStarted
+from shared.records import SlotMap
+from shared.records.checkpoints import CheckpointPart, CheckpointStarted, PartLink
 from shared.runtime import clock, ids, telemetry
 from shared.storage import files
 
@@ -32,9 +39,13 @@ log = telemetry.logger("pserver.checkpoints")
 
 
 async def write_part(
-    context: PserverContext, offload: Offload, pending: PendingCheckpoint, snapshot: Snapshot
+    context: PserverContext,
+    offload: Offload,
+    pending: PendingCheckpoint,
+    snapshot: Snapshot,
+    chain: Sequence[PartLink] = (),
 ) -> CheckpointPart:
-    """Write the file of this pserver's part. Raises OSError, InvalidArgument."""
+    """Write the file of this pserver's part, which builds on `chain`. Raises OSError, InvalidArgument."""
     index, version = context.pserver.index, snapshot.version
     metadata = writer.part_metadata(
         context.keys.job, pending.uuid, version, pending.timeline, index, pending.layout.digest
@@ -54,6 +65,7 @@ async def write_part(
         bytes=summary.bytes,
         timestamp=clock.timestamp(),
         rows_version=rows_version,
+        chain=tuple(chain),
     )
 
 
@@ -66,6 +78,7 @@ class Checkpointer:
         self._pserver, self._own_index, self.offload = context.pserver, context.own_index, context.offload
         self._token = ids.new_id()
         self._writing = False
+        self._chains = Chains()
         self._problem = StorageProblem(self._pserver, lambda message: self._own_index.set(trouble=message))
         self.committer = Committer(
             self._etcd, self._directory, self._pserver, self._own_index, self.offload, self._problem
@@ -137,7 +150,8 @@ class Checkpointer:
         await self._fenced(timeline, lambda: [begun, self._started(pending.uuid, started)])
         begin = clock.monotonic()
         try:
-            part = await write_part(self._context, self.offload, pending, snapshot)
+            chain, versions = await self._chain(store, slots, snapshot), versions_of(snapshot)
+            part = await write_part(self._context, self.offload, pending, snapshot, chain)
         except (OSError, InvalidArgument) as error:
             self._check(timeline)
             message = self._message(snapshot.version, error)
@@ -148,7 +162,9 @@ class Checkpointer:
         snapshot.release()
         self._problem.end("part")
         seconds = round(clock.monotonic() - begin, 3)
-        log.info("part_written", step=snapshot.version, bytes=part.bytes, seconds=seconds, skipped=store.skipped)
+        facts = {"bytes": part.bytes, "deltas": len(part.chain), "seconds": seconds, "skipped": store.skipped}
+        log.info("part_written", step=snapshot.version, **facts)
+        self._chains.add(pending.uuid, part, store, slots, versions)
         self.committer.add(pending)
         await self._fenced(
             timeline,
@@ -157,6 +173,12 @@ class Checkpointer:
                 Delete(self._keys.checkpoint_started(pending.uuid, part.pserver)),
             ],
         )
+
+    async def _chain(self, store: Store, slots: SlotMap, snapshot: Snapshot) -> tuple[PartLink, ...]:
+        """What this part builds on; then its tables have the changes alone."""
+        state, latest, most = self._directory.state, self.committer.seen.latest, self._context.spec.deltas_per_base
+        base = self._chains.base(latest, state.damaged if state is not None else (), store, slots, most)
+        return base.chain if base is not None and await self.offload(narrow, snapshot, base) else ()
 
     def _started(self, uuid: str, started: CheckpointStarted) -> Put:
         key = self._keys.checkpoint_started(uuid, started.pserver)

@@ -134,8 +134,6 @@ def _load_part(
     loading = {number: _Loading(block) for number, block in blocks.items()}
 
     def sink(entry: Entry) -> memoryview | None:
-        if tables is not None and (place := tables.place(entry)) is not None:
-            return place
         _, number, name = [*entry.name.split(".", 2), "", ""][:3]
         item = loading.get(int(number)) if number.isdecimal() else None
         if item is None:
@@ -153,9 +151,7 @@ def _load_part(
         item.state[name] = tensor
         return bytes_of(tensor.reshape(-1))
 
-    summary = stored.read_part(storage_url, ref, part, sink)
-    if tables is not None:
-        tables.take(summary, part.rows_version)
+    summary = stored.read_part(storage_url, ref, part, sink) if tables is None else tables.load(storage_url, part, sink)
     for number, item in sorted(loading.items()):
         if item.values is None:
             stored.unusable(ref, f"it lacks block {number} in {part.file}")

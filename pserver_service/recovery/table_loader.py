@@ -1,4 +1,7 @@
-"""The rows of embedding tables, out of the parts of a checkpoint into a store; those of its own slots."""
+"""The rows of embedding tables, out of the parts of a checkpoint into a store; those of its own slots.
+
+part, then those that it builds on, newest first --place, take--> rows that no newer part tells of --the whole part--> tables
+"""
 
 from __future__ import annotations
 
@@ -9,27 +12,29 @@ import numpy as np
 
 from pserver_service.core.store import Store
 from shared.checkpoints import stored
-from shared.checkpoints.tables import Records, records_for, table_in, updates_in
+from shared.checkpoints.tables import EXPIRED, REMOVED, Records, ids_for, records_for, table_in, updates_in
 from shared.errors import BadFrame
 from shared.records import SlotMap
 from shared.records.checkpoints import CheckpointPart, CheckpointRef
-from shared.storage.tensor_file import Entry, Summary
+from shared.storage.tensor_file import Entry, Sink, Summary
 from shared.tables.hashing import owned_slots, slots_of
 
 if TYPE_CHECKING:
-    from shared.tables.table import Table  # loads numba
+    from shared.tables.chain import Chain
+    from shared.tables.table import RowsOfIds, Table  # loads numba
 
 
 class TableLoader:
-    """`place` of each tensor of a part, then `take` once the part's checksum was right."""
+    """`load` each part that has rows of own slots."""
 
     def __init__(self, store: Store, index: int, slots: SlotMap, ref: CheckpointRef) -> None:
         assert store.rows is not None
         self._tables: dict[str, Table] = {table.spec.name: table for table in store.rows.tables}
         self._own = owned_slots(slots.owners, index)
         self._rows = store.rows
-        self._ref = ref
+        self.ref = ref
         self._read: list[tuple[str, str, Records]] = []
+        self._older_by = 0  # what the stamps of the part that is read lack
 
     @classmethod
     def of(cls, store: Store, index: int, slots: SlotMap, ref: CheckpointRef) -> TableLoader | None:
@@ -55,13 +60,34 @@ class TableLoader:
         if versions:
             self._rows.go_on_from(max(versions))
 
-    def place(self, entry: Entry) -> memoryview | None:
+    def load(self, storage_url: str, part: CheckpointPart, other: Sink) -> Summary:
+        """The rows of a part and of those that it builds on, as old here as they were there; `other` names the memory for its tensors that are of no table.
+        What the part tells of itself. Raises CheckpointUnusable: the store must not be used; OSError."""
+        from shared.tables.chain import Chain  # noqa: PLC0415  loads numba
+
+        chains = {name: Chain() for name in self._tables}
+        newer: dict[str, dict[int, list[RowsOfIds]]] = {name: {} for name in self._tables}
+
+        def place(entry: Entry) -> memoryview | None:
+            return self._place(entry) if table_in(entry.name) is not None else other(entry)
+
+        self._older_by = 0 if part.rows_version is None else self._rows.version - part.rows_version
+        summary = stored.read_part(storage_url, self.ref, part, place)
+        self._take_facts(summary)
+        for link in reversed(part.chain):
+            self._take_changes(chains, newer)
+            stored.read_part(storage_url, self.ref, link, self._place)
+        self._take_whole(chains, newer)
+        return summary
+
+    def _place(self, entry: Entry) -> memoryview | None:
         """Memory for the tensor; None: it is of no table. Raises CheckpointUnusable."""
         named = table_in(entry.name)
-        if named is None:
+        if named is None or named[1] == EXPIRED:
             return None
         table, what = named
-        records = records_for(entry, self._words(table, what), self._ref)
+        words = self._words(table, what)
+        records = ids_for(entry, self.ref) if what == REMOVED else records_for(entry, words, self.ref)
         self._read.append((table, what, records))
         return records.data.cast("B")
 
@@ -72,28 +98,67 @@ class TableLoader:
         if found is None:
             return None
         if what == "sketch":
-            return None if found.sketch is None else found.sketch.shape[1] // 8
+            return None if found.sketch is None else 1 + found.sketch.shape[1] // 8
         return record_words(found.width)
 
-    def take(self, part: Summary, version: int | None) -> None:
-        """What was read is used. `version`: by which its rows are stamped (None: that of all); a row is as old here as it was there. Raises CheckpointUnusable."""
-        from shared.tables.snapshot import from_records  # noqa: PLC0415  loads numba
-
+    def _take_facts(self, part: Summary) -> None:
+        """What the newest part alone tells. Raises CheckpointUnusable."""
         try:
             updates = updates_in(part.metadata)
         except BadFrame as error:
-            stored.unusable(self._ref, error.message, error)
+            stored.unusable(self.ref, error.message, error)
         for name, table in self._tables.items():
             if name not in updates:
-                stored.unusable(self._ref, f"it lacks table {name}: the job's tables are others")
+                stored.unusable(self.ref, f"it lacks table {name}: the job's tables are others")
             table.updates = max(table.updates, updates[name])
+
+    def _take_sketches(self) -> None:
+        """Of slots that no newer part tells of."""
         for name, what, records in self._read:
-            table = self._tables[name]
             if what == "sketch":
+                table, slots = self._tables[name], records[:, 0]
                 assert table.sketch is not None
-                mine = np.flatnonzero(self._own)
-                table.sketch[mine] |= records.view(np.uint8)[mine]
-                continue
-            rows = from_records(records, table.width, 0 if version is None else self._rows.version - version)
-            table.put_rows(rows.where(self._own[slots_of(rows.ids, table.spec.seed, table.slot_count)]))
+                fresh = self._own[slots] & (table.sketch_stamps[slots] == 0)
+                table.sketch[slots[fresh]] = records[fresh, 1:].view(np.uint8)
+                table.sketch_stamps[slots[fresh]] = table.version
+
+    def _take_changes(self, chains: dict[str, Chain], newer: dict[str, dict[int, list[RowsOfIds]]]) -> None:
+        """Of a delta: its rows wait for the whole part, slot by slot."""
+        from shared.tables.table import by_slot  # noqa: PLC0415  loads numba
+
+        self._take_sketches()
+        for name, what, records in self._read:
+            table, chain = self._tables[name], chains[name]
+            if what == REMOVED:
+                chain.gone(records)
+            elif what != "sketch":
+                for slot, rows in by_slot(chain.rows(self._mine(table, records)), table.spec.seed, table.slot_count):
+                    newer[name].setdefault(slot, []).append(rows)
+        for chain in chains.values():
+            chain.next_older()
         self._read.clear()
+
+    def _take_whole(self, chains: dict[str, Chain], newer: dict[str, dict[int, list[RowsOfIds]]]) -> None:
+        from shared.tables.table import by_slot, joined  # noqa: PLC0415  loads numba
+
+        self._take_sketches()
+        for name, what, records in self._read:
+            if what in ("sketch", REMOVED):
+                continue
+            table, waiting = self._tables[name], newer[name]
+            rows = chains[name].rows(self._mine(table, records))
+            if not waiting:
+                table.put_rows(rows)
+                continue
+            for slot, some in by_slot(rows, table.spec.seed, table.slot_count):
+                table.put_rows(joined([some, *waiting.pop(slot, ())], table.width))
+        for name, waiting in newer.items():
+            for left in waiting.values():
+                self._tables[name].put_rows(joined(left, self._tables[name].width))
+        self._read.clear()
+
+    def _mine(self, table: Table, records: Records) -> RowsOfIds:
+        from shared.tables.snapshot import from_records  # noqa: PLC0415  loads numba
+
+        rows = from_records(records, table.width, self._older_by)
+        return rows.where(self._own[slots_of(rows.ids, table.spec.seed, table.slot_count)])

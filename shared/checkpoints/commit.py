@@ -10,16 +10,17 @@ wakes up late fails in this. File names are unique per writer or content, so it 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from shared.checkpoints import stored, writer
-from shared.checkpoints.async_cut import Cut, GivenUp
+from shared.checkpoints.async_cut import GivenUp
 from shared.checkpoints.background import Offload
 from shared.checkpoints.part_owner import PartOwner
-from shared.checkpoints.schedule import is_final, is_newer, kept_after
+from shared.checkpoints.pending import PendingCheckpoint
+from shared.checkpoints.schedule import is_final, is_kept, is_newer, kept_after
 from shared.checkpoints.storage_problem import StorageProblem, advice_for
 from shared.checkpoints.view import CheckpointView
 from shared.errors import InvalidArgument, PeerError
@@ -27,14 +28,12 @@ from shared.etcd import Compare, Delete, Etcd, Get, KeyValue, LeaseLost, Outcome
 from shared.etcd.lock import try_acquire
 from shared.etcd.operations import MAX_OPERATIONS
 from shared.etcd.reading import must_read, read_record
-from shared.evaluations import EvaluationStatus, evaluation_of
+from shared.evaluations import EvaluationStatus
 from shared.membership.directory import Directory
 from shared.membership.own_key import OwnKey
-from shared.records import JobSpec, JobState, Mode, Phase, SlotMap
-from shared.records.checkpoints import CheckpointLatest, CheckpointPart, CheckpointPlace, CheckpointRef, Manifest
-from shared.records.layout import Layout
+from shared.records import JobSpec, JobState, Phase
+from shared.records.checkpoints import CheckpointLatest, CheckpointPart, CheckpointPlace, CheckpointRef, built_on
 from shared.records.members import pserver_names
-from shared.records.step import StepRecord
 from shared.runtime import clock, telemetry
 from shared.runtime.waiting import event_within
 from shared.storage import files
@@ -46,63 +45,6 @@ FILES_AT_ONCE = 50
 NO_CHECKPOINTS = ("latest", "pservers")  # what lies below `checkpoints/` beside the uuids
 
 log = telemetry.logger("checkpoints.commit")
-
-
-@dataclass(frozen=True, slots=True)
-class PendingCheckpoint:
-    """A checkpoint with this process's part, and what its manifest says beside the parts. `cut`: of a paused one."""
-
-    uuid: str
-    file: str
-    timeline: int
-    slots: SlotMap
-    layout: Layout
-    mode: Mode
-    lanes: int
-    record: StepRecord
-    restored: str
-    cut: Cut | None = None
-
-    @property
-    def order(self) -> tuple[int, int]:
-        return self.timeline, self.record.version
-
-    @property
-    def operation(self) -> str:
-        """The operation that asked for it, or was under way; "" if there was none."""
-        if self.cut is not None:
-            return self.cut.operation
-        return self.record.asked.operation if self.record.asked is not None else ""
-
-    def evaluation(self, spec: JobSpec) -> int:
-        """Number of the evaluation that is due at its version; 0: none."""
-        if self.cut is not None:
-            return self.cut.evaluation
-        return evaluation_of(self.record, spec.evaluate_every, spec.epochs) or 0
-
-    def manifest(
-        self, job: str, spec: JobSpec, parts: Iterable[CheckpointPart], *, term: int, generation: int, timestamp: str
-    ) -> Manifest:
-        return Manifest(
-            job=job,
-            uuid=self.uuid,
-            step=self.record.version,
-            timeline=self.timeline,
-            term=term,
-            generation=generation,
-            mode=self.mode,
-            lanes=self.lanes,
-            seed=spec.seed,
-            spec_digest=stored.spec_digest(spec),
-            timestamp=timestamp,
-            slots=self.slots,
-            layout=self.layout,
-            record=self.record,
-            parts=tuple(parts),
-            queue=self.cut.queue if self.cut is not None else {},
-            readers=self.cut.readers if self.cut is not None else {},
-            evaluation=self.cut.evaluation if self.cut is not None else 0,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,11 +221,15 @@ class Committer:
             return view.latest
         if obstacle := self.obstacle(pending, view):
             raise GivenUp(obstacle)
-        parts = [view.parts[index] for index in stored.writers(pending.layout, pending.slots)]
+        found = [view.parts[index] for index in stored.writers(pending.layout, pending.slots)]
+        parts = [must_read(CheckpointPart, kv.key, kv.value) for kv in found]
+        ref = ref.model_copy(update={"on": built_on(parts)})
+        if unkept := [uuid for uuid in ref.on if not is_kept(uuid, view.latest, view.state.damaged)]:
+            raise GivenUp(f"checkpoint {pending.uuid} builds on {unkept}, which are not kept any more")
         manifest = pending.manifest(
             self._keys.job,
             self._spec,
-            (must_read(CheckpointPart, kv.key, kv.value) for kv in parts),
+            parts,
             term=view.term,
             generation=view.state.generation,
             timestamp=clock.timestamp(),
@@ -361,7 +307,7 @@ class Committer:
 
     async def _clean_up(self, latest: CheckpointLatest) -> None:
         """Delete checkpoints that are older than `latest` and not kept. Files go first, so the keys say what is left to delete."""
-        kept = {ref.uuid for ref in latest.kept}
+        kept = {uuid for ref in latest.kept for uuid in (ref.uuid, *ref.on)}
         found = await self._etcd.range(self._keys.checkpoints, prefix=True)
         stale: dict[str, None] = {}
         for kv in found.kvs:

@@ -5,7 +5,7 @@ All owners of blocks decide by the same record, so they copy the same versions u
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shared.evaluations import evaluation_of
@@ -72,15 +72,55 @@ def kept_after(
     count: int,
     needed: Collection[str] = (),
 ) -> tuple[CheckpointRef, ...]:
-    """The checkpoints that are kept once `new` is the latest, newest first: of its history the last `count`, the last
-    `count` that were asked for, the last EVALUATED ones that are evaluated, and those `needed`; then the last `count` outside its history, which rollbacks left. None of the damaged ones."""
-    kept = (new, *(ref for ref in (latest.kept if latest is not None else ()) if ref.uuid not in damaged))
+    """The checkpoints that are kept once `new` is the latest, newest first: of its history the last `count`, the last `count` that have no file in
+    common, the last `count` that were asked for, the last EVALUATED ones that are evaluated, and those `needed`; then the last `count` outside its
+    history, which rollbacks left; and all that these build on. None of the damaged ones, nor what builds on them."""
+    kept = _whole((new, *(latest.kept if latest is not None else ())), damaged)
+    chains = {ref.uuid: chain_of(ref, kept) for ref in kept}
     mine = history(kept, new.timeline, new.origin)
     left = [ref for ref in kept if ref not in mine]
-    stay = [ref for ref in mine if ref.asked][:count]
+    stay = [*mine[:count], *_apart(mine, chains)[:count], *left[:count]]
+    stay += [ref for ref in mine if ref.asked][:count]
     stay += [ref for ref in mine if ref.evaluation][:EVALUATED]
     stay += [ref for ref in mine if ref.uuid in needed]
-    return (*mine[:count], *(ref for ref in mine[count:] if ref in stay), *left[:count])
+    uuids = {uuid for ref in stay for uuid in chains[ref.uuid]}
+    return tuple(ref for ref in (*mine, *left) if ref.uuid in uuids)
+
+
+def is_kept(uuid: str, latest: CheckpointLatest | None, damaged: Collection[str]) -> bool:
+    """Whether that checkpoint's files are there to build on."""
+    return latest is not None and uuid not in damaged and any(ref.uuid == uuid for ref in latest.kept)
+
+
+def _whole(refs: Sequence[CheckpointRef], damaged: Collection[str]) -> list[CheckpointRef]:
+    """Those that are not damaged, and build on none that is."""
+    lost = {*damaged}
+    for ref in sorted(refs, key=lambda ref: (ref.timeline, ref.step)):
+        if not lost.isdisjoint(ref.on):
+            lost.add(ref.uuid)
+    return [ref for ref in refs if ref.uuid not in lost]
+
+
+def chain_of(ref: CheckpointRef, refs: Sequence[CheckpointRef]) -> set[str]:
+    """The uuids of all checkpoints that it needs, and its own."""
+    by_uuid, found, ahead = {each.uuid: each for each in refs}, set(), [ref.uuid]
+    while ahead:
+        uuid = ahead.pop()
+        if uuid not in found:
+            found.add(uuid)
+            ahead += by_uuid[uuid].on if uuid in by_uuid else ()
+    return found
+
+
+def _apart(refs: Sequence[CheckpointRef], chains: Mapping[str, set[str]]) -> list[CheckpointRef]:
+    """The newest one, the newest one that needs none of its checkpoints, and so on: one damaged file makes one of them unusable."""
+    found: list[CheckpointRef] = []
+    used: set[str] = set()
+    for ref in refs:
+        if used.isdisjoint(chains[ref.uuid]):
+            found.append(ref)
+            used |= chains[ref.uuid]
+    return found
 
 
 def is_newer(ref: CheckpointRef, latest: CheckpointLatest | None) -> bool:

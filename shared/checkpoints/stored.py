@@ -12,14 +12,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableSet
 from typing import NoReturn
 
 from pydantic import ValidationError
 
 from shared.errors import BadFrame, CheckpointUnusable, InvalidArgument
 from shared.records import JobSpec, SlotMap, TaskMeta
-from shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
+from shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest, PartLink
 from shared.records.layout import ELEMENT_BYTES, Layout
 from shared.runtime import ids
 from shared.slots import slot_of
@@ -121,18 +121,20 @@ def found(storage_url: str) -> tuple[list[CheckpointRef], list[str]]:
             except ValidationError:
                 unreadable.append(files.join(folder(storage_url, uuid), name))
                 continue
-            refs.append(CheckpointRef(uuid=uuid, step=manifest.step, timeline=manifest.timeline, manifest=name))
+            facts = {"step": manifest.step, "timeline": manifest.timeline, "on": manifest.on}
+            refs.append(CheckpointRef(uuid=uuid, manifest=name, **facts))
     return sorted(refs, key=lambda ref: (ref.timeline, ref.step, ref.manifest), reverse=True), unreadable
 
 
 def read_part(
-    storage_url: str, ref: CheckpointRef, part: CheckpointPart, sink: tensor_file.Sink
+    storage_url: str, ref: CheckpointRef, part: CheckpointPart | PartLink, sink: tensor_file.Sink
 ) -> tensor_file.Summary:
-    """Read one part into the memory that `sink` names; the values may be used only if this returns.
+    """Read one part, or one that it builds on, into the memory that `sink` names; the values may be used only if this returns.
 
     Raises CheckpointUnusable: missing, truncated, changed, or not of this checkpoint; OSError: the storage failed.
     """
-    url = files.join(folder(storage_url, ref.uuid), part.file)
+    uuid = part.uuid if isinstance(part, PartLink) else ref.uuid
+    url = files.join(folder(storage_url, uuid), part.file)
     checksum = part.checksum.partition(":")[0]
     if checksum not in tensor_file.CHECKSUMS:
         known = ", ".join(tensor_file.CHECKSUMS)
@@ -144,10 +146,11 @@ def read_part(
             unusable(ref, f"{url} has {size} bytes, {part.bytes} were written")
         found = tensor_file.read(url, sink, checksum)
     except (*_DEFINITE, InvalidArgument, BadFrame) as error:
-        unusable(ref, f"{url} cannot be read: {error}", error)
+        builds = ", on which it builds," if uuid != ref.uuid else ""
+        unusable(ref, f"{url}{builds} cannot be read: {error}", error)
     if not is_intact(found, part):
         unusable(ref, f"{url} has checksum {found.checksum}, {part.checksum} was written")
-    if found.metadata.get("uuid") != ref.uuid:
+    if found.metadata.get("uuid") != uuid:
         unusable(ref, f"{url} is of checkpoint {found.metadata.get('uuid')}")
     return found
 
@@ -188,12 +191,19 @@ def read_values(
         )
 
 
-def is_intact(read: tensor_file.Summary, part: CheckpointPart) -> bool:
+def is_intact(read: tensor_file.Summary, part: CheckpointPart | PartLink) -> bool:
     return read.checksum == part.checksum
 
 
-def verify_parts(storage_url: str, ref: CheckpointRef, manifest: Manifest) -> int:
-    """Read every part; their bytes together. Raises CheckpointUnusable at the first that is not as it was written."""
+def verify_parts(
+    storage_url: str, ref: CheckpointRef, manifest: Manifest, good: MutableSet[PartLink] | None = None
+) -> int:
+    """Read every part, and all that they build on; the bytes of these files together. `good`: files that were read before are not read again, and
+    these are added. Raises CheckpointUnusable at the first that is not as it was written."""
+    good = set() if good is None else good
     for part in manifest.parts:
-        read_part(storage_url, ref, part, lambda _: None)
-    return sum(part.bytes for part in manifest.parts)
+        for link in (part.link(ref.uuid), *reversed(part.chain)):
+            if link not in good:
+                read_part(storage_url, ref, link, lambda _: None)
+                good.add(link)
+    return sum(manifest.files.values())

@@ -1,6 +1,6 @@
 """The rows of an embedding table in a committed checkpoint, some slots at a time. Everything blocks.
 
-parts ──► rows of some slots ──► take(rows) ...   ──checksums are right──► what was taken may be used
+parts, newest of each chain first ──► rows of some slots ──► take(rows) ...   ──checksums are right──► what was taken may be used
 """
 
 from __future__ import annotations
@@ -9,46 +9,74 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shared.checkpoints import stored
-from shared.checkpoints.tables import Records, records_for, table_in, updates_in
+from shared.checkpoints.tables import EXPIRED, REMOVED, Records, ids_for, records_for, table_in, updates_in
 from shared.errors import BadFrame
-from shared.records.checkpoints import CheckpointRef, Manifest
+from shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
 from shared.records.layout import TableSpec
 from shared.storage.tensor_file import Entry
 
 if TYPE_CHECKING:
+    from shared.tables.hashing import Ids
     from shared.tables.table import RowsOfIds  # loads numba
 
+Take = Callable[["RowsOfIds"], None]
 
-def read_rows(
-    storage_url: str, ref: CheckpointRef, manifest: Manifest, spec: TableSpec, take: Callable[[RowsOfIds], None]
+
+def read_rows(storage_url: str, ref: CheckpointRef, manifest: Manifest, spec: TableSpec, take: Take) -> int:
+    """Each row of the table once, expired ones not; how many updates the table has had (asynchronous: at the parameter server with the most). Reads
+    all parts and what they build on. Raises CheckpointUnusable: what was taken must not be used; OSError: the storage failed."""
+    updates = 0
+    for part in manifest.parts:
+        mine = _read_chain(storage_url, ref, manifest, spec, part, len(part.chain), take, lambda _: None)
+        updates = max(updates, mine)
+    return updates
+
+
+def _read_chain(
+    storage_url: str,
+    ref: CheckpointRef,
+    manifest: Manifest,
+    spec: TableSpec,
+    part: CheckpointPart,
+    links: int,
+    take: Take,
+    gone: Callable[[Ids], None],
 ) -> int:
-    """Each row of the table once, expired ones not; how many updates the table has had (asynchronous: at the parameter server with the most). Reads all parts. Raises CheckpointUnusable: what was
-    taken must not be used; OSError: the storage failed."""
-    from shared.tables.snapshot import from_records, record_words  # noqa: PLC0415  only where there are tables: it loads numba
+    """A part and the last `links` parts that it builds on. `gone`: called with ids that have no row any more."""
+    from shared.tables.chain import Chain  # noqa: PLC0415  only where there are tables: it loads numba
+    from shared.tables.snapshot import from_records, record_words  # noqa: PLC0415
     from shared.tables.table import living  # noqa: PLC0415
 
-    words, updates, version = record_words(spec.row_words), 0, manifest.step
-    waiting: list[Records] = []
+    words, chain = record_words(spec.row_words), Chain()
+    version = manifest.step if part.rows_version is None else part.rows_version
+    waiting: list[tuple[str, Records]] = []
 
     def place(entry: Entry) -> memoryview | None:
         pass_on()
         named = table_in(entry.name)
         if named is None or named[0] != spec.name or named[1] == "sketch":
             return None
-        waiting.append(records_for(entry, words, ref))
-        return waiting[0].data.cast("B")
+        is_ids = named[1] in (REMOVED, EXPIRED)
+        waiting.append((named[1], ids_for(entry, ref) if is_ids else records_for(entry, words, ref)))
+        return waiting[0][1].data.cast("B")
 
     def pass_on() -> None:
         """The tensor before is read by now."""
         while waiting:
-            take(living(from_records(waiting.pop(), spec.row_words), spec, version))
+            what, records = waiting.pop()
+            if what in (REMOVED, EXPIRED):
+                gone(chain.gone(records))
+            else:
+                rows = chain.rows(from_records(records, spec.row_words))
+                take(living(rows, spec, version))
 
-    for part in manifest.parts:
-        version = manifest.step if part.rows_version is None else part.rows_version
-        found = stored.read_part(storage_url, ref, part, place)
+    found = stored.read_part(storage_url, ref, part, place)
+    pass_on()
+    for link in reversed(part.chain[len(part.chain) - links :]):
+        chain.next_older()
+        stored.read_part(storage_url, ref, link, place)
         pass_on()
-        try:
-            updates = max(updates, updates_in(found.metadata)[spec.name])
-        except (BadFrame, KeyError) as error:
-            stored.unusable(ref, f"{part.file} lacks table {spec.name}: the job's tables are others", error)
-    return updates
+    try:
+        return updates_in(found.metadata)[spec.name]
+    except (BadFrame, KeyError) as error:
+        stored.unusable(ref, f"{part.file} lacks table {spec.name}: the job's tables are others", error)

@@ -1,8 +1,14 @@
 """Embedding tables in the parts of checkpoints.
 
 table.<name>.<first slot>   int64 (n, words): the rows of some slots, see shared.tables.snapshot.to_records
-table.<name>.sketch         int64 (slots, words): counts of ids without a row, of tables with admit_after
+table.<name>.sketch         int64 (n, 1 + words): slots, and their counts of ids without a row, of tables with admit_after
 metadata `tables`           JSON: updates of each table
+
+A delta has the rows and slots of sketches that changed since the part before it in its chain (CheckpointPart.chain), and
+
+table.<name>.removed        int64 (n,): ids whose rows left since then; some may have come back
+table.<name>.expired        int64 (n,): ids whose rows expired since then and are still in memory
+metadata `since`            JSON: the version of each table in the part before
 """
 
 from __future__ import annotations
@@ -25,19 +31,24 @@ if TYPE_CHECKING:
 
 Records = npt.NDArray[np.int64]
 
-METADATA = "tables"
+METADATA, SINCE = "tables", "since"
 PREFIX = "table."
+REMOVED, EXPIRED = "removed", "expired"
 
 
 def metadata_of(snapshot: Snapshot) -> dict[str, str]:
     """Of the part."""
-    found = {table.spec.name: table.updates for table in _tables(snapshot)}
-    return {METADATA: json.dumps(found)} if found else {}
+    tables = tables_of(snapshot)
+    if not tables:
+        return {}
+    found = {METADATA: json.dumps({table.spec.name: table.updates for table in tables})}
+    since = {table.spec.name: table.changes.since for table in tables if table.changes is not None}
+    return found | ({SINCE: json.dumps(since)} if since else {})
 
 
 def tensors_of(snapshot: Snapshot, *, finite: bool) -> Iterator[tuple[Entry, Callable[[], memoryview]]]:
     """To be written in this order. `finite`: rows that are not raise InvalidArgument then."""
-    tables = _tables(snapshot)
+    tables = tables_of(snapshot)
     if not tables:
         return
     from shared.tables.snapshot import record_words, to_records  # noqa: PLC0415  only where there are tables: it loads numba
@@ -54,15 +65,26 @@ def tensors_of(snapshot: Snapshot, *, finite: bool) -> Iterator[tuple[Entry, Cal
         for group in table.groups():
             entry = Entry(f"{PREFIX}{table.spec.name}.{group.first}", "int64", (group.rows, record_words(table.width)))
             yield entry, lambda table=table, group=group: rows(table, group)  # type: ignore[misc]
-        if (sketch := table.sketch) is not None:
-            counts = sketch.view(np.int64)
-            yield Entry(f"{PREFIX}{table.spec.name}.sketch", "int64", counts.shape), lambda c=counts: c.data.cast("B")  # type: ignore[misc]
+        rest = {"sketch": table.sketch_rows()}
+        if table.changes is not None:
+            rest |= {REMOVED: table.changes.removed, EXPIRED: table.changes.expired}
+        for what, array in rest.items():
+            if len(array):  # an empty tensor is no memory to write
+                entry = Entry(f"{PREFIX}{table.spec.name}.{what}", "int64", array.shape)
+                yield entry, lambda array=array: array.data.cast("B")  # type: ignore[misc]
 
 
 def records_for(entry: Entry, words: int | None, ref: CheckpointRef) -> Records:
     """Memory for a tensor of rows, int64 (n, words). Raises CheckpointUnusable: it has another form; `words` None: no table has it."""
     if words is None or entry.dtype != "int64" or len(entry.shape) != 2 or entry.shape[1] != words:
         stored.unusable(ref, f"{entry.name} is {entry.dtype} {entry.shape}: the job's tables are others")
+    return np.empty(entry.shape, np.int64)
+
+
+def ids_for(entry: Entry, ref: CheckpointRef) -> Records:
+    """Memory for a tensor of ids, int64 (n,). Raises CheckpointUnusable."""
+    if entry.dtype != "int64" or len(entry.shape) != 1:
+        stored.unusable(ref, f"{entry.name} is {entry.dtype} {entry.shape}: ids were expected")
     return np.empty(entry.shape, np.int64)
 
 
@@ -82,5 +104,5 @@ def table_in(name: str) -> tuple[str, str] | None:
     return table, part
 
 
-def _tables(snapshot: Snapshot) -> Sequence[TableSnapshot]:
+def tables_of(snapshot: Snapshot) -> Sequence[TableSnapshot]:
     return snapshot.tables  # type: ignore[return-value]

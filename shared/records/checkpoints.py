@@ -1,11 +1,14 @@
 """The records of checkpoints: those in etcd while a checkpoint is made, and the manifest that describes a complete one.
 
 started (leased) -> part -> ... all parts there -> manifest (a file) -> latest (etcd)
+
+A part is whole, or it has of embedding tables only what changed since an earlier part of the same parameter server: a chain
+leads from it back to a whole one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pydantic import Field
 
@@ -49,10 +52,20 @@ class CheckpointCut(CheckpointPlace):
     minibatches: int = 0
 
 
+class PartLink(Record):
+    """A part of an earlier checkpoint, on which a delta builds; see CheckpointPart."""
+
+    uuid: str
+    step: int
+    file: str
+    checksum: str
+    bytes: int
+
+
 class CheckpointPart(CheckpointPlace):
     """A part that is written. `file`: its name in the checkpoint's folder. `checksum`: of all its bytes, with the checksum's name
     before it (`xxh3-128:…`, `md5:…`, `sha256:…`), which readers compare. `rows_version`: by which its rows of embedding tables are stamped; None: the
-    step."""
+    step. `chain`: what it builds on, the whole part first; empty: it is whole."""
 
     pserver: int
     incarnation: str
@@ -61,12 +74,18 @@ class CheckpointPart(CheckpointPlace):
     bytes: int
     timestamp: str = ""
     rows_version: int | None = None
+    chain: tuple[PartLink, ...] = ()
+
+    def link(self, uuid: str) -> PartLink:
+        """For parts that build on it. `uuid`: of its checkpoint."""
+        return PartLink(uuid=uuid, step=self.step, file=self.file, checksum=self.checksum, bytes=self.bytes)
 
 
 class CheckpointRef(Record):
     """A committed checkpoint. `manifest`: name of the file in its folder. `origin`: uuid of the checkpoint its timeline began with
     ("": the timeline began with the start of training). `asked`: it was requested, so scheduled checkpoints do not replace it.
-    `evaluation`: number of the evaluation that is due at its version; 0: none. `minibatches`: of an asynchronous job, see CheckpointCut."""
+    `evaluation`: number of the evaluation that is due at its version; 0: none. `minibatches`: of an asynchronous job, see CheckpointCut.
+    `on`: uuids of the checkpoints that its parts build on; none: all are whole."""
 
     uuid: str
     step: int
@@ -76,6 +95,7 @@ class CheckpointRef(Record):
     asked: bool = False
     evaluation: int = 0
     minibatches: int = 0
+    on: tuple[str, ...] = ()
 
     @property
     def evaluated_step(self) -> int:
@@ -150,3 +170,19 @@ class Manifest(Record):
     queue: dict[str, str] = Field(default_factory=dict)
     readers: dict[str, Paused] = Field(default_factory=dict)
     evaluation: int = 0
+
+    @property
+    def on(self) -> tuple[str, ...]:
+        """See CheckpointRef."""
+        return built_on(self.parts)
+
+    @property
+    def files(self) -> dict[tuple[str, str], int]:
+        """Bytes of all files that are needed to load it, by (checkpoint, name)."""
+        own = {(self.uuid, part.file): part.bytes for part in self.parts}
+        return own | {(link.uuid, link.file): link.bytes for part in self.parts for link in part.chain}
+
+
+def built_on(parts: Iterable[CheckpointPart]) -> tuple[str, ...]:
+    """The checkpoints that these parts build on directly."""
+    return tuple(sorted({part.chain[-1].uuid for part in parts if part.chain}))

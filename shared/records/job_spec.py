@@ -182,6 +182,9 @@ class JobSettings(Record):
     checkpoint_every_steps: int | None = Field(default=None, ge=1, lt=2**63)
     checkpoint_every_epochs: int | None = Field(default=1, ge=1, lt=2**63)
     keep_checkpoints: int = Field(default=2, ge=1, le=100)
+    deltas_per_base: int = Field(
+        default=10, ge=0, le=100, description="Checkpoints in a row that save of tables only changed rows; 0: none."
+    )
     evaluate_every: EvaluateEvery | None = None
     keep_best: str | None = None
     stop_early: StopEarly | None = None

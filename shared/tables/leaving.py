@@ -9,6 +9,7 @@ on when queues were made.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,15 @@ SWEEPS = 128  # of a slot in `evict_after_steps` steps, if it has so many rows f
 
 Stamps = np.int32
 Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class Counts:
+    """`refused`: gradients of ids that were not admitted yet."""
+
+    admitted: int = 0
+    evicted: int = 0
+    refused: int = 0
 
 
 class Oldest:

@@ -34,6 +34,11 @@ Numbers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
 
+def frequencies_of(words: Words) -> Numbers:
+    """About log2(1 + steps that changed it) of each row."""
+    return ((words >> parts.FREQUENCY_SHIFT) & parts.FREQUENCY_MASK).astype(np.int64)
+
+
 def places_of(words: Words) -> Numbers:
     """The number of each row."""
     return (words & parts.ROW_MASK).astype(np.int64) - 1

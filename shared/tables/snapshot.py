@@ -1,4 +1,4 @@
-"""The rows of a table at one version, while the table goes on.
+"""The rows of a table at one version, while the table goes on: all, or those that have changed since an older version.
 
 A row that no later step has touched still has a stamp of that version or before: it is read where it is. One that a step is about to
 change is kept first, once, as long as its slot is not written: so what is kept is bounded by the rows that steps touch meanwhile.
@@ -33,13 +33,30 @@ def new_lock() -> Lock:
     return Lock()
 
 
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Since version `since`. `counts`: int64 (slots,), rows that steps have changed. int64 (n,): `removed`, ids whose rows left (they may
+    have come back), and `expired`, ids whose rows are still there, but count no more. `bytes`: in a part."""
+
+    since: int
+    counts: Numbers
+    removed: Numbers
+    expired: Numbers
+    bytes: int
+
+
 class TableSnapshot:
-    """Of the table's newest version. `lock`: held while the table is stepped. `close` it at the end. `updates`, `sketch`: see Table."""
+    """Of the table's newest version. `lock`: held while the table is stepped. `close` it at the end. `updates`, `sketch`: see Table.
+    `changes`: it has these alone (`narrow`); None: it is whole."""
 
     def __init__(self, table: Table, lock: Lock) -> None:
         self.spec, self.version, self.updates = table.spec, table.version, table.updates
         self.width = table.width
         self.sketch = None if table.sketch is None else table.sketch.copy()
+        self._sketch_stamps = table.sketch_stamps.copy()
+        self.changes: Changes | None = None
+        self._after = -1
+        self._removed = table.removed.copy()
         self._table, self._lock = table, lock
         self._counts = table.counts_by_slot()
         self._next = 0  # slots before it are read
@@ -56,6 +73,45 @@ class TableSnapshot:
     @property
     def kept_bytes(self) -> int:
         return sum(rows.content.nbytes for kept in self._kept.values() for rows in kept)
+
+    def changes_since(self, since: int) -> Changes | None:
+        """Any thread may ask, before anything is read. It takes about 20 ms a million rows. None: it is not known which rows have left."""
+        removed = self._removed.since(since)
+        if removed is None:
+            return None
+        ttl, counts, expired = self.spec.evict_after_steps, np.zeros_like(self._counts), []
+        for slot in np.flatnonzero(self._counts).tolist():
+            with self._lock:
+                ids, words = self._table.words_of_slot(slot)
+                kept = tuple(self._kept.get(slot, ()))
+            stamps = stamps_of(words)
+            ids, stamps = ids[stamps <= self.version], stamps[stamps <= self.version]
+            ids, stamps = (
+                np.concatenate(each)
+                for each in ([ids, *(r.ids for r in kept)], [stamps, *(stamps_of(r.words) for r in kept)])
+            )
+            counts[slot] = np.count_nonzero(stamps > since)
+            if ttl is not None:
+                expired.append(ids[(stamps <= since) & (self.version - stamps > ttl) & (since - stamps <= ttl)])
+        gone = np.sort(np.concatenate(expired)) if expired else removed[:0]
+        size = 8 * (int(counts.sum()) * record_words(self.width) + len(removed) + len(gone))
+        if self.sketch is not None:
+            size += int((self._sketch_stamps > since).sum()) * (8 + self.sketch.shape[1])
+        return Changes(since, counts, removed, gone, size)
+
+    def narrow(self, changes: Changes) -> None:
+        """It has these alone from now on; before anything is read."""
+        with self._lock:
+            self.changes, self._after, self._counts = changes, changes.since, changes.counts
+            for slot, kept in self._kept.items():
+                self._kept[slot] = [rows.where(stamps_of(rows.words) > self._after) for rows in kept]
+
+    def sketch_rows(self) -> Numbers:
+        """int64 (n, 1 + words): slots whose counts of ids without a row have changed, and these counts; of a whole one all that have some."""
+        if self.sketch is None:
+            return np.empty((0, 1), np.int64)
+        slots = np.flatnonzero(self._sketch_stamps > max(self._after, 0))
+        return np.concatenate([slots[:, None], self.sketch[slots].view(np.int64)], 1)
 
     def groups(self) -> Iterator[SlotGroup]:
         """All slots that have rows, in order, in groups of GROUP_BYTES or of one slot."""
@@ -76,7 +132,7 @@ class TableSnapshot:
             if not self._counts[slot]:
                 continue
             with self._lock:
-                now = self._table.read_slot(slot)
+                now = self._table.read_slot(slot, self._after)
                 rows = joined([now.where(stamps_of(now.words) <= self.version), *self._kept.pop(slot, ())], self.width)
                 self._next = slot + 1
             assert len(rows) == self._counts[slot], (slot, len(rows), self._counts[slot])
@@ -93,7 +149,8 @@ class TableSnapshot:
 
     def _keep(self, before: RowsOfIds) -> None:
         """Rows as they were before a step; called with the lock."""
-        chosen = (before.words != parts.EMPTY) & (stamps_of(before.words) <= self.version)
+        stamps = stamps_of(before.words)
+        chosen = (before.words != parts.EMPTY) & (stamps <= self.version) & (stamps > self._after)
         if not chosen.any():
             return
         for slot, rows in by_slot(before.where(chosen), self.spec.seed, len(self._counts)):

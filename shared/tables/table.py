@@ -22,8 +22,9 @@ from shared.tables.hashing import slots_of
 from shared.tables.kernels import cells as cell_loops
 from shared.tables.kernels import parts
 from shared.tables.kernels import rows as row_loops
-from shared.tables.leaving import Oldest, shared_out, swept, without_room
+from shared.tables.leaving import Counts, Oldest, shared_out, swept, without_room
 from shared.tables.memory import Cells, Floats, Numbers, Rows, Words, places_of
+from shared.tables.removed import RemovedIds
 from shared.tables.updates import INITS, first_state, init_scale, initial_values, kind_of, scalars_of
 
 # of each slot: a count is too high with a chance below 2 %, by more than e / 1024 of all counts there
@@ -55,11 +56,6 @@ class RowsOfIds:
 def stamps_of(words: Words) -> Numbers:
     """The version in which each row was changed last."""
     return (words >> parts.STAMP_SHIFT).astype(np.int64)
-
-
-def frequencies_of(words: Words) -> Numbers:
-    """About log2(1 + steps that changed it) of each row."""
-    return ((words >> parts.FREQUENCY_SHIFT) & parts.FREQUENCY_MASK).astype(np.int64)
 
 
 def portions(count: int) -> Iterator[slice]:
@@ -99,15 +95,6 @@ def by_slot(rows: RowsOfIds, seed: int, slot_count: int) -> Iterator[tuple[int, 
         yield slot, rows.where(chosen)
 
 
-@dataclass(slots=True)
-class Counts:
-    """`refused`: gradients of ids that were not admitted yet."""
-
-    admitted: int = 0
-    evicted: int = 0
-    refused: int = 0
-
-
 class Table:
     """`version`: steps made. `updates`: steps that had data (Adam counts them). Not for several threads at once. Each of `leaving` is called with rows
     that a step has changed or removed, as they were (see snapshot.py). Raises InvalidArgument for a `max_rows` below `slot_count`."""
@@ -122,6 +109,7 @@ class Table:
         self.slot_count = slot_count
         self.counts = Counts()
         self._before: list[RowsOfIds] | None = None  # parts, each with ids that ascend
+        self.removed = RemovedIds(version)
         self.leaving: list[Callable[[RowsOfIds], None]] = []
         self._cells = Cells(slot_count, spec.seed)
         self._rows = Rows(spec.row_words)
@@ -132,6 +120,9 @@ class Table:
         self._init = INITS[spec.init.kind], init_scale(spec.init)
         self._state, self._kind = first_state(spec.optimizer), kind_of(spec.optimizer)
         self.sketch = np.zeros((slot_count, SKETCH_DEPTH * SKETCH_CELLS), np.uint8) if spec.admit_after > 1 else None
+        self.sketch_stamps = np.zeros(
+            slot_count, np.int64
+        )  # in which version each slot's counts changed last; 0: never
 
     def __repr__(self) -> str:
         return f"<Table {self.spec.name} version {self.version}: {self.rows} rows of {self._rows.width} numbers>"
@@ -231,6 +222,7 @@ class Table:
                 cell_loops.admit(
                     self.sketch, SKETCH_DEPTH, cells.seed, own, found, np.uint8(self.spec.admit_after), admitted
                 )
+                self.sketch_stamps[slots_of(own[found < 0], self.spec.seed, slots)] = self.version + 1
             cell_loops.count_by_slot(own[(found < 0) & admitted], cells.seed, more)
             if self._oldest is not None:
                 cell_loops.count_by_slot(own[found >= 0], cells.seed, held)
@@ -333,6 +325,7 @@ class Table:
         gone = RowsOfIds(ids, words, self._rows.read(places))
         self._rows.give_back(places)
         self.counts.evicted += len(ids)
+        self.removed.add(self.version, ids, self.rows)
         return gone
 
     # ------------------------------------------------------------ slots
@@ -356,9 +349,16 @@ class Table:
             self._tell(self._gone(ids, words))
         return len(ids)
 
-    def read_slot(self, slot: int) -> RowsOfIds:
-        """Copies of its rows at the newest version."""
+    def words_of_slot(self, slot: int) -> tuple[Numbers, Words]:
+        """Copies of the ids and words of its rows at the newest version, in no order that means anything."""
+        return self._cells.of_slot(slot)
+
+    def read_slot(self, slot: int, after: int = -1) -> RowsOfIds:
+        """Copies of its rows at the newest version that were changed after version `after`."""
         ids, words = self._cells.of_slot(slot)
+        if after >= 0:
+            chosen = stamps_of(words) > after
+            ids, words = ids[chosen], words[chosen]
         order = np.argsort(ids)
         ids, words = ids[order], words[order]
         return RowsOfIds(ids, words, self._rows.read(places_of(words)))
@@ -373,6 +373,7 @@ class Table:
 
     def put_rows(self, rows: RowsOfIds) -> None:
         """Rows of slots that have none yet, as they were read elsewhere."""
+        self.removed.lose(self.version)
         self._rows.reserve(len(rows))
         for slot, mine in by_slot(rows, self.spec.seed, self.slot_count):
             places = self._rows.take(len(mine))
@@ -389,6 +390,7 @@ class Table:
 
     def dropping(self, slots: Numbers) -> Iterator[None]:
         """The same, slot by slot."""
+        self.removed.lose(self.version)
         for slot in slots.tolist():
             _, words = self._cells.of_slot(slot)
             self._rows.give_back(places_of(words))

@@ -25,6 +25,7 @@ from pserver_service.pserver import Pserver
 from pserver_service.recovery.table_loader import TableLoader
 from shared.blocks.accumulator import Accumulator
 from shared.blocks.buffers import Buffer
+from shared.checkpoints import schedule, stored
 from shared.records import StepMetrics
 from shared.records.layout import ROWS
 from shared.tables.snapshot import SlotGroup, TableSnapshot, new_lock
@@ -157,7 +158,12 @@ def no_pushes_without_rows() -> Any:
 
 def no_rows_in_checkpoints() -> Any:
     """Checkpoints have the blocks alone."""
-    return replaced(TableLoader, "take", lambda *_: None)
+    return replaced(TableLoader, "load", lambda self, url, part, other: stored.read_part(url, self.ref, part, other))
+
+
+def no_kept_chains() -> Any:
+    """What a kept checkpoint builds on is deleted as any other."""
+    return replaced(schedule, "chain_of", lambda ref, _: {ref.uuid})
 
 
 def no_wait_for_rows() -> Any:
@@ -240,4 +246,5 @@ ABLATIONS: dict[str, Callable[[], Any]] = {
     "wait for rows": no_wait_for_rows,
     "rows of the version before": no_rows_of_the_version_before,
     "roll-back of rows": no_roll_back_of_rows,
+    "kept chains": no_kept_chains,
 }

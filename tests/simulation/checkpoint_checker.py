@@ -6,10 +6,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
+from pserver_service.recovery.store_loader import load_store
 from shared.checkpoints import stored
+from shared.checkpoints.tables import table_in
 from shared.errors import CheckpointUnusable
-from shared.records.checkpoints import CheckpointLatest, CheckpointRef
+from shared.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
 from shared.storage.tensor_file import Entry
+from tests.simulation.rows import records_of
 
 STORAGE = "memory://simulated"
 
@@ -40,7 +43,9 @@ class CheckpointChecker:
         manifest = stored.read_manifest(STORAGE, self._job, ref)
         blocks: dict[str, bytearray] = {}
 
-        def place(entry: Entry) -> memoryview:
+        def place(entry: Entry) -> memoryview | None:
+            if table_in(entry.name) is not None:
+                return None
             blocks[entry.name] = bytearray(entry.bytes)
             return memoryview(blocks[entry.name])
 
@@ -49,5 +54,16 @@ class CheckpointChecker:
         record = manifest.record.model_dump(
             exclude={"lane_zero": {"asked"}, "results": True}
         )  # who asked, and what the master has stored, are no bits of the model
-        content = (record, sorted(blocks.items()))
+        content = (record, sorted(blocks.items()), self._rows_of(ref, manifest))
         return hashlib.sha256(repr(content).encode()).hexdigest()
+
+    def _rows_of(self, ref: CheckpointRef, manifest: Manifest) -> bytes:
+        """Of its table, as a parameter server that has all slots loads them: out of a whole part, or of one and deltas."""
+        if not manifest.layout.tables:
+            return b""
+        slots = manifest.slots.model_copy(update={"owners": (0,) * len(manifest.slots.owners)})
+        store, _ = load_store(STORAGE, self._job, manifest.layout.digest, ref, 0, slots, None)
+        assert store.rows is not None
+        [table] = store.rows.tables
+        assert table.sketch is not None
+        return records_of([table]) + table.sketch.tobytes()

@@ -36,6 +36,7 @@ SHOWN = {
     "wait for rows": (Mode.SYNC, Dispatch.MASTER, 0.0, 0),
     "rows of the version before": (Mode.SYNC, Dispatch.MASTER, 0.0, 127),
     "roll-back of rows": (Mode.SYNC, Dispatch.MASTER, 0.0, 1),
+    "kept chains": (Mode.SYNC, Dispatch.MASTER, 0.0, 4),
 }
 OF_ROWS = {
     "lanes without ids",
@@ -45,6 +46,7 @@ OF_ROWS = {
     "wait for rows",
     "rows of the version before",
     "roll-back of rows",
+    "kept chains",
 }
 STORM = replace(STEADY, high_s=0.05, slow=0.03, slow_s=2.0, lose_request=0.01, lose_reply=0.02)
 MOST_SEEDS = 100

@@ -19,7 +19,7 @@ from shared.checkpoints import stored
 from shared.errors import CheckpointUnusable, NotFound, PeerError, TriremeError
 from shared.evaluations import evaluation_of
 from shared.records import JobSpec
-from shared.records.checkpoints import CheckpointRef, Manifest
+from shared.records.checkpoints import CheckpointRef, Manifest, PartLink
 from shared.runtime import ids
 from shared.storage import files
 from trireme.cli import exit_codes
@@ -101,12 +101,13 @@ def _list(spec: JobSpec, *, as_json: bool) -> Answer:
         is_best = ref.uuid == best["checkpoint"] if best.get("checkpoint") else ref.step == best.get("step")
         rows.append({**row, **_facts(manifest), "evaluation": number, "best": is_best})
     if not as_json:
-        columns = ("step", "epoch", "timeline", "pservers", "MiB", "written", "checkpoint", "evaluation")
+        facts = ("step", "epoch", "timeline", "pservers", "kind")
+        columns = (*facts, "MiB", "needs MiB", "written", "checkpoint", "evaluation")
         table = Table(*columns, box=None, pad_edge=False)
         for row in rows:
-            size = f"{row['bytes'] / (1 << 20):.1f}" if "bytes" in row else row["damage"]
+            own, needed = (f"{row[size] / (1 << 20):.1f}" if size in row else "" for size in ("bytes", "needed_bytes"))
             when = str(row.get("timestamp", ""))[:19]
-            cells = (row["step"], row.get("epoch", ""), row["timeline"], row.get("pservers", ""), size, when)
+            cells = (*(row.get(name, "") for name in facts), own or row["damage"], needed, when)
             evaluated = f"{row.get('evaluation') or ''}{' (best)' if row.get('best') else ''}"
             table.add_row(*map(str, cells), row["checkpoint"][:8], evaluated)
         stdout_console().print(table)
@@ -128,7 +129,10 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
     return {
         "epoch": max((position.epoch for position in manifest.record.positions), default=0),
         "pservers": len(manifest.parts),
+        "kind": "delta" if manifest.on else "base",
+        "deltas": max((len(part.chain) for part in manifest.parts), default=0),
         "bytes": sum(part.bytes for part in manifest.parts),
+        "needed_bytes": sum(manifest.files.values()),
         "timestamp": manifest.timestamp,
     }
 
@@ -136,11 +140,12 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
 def _verify(spec: JobSpec, which: str | None, *, as_json: bool) -> Answer:
     refs, unreadable = ([choose(spec, which)], []) if which else stored.found(spec.storage)
     rows, code = [], exit_codes.JOB_FAILED if unreadable else exit_codes.OK
+    good: set[PartLink] = set()
     for ref in refs:
         row: dict[str, Any] = {"checkpoint": ref.uuid, "step": ref.step, "timeline": ref.timeline, "damage": None}
         try:
             manifest = stored.read_manifest(spec.storage, spec.job, ref)
-            row["bytes"] = stored.verify_parts(spec.storage, ref, manifest)
+            row["bytes"] = stored.verify_parts(spec.storage, ref, manifest, good)
         except (CheckpointUnusable, OSError) as error:
             row["damage"], code = str(error), exit_codes.JOB_FAILED
         rows.append(row)

@@ -10,7 +10,7 @@ All tables step together. A lane without an id of a table pushes no ids, but it 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -149,6 +149,11 @@ class TableRows:
     def copies(self) -> list[TableSnapshot]:
         """Of all tables at their version; the caller closes them."""
         return [TableSnapshot(table, self._lock) for table in self.tables]
+
+    def forget_removed(self, versions: Mapping[str, int]) -> None:
+        """No delta will be made on versions of a table before these."""
+        for table in self.tables:
+            table.removed.forget(versions.get(table.spec.name, 0))
 
     # ------------------------------------------------------------ lookups
 

@@ -249,6 +249,27 @@ def test_what_the_job_left_by_going_back_stays_beside_its_history_and_pushes_not
     assert history(changed_its_mind, 12, "0-6") == (ref(7, 12, "0-6"), ref(6))
 
 
+def test_what_kept_checkpoints_build_on_stays_and_one_that_has_no_file_in_common():
+    """Whole: 1, 2, 5, 8. The others build on the one before."""
+    refs = [
+        ref(step).model_copy(update={"on": () if step in (1, 2, 5, 8) else (f"0-{step - 1}",)}) for step in range(1, 9)
+    ]
+    latest, kept = None, {}
+    for each in refs:
+        kept[each.step] = kept_after(latest, each, (), 2)
+        latest = latest_of(*kept[each.step])
+    assert [[each.step for each in kept[step]] for step in (4, 5, 7, 8)] == [
+        [4, 3, 2, 1],
+        [5, 4, 3, 2],
+        [7, 6, 5, 4, 3, 2],
+        [8, 7, 6, 5],
+    ]
+    assert kept_after(latest_of(*kept[7]), refs[7], (), 1) == (refs[7],)
+    assert kept_after(latest_of(*kept[7]), refs[7], ("0-6",), 2) == (refs[7], refs[4]), (
+        "what builds on a damaged one goes"
+    )
+
+
 def test_a_later_timeline_is_newer_whatever_its_step():
     latest = latest_of(ref(4, 3))
     assert is_newer(ref(1, 5), latest)

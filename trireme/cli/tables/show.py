@@ -161,7 +161,8 @@ def _first(rows: RowsOfIds, spec: TableSpec, by: str, count: int) -> RowsOfIds:
     """Those that come first; ids ascend."""
     import numpy as np  # noqa: PLC0415
 
-    from shared.tables.table import frequencies_of, stamps_of  # noqa: PLC0415  loads numba
+    from shared.tables.memory import frequencies_of  # noqa: PLC0415  loads numba
+    from shared.tables.table import stamps_of  # noqa: PLC0415
 
     if len(rows) <= count:
         return rows
@@ -183,7 +184,8 @@ def _measure(row: dict[str, Any], by: str) -> float:
 
 def _described(rows: RowsOfIds, spec: TableSpec) -> list[dict[str, Any]]:
     """`step`: in which it was trained last. `minibatches`: about so many had the id."""
-    from shared.tables.table import frequencies_of, stamps_of  # noqa: PLC0415  loads numba
+    from shared.tables.memory import frequencies_of  # noqa: PLC0415  loads numba
+    from shared.tables.table import stamps_of  # noqa: PLC0415
 
     counts = (1 << frequencies_of(rows.words)) - 1
     facts = zip(rows.ids.tolist(), stamps_of(rows.words).tolist(), counts.tolist(), rows.content, strict=True)
