@@ -79,6 +79,7 @@ class Agent:
             spec.parameter_dtype,
             self._membership.certain,
             spec.on_nonfinite,
+            spec.gradient_dtype,
         )
         self._context = LoopContext(spec, etcd, directory, compute, transfer, source, reports, stopping)
         self._evaluator = Evaluator(self._context)

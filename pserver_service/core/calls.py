@@ -140,7 +140,7 @@ class OpenPush:
         rows = self._store.rows
         if item.block != ROWS or rows is None or item.rows is None:
             return block
-        return rows.payload_bytes(item.rows)
+        return rows.payload_bytes(item.rows, item.dtype)
 
     def answer(self) -> PushAnswer:
         return PushAnswer(
@@ -176,7 +176,7 @@ class OpenPush:
         if not on_arrival and (refusal := store.judge(self._push, item.lanes)) is not None:
             return refusal
         try:
-            ids, gradients = rows.read(item.rows, payload)
+            ids, gradients = rows.read(item.rows, payload, item.dtype)
         except BadFrame:
             return Verdict.BAD_FRAME
         if not rows.are_owned(ids, store.slots, self._server.index):

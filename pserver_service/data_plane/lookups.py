@@ -68,7 +68,10 @@ class OpenLookup:
             return LookupEnd(
                 code="WRONG_OWNER", message="an id is at another parameter server: read the slot map again"
             )
-        return rows.lookup(version, self._ids)
+        try:
+            return rows.lookup(version, self._ids, self._request.dtype)
+        except OverflowError as error:
+            return LookupEnd(code="OVERFLOW", message=f"a row of the tables: {error}")
 
     def close(self) -> None:
         if self._wake in self._pserver.lookups:
@@ -93,7 +96,7 @@ def ids_bytes(pserver: Pserver, request: LookupRequest) -> int:
     """Of the payload that has to follow. Raises NotReady, InvalidArgument, BadFrame, LayoutMismatch."""
     pserver.check(request)
     dims = tables_in(pserver.loaded()).dims
-    size_of(request.rows, dims, ids=False, rows=True)  # of the answer
+    size_of(request.rows, dims, ids=False, rows=True, dtype=request.dtype)  # of the answer
     return size_of(request.rows, dims, ids=True, rows=False)
 
 

@@ -2,7 +2,7 @@
 
     counts (n of each table, in the order of the layout) in the header; then all ids (int64), then all rows (float32), table after table
 
-Little-endian, as everything on the wire.
+Rows may be cast to bfloat16 or float16, as blocks are (shared/blocks/narrow.py). Little-endian, as everything on the wire.
 """
 
 from __future__ import annotations
@@ -11,38 +11,65 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from shared.blocks.narrow import DTYPES, cast_into
 from shared.errors import BadFrame
+from shared.records.job_spec import Narrow
 from shared.tables.hashing import Ids
 
 MOST_BYTES = 256 << 20  # of one payload
-ID_BYTES, NUMBER_BYTES = 8, 4
+ID_BYTES, NUMBER_BYTES, NARROW_BYTES = 8, 4, 2
 
 Bytes = bytes | bytearray | memoryview
 Rows = npt.NDArray[np.float32]
 
 
-def size_of(counts: Sequence[int], dims: Sequence[int], *, ids: bool, rows: bool) -> int:
-    """Bytes of a payload of these parts. Raises BadFrame: these counts cannot be."""
+def size_of(counts: Sequence[int], dims: Sequence[int], *, ids: bool, rows: bool, dtype: Narrow | None = None) -> int:
+    """Bytes of a payload of these parts. `dtype`: of the rows, if it is not float32. Raises BadFrame: these counts cannot be."""
     if len(counts) != len(dims) or any(count < 0 for count in counts):
         msg = f"counts {tuple(counts)[:8]} for {len(dims)} tables: expected one number of ids for each"
         raise BadFrame(msg)
-    size = sum(count * (ID_BYTES * ids + NUMBER_BYTES * dim * rows) for count, dim in zip(counts, dims, strict=True))
+    number = _number_bytes(dtype) * rows
+    size = sum(count * (ID_BYTES * ids + number * dim) for count, dim in zip(counts, dims, strict=True))
     if size > MOST_BYTES:
         msg = f"{sum(counts)} ids in one message are {size} bytes: at most {MOST_BYTES} are taken; use a smaller minibatch"
         raise BadFrame(msg)
     return size
 
 
-def joined(ids: Sequence[Ids], rows: Sequence[Rows] = ()) -> memoryview:
-    """The payload."""
-    return memoryview(b"".join([*(each.tobytes() for each in ids), *(each.tobytes() for each in rows)]))
+def joined(ids: Sequence[Ids], rows: Sequence[Rows] = (), dtype: Narrow | None = None) -> memoryview:
+    """The payload. Raises OverflowError: a value is beyond float16."""
+    sent = [each.tobytes() if dtype is None else narrowed(each, dtype) for each in rows]
+    return memoryview(b"".join([*(each.tobytes() for each in ids), *sent]))
 
 
-def ids_in(payload: Bytes, counts: Sequence[int], dims: Sequence[int], *, rows: bool) -> list[Ids]:
+def narrowed(values: Rows, dtype: Narrow) -> memoryview:
+    """float32 of any shape -> its bytes in a narrower dtype. Raises OverflowError: a value is beyond float16."""
+    narrow = torch.empty(values.size, dtype=DTYPES[dtype])
+    if values.size:
+        cast_into(narrow, torch.from_numpy(values.reshape(-1)))
+    found: memoryview = narrow.view(torch.int16).numpy().data
+    return found.cast("B")
+
+
+def _widened(values: memoryview, dtype: Narrow) -> Rows:
+    """float32 (n,): the same numbers."""
+    if dtype == "float16":
+        return np.frombuffer(values, np.float16).astype(np.float32)
+    return (np.frombuffer(values, np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _number_bytes(dtype: Narrow | None) -> int:
+    return NUMBER_BYTES if dtype is None else NARROW_BYTES
+
+
+def ids_in(
+    payload: Bytes, counts: Sequence[int], dims: Sequence[int], *, rows: bool, dtype: Narrow | None = None
+) -> list[Ids]:
     """The ids of each table, each ascending; views of the payload. Raises BadFrame."""
     view = memoryview(payload).cast("B")
-    if (expected := size_of(counts, dims, ids=True, rows=rows)) != view.nbytes:
+    if (expected := size_of(counts, dims, ids=True, rows=rows, dtype=dtype)) != view.nbytes:
         msg = f"{view.nbytes} bytes for {sum(counts)} ids: expected {expected}"
         raise BadFrame(msg)
     found, first = [], 0
@@ -56,12 +83,16 @@ def ids_in(payload: Bytes, counts: Sequence[int], dims: Sequence[int], *, rows: 
     return found
 
 
-def rows_in(payload: Bytes, counts: Sequence[int], dims: Sequence[int], *, ids: bool) -> list[Rows]:
-    """The rows of each table, float32 (n, dim); views of the payload, which has the right size."""
+def rows_in(
+    payload: Bytes, counts: Sequence[int], dims: Sequence[int], *, ids: bool, dtype: Narrow | None = None
+) -> list[Rows]:
+    """The rows of each table, float32 (n, dim), of a payload that has the right size; views of it, if they are float32 there."""
     view, found = memoryview(payload).cast("B"), []
     first = ID_BYTES * sum(counts) if ids else 0
     for count, dim in zip(counts, dims, strict=True):
-        size = NUMBER_BYTES * count * dim
-        found.append(np.frombuffer(view[first : first + size], np.float32).reshape(count, dim))
+        size = _number_bytes(dtype) * count * dim
+        part = view[first : first + size]
+        rows = np.frombuffer(part, np.float32) if dtype is None else _widened(part, dtype)
+        found.append(rows.reshape(count, dim))
         first += size
     return found

@@ -80,7 +80,7 @@ class PushBlock(Record):
     payload, if it is not the block's own. An empty payload: no samples or, in a block of buffers, no change by these samples.
     The payload of an integer buffer is its value (sync) or what is added to it (async). `result` (sync): of these lanes, with the first of
     their blocks that this parameter server gets in a push. `rows`: block is -1, `lanes` is one lane, and the payload is the gradients of rows of
-    embedding tables: so many ids of each (shared/tables/payload.py)."""
+    embedding tables: so many ids of each (shared/tables/payload.py); `dtype` is that of the gradients, if it is not float32."""
 
     block: int
     lanes: tuple[int, int] = (0, 1)
@@ -164,11 +164,12 @@ class PullEnd(Record):
 
 class LookupRequest(MessageHeader):
     """Rows of embedding tables at `version` (None: the newest one, whichever it is); a payload with the ids follows (shared/tables/payload.py), `rows` of
-    each table. `wait_s`: longest wait for the version."""
+    each table. `wait_s`: longest wait for the version. `dtype`: the rows are cast to it."""
 
     version: int | None
     rows: tuple[int, ...] = Field(max_length=MOST_TABLES)
     wait_s: float = Field(default=0.0, allow_inf_nan=False)
+    dtype: Narrow | None = None
 
 
 class LookupIds(Record):
@@ -179,9 +180,9 @@ class LookupIds(Record):
 
 class LookupEnd(Record):
     """After the payload of rows; or without it. `code`: OK, TOO_EARLY (the wait ran out), GONE, NOT_READY, WRONG_OWNER (an id belongs to another parameter
-    server)."""
+    server), OVERFLOW (values do not fit the requested dtype)."""
 
-    code: Literal["OK", "TOO_EARLY", "GONE", "NOT_READY", "WRONG_OWNER"]
+    code: Literal["OK", "TOO_EARLY", "GONE", "NOT_READY", "WRONG_OWNER", "OVERFLOW"]
     message: str = ""
 
 

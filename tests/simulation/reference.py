@@ -195,7 +195,7 @@ def _is_due(step: int, ended: int, every: int | str | None) -> bool:
 
 def final_rows(job: Job, last: int | None = None) -> bytes:
     """Of a job with tables, which ends at version `last`."""
-    rows = ReferenceRows()
+    rows = ReferenceRows(job.travels_as)
     for step, *_ in _trained(job, rows):
         if step == last:
             break
@@ -205,7 +205,7 @@ def final_rows(job: Job, last: int | None = None) -> bytes:
 def _trained(job: Job, rows: ReferenceRows | None = None) -> Iterator[tuple[int, int, Vectors, float]]:
     """As `versions`, with the learning rate of the step that made it. On a plateau: what an evaluation finds counts from the next one on."""
     rate, found, least = RATE, None, math.inf
-    rows = rows or (ReferenceRows() if job.tables else None)
+    rows = rows or (ReferenceRows(job.travels_as) if job.tables else None)
     segments = layout(Mode.SYNC).segments
     vectors = [
         (np.linspace(-1, 1, s.elements) if s.dtype == "float32" else np.arange(s.elements)).astype(s.dtype)

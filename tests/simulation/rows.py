@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
+from shared.blocks.narrow import DTYPES
 from shared.records import Mode
+from shared.records.job_spec import Transported
 from shared.records.layout import RowInit, RowOptimizer, TableSpec
 from shared.tables.lanes import LaneRows, mean_over_lanes
 from shared.tables.snapshot import to_records
@@ -86,20 +90,25 @@ def no_rows(mode: Mode = Mode.SYNC) -> LaneRows:
 
 
 class ReferenceRows:
-    """The table of the undisturbed run, without versions, lanes' pushes and owners."""
+    """The table of the undisturbed run, without versions, lanes' pushes and owners. Rows, and their gradients, travel as `dtype`."""
 
-    def __init__(self) -> None:
-        self._table = Table(TABLE, SLOTS)
+    def __init__(self, dtype: Transported = "float32") -> None:
+        self._table, self._dtype = Table(TABLE, SLOTS), DTYPES[dtype]
 
     def lookup(self, names: Sequence[int]) -> Array:
         ids = ids_of(names)
         found = np.empty((len(ids), TABLE.dim), np.float32)
         self._table.lookup(ids, found)
-        return found
+        return self._travelled(found)
+
+    def _travelled(self, values: Array) -> Array:
+        there: Array = torch.from_numpy(values).to(self._dtype).float().numpy()
+        return there
 
     def step(self, lanes: Sequence[LaneRows], factor: float) -> None:
         """`factor`: of the learning rate."""
-        self._table.step(*mean_over_lanes(lanes, TABLE.dim), TABLE.optimizer.lr * factor)
+        sent = [replace(lane, gradients=self._travelled(lane.gradients)) for lane in lanes]
+        self._table.step(*mean_over_lanes(sent, TABLE.dim), TABLE.optimizer.lr * factor)
 
     def records(self) -> bytes:
         return records_of([self._table])

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from shared.errors import BadFrame, Gone, PeerError, StaleGeneration, WrongOwner
+from shared.errors import BadFrame, Gone, InvalidArgument, PeerError, StaleGeneration, UserCodeError, WrongOwner
+from shared.records.job_spec import Narrow
 from shared.tables.hashing import Ids, slots_of
 from shared.tables.payload import joined, rows_in, size_of
 from shared.wire.messages import LookupEnd, LookupRequest
@@ -32,20 +33,33 @@ Chosen = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Rows of `ids` at `version`, each at its place (`places`) in `found`; a list item for each table."""
+    """Rows of `ids` at `version`, sent as `dtype`, each at its place (`places`) in `found`; a list item for each table."""
 
     version: int | None
     ids: Sequence[Ids]
     found: Sequence[Rows]
     places: Sequence[npt.NDArray[np.int64]]
+    dtype: Narrow | None
 
     def where(self, chosen: Sequence[Chosen]) -> _Wanted:
         ids, places = ([each[own] for each, own in zip(some, chosen, strict=True)] for some in (self.ids, self.places))
-        return _Wanted(self.version, ids, self.found, places)
+        return _Wanted(self.version, ids, self.found, places, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class RowPart:
+    """Gradients of rows for one parameter server. `counts`: how many of each table; `dtype`: of the gradients in the payload, if it is not float32."""
+
+    counts: tuple[int, ...]
+    payload: memoryview
+    dtype: Narrow | None = None
 
 
 class Lookups(Peers):
-    """Of a model with embedding tables."""
+    """Of a model with embedding tables. Rows travel in `row_dtype` and their gradients in `row_gradient_dtype`; None: float32."""
+
+    row_dtype: Narrow | None = None
+    row_gradient_dtype: Narrow | None = None
 
     @cached_property
     def _dims(self) -> list[int]:
@@ -60,29 +74,35 @@ class Lookups(Peers):
         ]
         return {index: [own == index for own in owner_of] for index in sorted(set(routes.slots))}
 
-    def row_parts(self, routes: Routes, lane: Sequence[LaneRows]) -> dict[int, tuple[tuple[int, ...], memoryview]]:
-        """A lane's gradients by parameter server: how many of each table, and the payload. Of all that own slots, also of those without any: then it is
-        known that nothing is missing."""
-        parts = {}
+    def row_parts(self, routes: Routes, lane: Sequence[LaneRows]) -> dict[int, RowPart]:
+        """A lane's gradients by parameter server. Of all that own slots, also of those without any: then it is known that nothing is missing. Raises
+        UserCodeError: they do not fit their dtype."""
+        parts, dtype = {}, self.row_gradient_dtype
         for index, chosen in self.split_ids(routes, [rows.ids for rows in lane]).items():
             ids = [rows.ids[own] for rows, own in zip(lane, chosen, strict=True)]
             gradients = [rows.gradients[own] for rows, own in zip(lane, chosen, strict=True)]
-            parts[index] = tuple(len(some) for some in ids), joined(ids, gradients)
+            try:
+                payload = joined(ids, gradients, dtype)
+            except OverflowError as error:
+                what = f"a gradient of rows of embedding tables: {error}"
+                msg = f"{what}; use gradient_dtype bfloat16, or scale the loss down"
+                raise UserCodeError(msg, error_type="OverflowError") from error
+            parts[index] = RowPart(tuple(len(some) for some in ids), payload, dtype)
         return parts
 
-    def mean_row_parts(
-        self, routes: Routes, minibatches: Sequence[Sequence[LaneRows]]
-    ) -> dict[int, tuple[tuple[int, ...], memoryview]]:
+    def mean_row_parts(self, routes: Routes, minibatches: Sequence[Sequence[LaneRows]]) -> dict[int, RowPart]:
         """The same of the mean over several minibatches."""
         from shared.tables.lanes import mean_over_minibatches  # noqa: PLC0415  only where there are tables: it loads numba
 
         return self.row_parts(routes, mean_over_minibatches(minibatches, self._dims))
 
-    async def lookup(self, version: int | None, ids: Sequence[Ids]) -> list[Rows]:
-        """The rows at `version` (None: the newest ones): of each table float32 (n, dim). `ids`: of each table int64 (n,), ascending, each once. Waits until the parameter servers have
-        the version. Raises Gone if it is no longer kept, StaleGeneration."""
+    async def lookup(self, version: int | None, ids: Sequence[Ids], *, exact: bool = False) -> list[Rows]:
+        """The rows at `version` (None: the newest ones): of each table float32 (n, dim). `ids`: of each table int64 (n,), ascending, each once. Waits until the
+        parameter servers have the version. `exact`: in full precision, whatever `row_dtype` is. Raises Gone if it is no longer kept, InvalidArgument if
+        rows do not fit the dtype, StaleGeneration."""
+        dtype = None if exact else self.row_dtype
         found = [np.empty((len(some), dim), np.float32) for some, dim in zip(ids, self._dims, strict=True)]
-        await self._fill(_Wanted(version, ids, found, [np.arange(len(some)) for some in ids]))
+        await self._fill(_Wanted(version, ids, found, [np.arange(len(some)) for some in ids], dtype))
         return found
 
     async def _fill(self, wanted: _Wanted, refusals: int = 0) -> None:
@@ -99,7 +119,9 @@ class Lookups(Peers):
         while True:
             if await self._certain():
                 backoff.waited(OWN_LEASE)
-            request = LookupRequest(**self.envelope(), version=wanted.version, rows=counts, wait_s=LOOKUP_WAIT_S)
+            request = LookupRequest(
+                **self.envelope(), version=wanted.version, rows=counts, wait_s=LOOKUP_WAIT_S, dtype=wanted.dtype
+            )
             try:
                 end, rows = await self._port(index).lookup(request, payload)
             except WrongOwner as error:
@@ -113,15 +135,17 @@ class Lookups(Peers):
                 continue
             match end.code:
                 case "OK":
-                    if rows.nbytes != size_of(counts, self._dims, ids=False, rows=True):
+                    if rows.nbytes != size_of(counts, self._dims, ids=False, rows=True, dtype=wanted.dtype):
                         raise BadFrame(f"pserver-{index} sent {rows.nbytes} bytes for {sum(counts)} rows")
-                    for into, place, part in zip(
-                        wanted.found, wanted.places, rows_in(rows, counts, self._dims, ids=False), strict=True
-                    ):
+                    parts = rows_in(rows, counts, self._dims, ids=False, dtype=wanted.dtype)
+                    for into, place, part in zip(wanted.found, wanted.places, parts, strict=True):
                         into[place] = part
                     return
                 case "GONE":
                     raise Gone(end.message)
+                case "OVERFLOW":
+                    hint = f"parameter_dtype is {wanted.dtype}; start the job with another"
+                    raise InvalidArgument(end.message, hint=hint)
                 case "TOO_EARLY":
                     backoff.waited(end.message)
                 case "WRONG_OWNER":

@@ -11,6 +11,7 @@ from shared.records.job_spec import Narrow
 from shared.records.layout import ROWS
 from shared.records.step import NodeResult
 from shared.wire.messages import PushBlock
+from trainer_agent.data_plane.lookups import RowPart
 from trainer_agent.data_plane.routing import Routes
 
 
@@ -137,20 +138,14 @@ class Outboxes(dict[int, Outbox]):
 
         return add
 
-    def add_rows(
-        self,
-        lane: int,
-        count: int,
-        parts: Mapping[int, tuple[tuple[int, ...], memoryview]],
-        result: NodeResult | None = None,
-    ) -> None:
-        """A lane's gradients of rows of embedding tables, by parameter server: how many of each table, and the payload. `count`: the lane's records. `result`
-        (synchronous): the rows of all lanes may be there, and be stepped, before a block of each is."""
-        for index, (rows, payload) in parts.items():
+    def add_rows(self, lane: int, count: int, parts: Mapping[int, RowPart], result: NodeResult | None = None) -> None:
+        """A lane's gradients of rows of embedding tables, by parameter server. `count`: the lane's records. `result` (synchronous): the rows of all lanes may
+        be there, and be stepped, before a block of each is."""
+        for index, part in parts.items():
             item = PushBlock.model_construct(
-                block=ROWS, lanes=(lane, lane + 1), count=count, dtype=None, result=result, rows=rows
+                block=ROWS, lanes=(lane, lane + 1), count=count, dtype=part.dtype, result=result, rows=part.counts
             )
-            self[index].add(item, payload)
+            self[index].add(item, part.payload)
             self._rows += 1
 
     @property

@@ -44,12 +44,15 @@ class Pulls(WholeTables):
         parameter_dtype: Transported = "float32",
         certain: Callable[[], Awaitable[bool]] = _at_once,
         on_nonfinite: Nonfinite = "fail",
+        gradient_dtype: Transported = "float32",
     ) -> None:
         super().__init__(directory, connect, vectors.layout, suspect, certain)
         self._vectors = vectors
         self._fails = on_nonfinite == "fail"
         self._norm = StepNormFinder(-1, fails=False)
         self._narrow: Narrow | None = None if parameter_dtype == "float32" else parameter_dtype
+        self.row_dtype = self._narrow
+        self.row_gradient_dtype = None if gradient_dtype == "float32" else gradient_dtype
         self._narrowed = vectors.layout.payloads(parameter_dtype)
         # by (slot map version, pserver index): PullEnd.known of the values in use, and of those in the staging vector
         self._known: dict[tuple[int, int], str] = {}

@@ -299,7 +299,10 @@ class AsyncLoop:
                 log.warning("minibatch_skipped", task=task.task_id, minibatch=number, records=skipped)
         if tables:
             count = sum(result.records for result in results)
-            outboxes.add_rows(0, count, self._transfer.mean_row_parts(outboxes.routes, of_rows))
+            try:
+                outboxes.add_rows(0, count, self._transfer.mean_row_parts(outboxes.routes, of_rows))
+            except UserCodeError as error:
+                raise TaskFailed(task, error, f"minibatches {node[0]} to {node[1] - 1}") from error
         outboxes.close()
         return results
 

@@ -97,7 +97,7 @@ class EvaluateExportLoop:
             self._transfer.swap()
             self._pulled = True
             if self._compute.layout.tables:
-                self._compute.read_rows(partial(self._transfer.lookup, self._version))
+                self._compute.read_rows(partial(self._transfer.lookup, self._version, exact=True))
         return self._final
 
     @property

@@ -148,14 +148,14 @@ class SyncLoop:
                         work.results[lane] = await self._compute.gradient(
                             node, lane, seed, portion.records, finished, ready
                         )
+                    if tables:
+                        result = work.results[lane]
+                        parts = self._transfer.row_parts(work.outboxes.routes, self._compute.lane_rows())
+                        work.outboxes.add_rows(lane, result.records, parts, node_result(result))
                 except UserCodeError as error:
                     if portion.task is None:
                         raise
                     raise TaskFailed(portion.task, error, f"step {step.number}, lane {lane}") from error
-                if tables:
-                    result = work.results[lane]
-                    parts = self._transfer.row_parts(work.outboxes.routes, self._compute.lane_rows())
-                    work.outboxes.add_rows(lane, result.records, parts, node_result(result))
                 if skipped := work.results[lane].skipped:
                     log.warning("minibatch_skipped", step=step.number, lane=lane, records=skipped)
         work.outboxes.close()

@@ -17,12 +17,13 @@ import numpy as np
 from shared.errors import InvalidArgument, TooLarge
 from shared.lanes import Interval
 from shared.records import SlotMap
+from shared.records.job_spec import Narrow
 from shared.records.layout import Layout, schedule_factor
 from shared.records.step import LaneZero
 from shared.tables.hashing import owned_slots, slots_of
 from shared.tables.lanes import LaneRows, means_over_lanes
 from shared.tables.memory import Floats, Numbers
-from shared.tables.payload import ID_BYTES, MOST_BYTES, NUMBER_BYTES, ids_in, rows_in, size_of
+from shared.tables.payload import ID_BYTES, MOST_BYTES, NUMBER_BYTES, ids_in, narrowed, rows_in, size_of
 from shared.tables.payload import joined as payload_of
 from shared.tables.snapshot import TableSnapshot, new_lock
 from shared.tables.table import RowsOfIds, Table, joined, living
@@ -69,13 +70,16 @@ class TableRows:
 
     # ------------------------------------------------------------ pushes
 
-    def payload_bytes(self, counts: Sequence[int]) -> int:
+    def payload_bytes(self, counts: Sequence[int], dtype: Narrow | None = None) -> int:
         """Of ids and gradients, so many of each table. Raises BadFrame."""
-        return size_of(counts, self.dims, ids=True, rows=True)
+        return size_of(counts, self.dims, ids=True, rows=True, dtype=dtype)
 
-    def read(self, counts: Sequence[int], payload: memoryview) -> tuple[list[Numbers], list[Floats]]:
-        """Ids and gradients of each table; views. Raises BadFrame."""
-        return ids_in(payload, counts, self.dims, rows=True), rows_in(payload, counts, self.dims, ids=True)
+    def read(
+        self, counts: Sequence[int], payload: memoryview, dtype: Narrow | None = None
+    ) -> tuple[list[Numbers], list[Floats]]:
+        """Ids and gradients (sent as `dtype`) of each table; may be views. Raises BadFrame."""
+        ids = ids_in(payload, counts, self.dims, rows=True, dtype=dtype)
+        return ids, rows_in(payload, counts, self.dims, ids=True, dtype=dtype)
 
     def are_owned(self, ids: Sequence[Numbers], slots: SlotMap | None, index: int) -> bool:
         """Whether all of these ids belong to the slots of parameter server `index`."""
@@ -165,15 +169,15 @@ class TableRows:
         kept = all(table.has_before for table in self.tables)
         return None if version == self.version or (version == self.version - 1 and kept) else Verdict.GONE
 
-    def lookup(self, version: int | None, ids: Sequence[Numbers]) -> memoryview:
-        """The values of all ids, as a payload of rows."""
+    def lookup(self, version: int | None, ids: Sequence[Numbers], dtype: Narrow | None = None) -> memoryview:
+        """The values of all ids, as a payload of rows. Raises OverflowError: a value does not fit `dtype`."""
         flat = np.empty(sum(len(some) * dim for some, dim in zip(ids, self.dims, strict=True)), np.float32)
         first = 0
         for table, some in zip(self.tables, ids, strict=True):
             size = len(some) * table.spec.dim
             table.lookup(some, flat[first : first + size].reshape(len(some), table.spec.dim), version)
             first += size
-        return flat.data.cast("B")
+        return flat.data.cast("B") if dtype is None else narrowed(flat, dtype)
 
     # ------------------------------------------------------------ whole tables
 

@@ -7,12 +7,16 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
+import torch
 
 from pserver_service.core.progress import missing_lanes
 from pserver_service.core.table.rows import TableRows
 from pserver_service.data_plane import lookups
 from shared.errors import BadFrame, CallerError, NotReady
 from shared.records import SlotMap
+from shared.records.layout import ROWS
+from shared.tables.payload import joined, rows_in
+from shared.wire.messages import PushBlock
 from shared.wire.verdict import Verdict
 from tests.pserver_service.data_plane.servers import TRANSPORTS, server
 from tests.pserver_service.data_plane.streams import streamed
@@ -61,6 +65,38 @@ async def test_rows_go_out_and_gradients_come_in(server):
     assert await rows_at(server, 1, NONE, NONE) == ("OK", [[], []])
     await push(server, 1, step_of(KEYS))
     assert await rows_at(server, 0, *KEYS) == ("GONE", 0)
+
+
+@everywhere
+async def test_rows_and_gradients_travel_in_bfloat16_where_both_say_so(server):
+    await made(server)
+    keys, third = [KEYS[0], NONE], np.full((2, 2), 1 / 3, np.float32)
+    item = PushBlock(block=ROWS, lanes=(0, 1), count=2, dtype="bfloat16", rows=(2, 0))
+    others = [pushed_rows(lane, *keys, value=0.0) for lane in range(1, 4)]
+    answer = await push(
+        server, 0, [*whole_blocks(), (item, bytes(joined(keys, [third, third[:0]], "bfloat16"))), *others]
+    )
+    assert answer.refused == ()
+    value = np.float32(0.5) - np.float32(0.333984375) / 4  # bfloat16's third
+    request, ids = wanted(1, *keys, wait_s=10, dtype="bfloat16")
+    end, rows = await server.client.lookup(request, ids)
+    (found, _) = rows_in(rows, (2, 0), (2, 3), ids=False, dtype="bfloat16")
+    assert (end.code, rows.nbytes) == ("OK", 8)
+    assert found.tolist() == [[float(torch.tensor(value).bfloat16())] * 2] * 2
+    assert (await rows_at(server, 1, *keys))[1][0] == [[float(value)] * 2] * 2
+
+
+@everywhere
+async def test_a_row_that_does_not_fit_float16_is_said_in_a_word(server):
+    await made(server)
+    items = [*whole_blocks(), *(pushed_rows(lane, ids(1), NONE, value=-70000.0) for lane in range(4))]
+    assert (await push(server, 0, items)).refused == ()
+    request, payload = wanted(1, ids(1), NONE, wait_s=10, dtype="float16")
+    end, _ = await server.client.lookup(request, payload)
+    assert (end.code, end.message) == (
+        "OVERFLOW",
+        "a row of the tables: 70000.5 does not fit float16, which ends at 65504",
+    )
 
 
 @everywhere

@@ -110,6 +110,7 @@ async def test_a_lookup_that_cannot_be_is_refused(server, frames, why):
         (rows_frame(GOOD_ROWS, rows=(HUGE, 0)), Verdict.BAD_FRAME),
         (rows_frame(GOOD_ROWS, rows=None), Verdict.LAYOUT_MISMATCH),
         (rows_frame(GOOD_ROWS[:-1]), Verdict.BAD_FRAME),
+        (rows_frame(GOOD_ROWS[:37], dtype="bfloat16"), Verdict.BAD_FRAME),
         (rows_frame(ids(2, 1).tobytes() + bytes(16), rows=(2, 0)), Verdict.BAD_FRAME),
         (rows_frame(ids(2, 2).tobytes() + bytes(16), rows=(2, 0)), Verdict.BAD_FRAME),
         (rows_frame(GOOD_ROWS, count=-1), Verdict.LAYOUT_MISMATCH),

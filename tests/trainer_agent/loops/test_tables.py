@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from pserver_service.core.table import rows
 from shared.errors import NotReady
@@ -16,7 +17,7 @@ from shared.tables.table import joined
 from tests.equipment.cluster import direct_ports
 from tests.equipment.cluster.direct_ports import DirectPserver
 from tests.trainer_agent.cluster import TorchCluster, cluster
-from tests.trainer_agent.scripts import differing, spec_for, write_script
+from tests.trainer_agent.scripts import PARTS, differing, spec_for, write_script
 from trainer_agent.script.user_module import load
 from trainer_agent.tables import export
 from trainer_agent.tables.files import StoredTable, read_table, write_tables
@@ -203,6 +204,34 @@ async def test_clipped_gradients_wait_for_their_norm_though_the_rows_are_stepped
             found = await trained(spec, trainers)
         expected = expected or found
         assert_same(found, expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+async def test_rows_that_travel_narrow_are_rounded_in_the_same_way_whoever_computes(tmp_path, dtype):
+    """The export has them as they are at the parameter servers."""
+    narrow = {"gradient_dtype": dtype, "parameter_dtype": dtype, "epochs": 1, "lanes": 4}
+    script = write_script(tmp_path, model=MODEL, ids=IDS)
+    found = [
+        await trained(spec_for(script, pservers=members, storage=str(tmp_path / f"s{members}"), **narrow), members)
+        for members in (1, 3)
+    ]
+    assert_same(*found)
+    values = torch.from_numpy(found[0][1]["user"][1])
+    assert not torch.equal(values, values.to(getattr(torch, dtype)).float())
+    exact = await trained(spec_for(script, epochs=1, lanes=4, storage=str(tmp_path / "exact")))
+    assert not np.array_equal(exact[1]["user"][1], found[0][1]["user"][1])
+
+
+async def test_a_gradient_of_rows_beyond_float16_fails_the_task_with_what_to_do(tmp_path):
+    steep = PARTS["loss"].replace("F.cross_entropy", "1e8 * F.cross_entropy")
+    script = write_script(tmp_path, model=MODEL, loss=steep)
+    values = {"gradient_dtype": "float16", "clip_lane_norm": 1e-3, "max_user_failures": 1}  # rows are not clipped
+    async with cluster(spec_for(script, **values), 1) as job:
+        state = await job.ended()
+    assert state.phase is Phase.FAILED
+    assert state.failure is not None
+    assert "a gradient of rows of embedding tables: " in state.failure.message
+    assert "does not fit float16, which ends at 65504; use gradient_dtype bfloat16" in state.failure.message
 
 
 @pytest.fixture
