@@ -166,7 +166,7 @@ class LookupRequest(MessageHeader):
     """Rows of embedding tables at `version` (None: the newest one, whichever it is); a payload with the ids follows (shared/tables/payload.py), `rows` of
     each table. `wait_s`: longest wait for the version. `dtype`: the rows are cast to it."""
 
-    version: int | None
+    version: int | None = None
     rows: tuple[int, ...] = Field(max_length=MOST_TABLES)
     wait_s: float = Field(default=0.0, allow_inf_nan=False)
     dtype: Narrow | None = None
@@ -190,7 +190,7 @@ class TableRequest(MessageHeader):
     """All rows of the `table`th embedding table at `version`, the newest one (None: whichever that is): those of slots from `first` on, as many as go into
     one answer. `first` = slot_count: only how many rows there are. `slots`: version of the slot map that the asker goes by; 0: not checked."""
 
-    version: int | None
+    version: int | None = None
     table: int = Field(ge=0, lt=MOST_TABLES)
     first: int = Field(default=0, ge=0)
     slots: int = 0

@@ -13,14 +13,14 @@ from pserver_service.core.progress import missing_lanes
 from pserver_service.core.table.rows import TableRows
 from pserver_service.data_plane import lookups
 from shared.errors import BadFrame, CallerError, NotReady
-from shared.records import SlotMap
+from shared.records import Mode, SlotMap
 from shared.records.layout import ROWS
 from shared.tables.payload import joined, rows_in
-from shared.wire.messages import PushBlock
+from shared.wire.messages import LedgerQuery, PushBlock, TableRequest
 from shared.wire.verdict import Verdict
 from tests.pserver_service.data_plane.servers import TRANSPORTS, server
 from tests.pserver_service.data_plane.streams import streamed
-from tests.pserver_service.jobs import PLAIN, layout_of, pull_request, push_header, settled, stream
+from tests.pserver_service.jobs import JOB, PLAIN, async_header, layout_of, pull_request, push_header, settled, stream
 from tests.pserver_service.table.tables import LAYOUT, NONE, ids, pushed_rows, step_of, values_in, wanted, whole_blocks
 
 __all__ = ["server"]
@@ -97,6 +97,21 @@ async def test_a_row_that_does_not_fit_float16_is_said_in_a_word(server):
         "OVERFLOW",
         "a row of the tables: 70000.5 does not fit float16, which ends at 65504",
     )
+
+
+@everywhere
+async def test_an_asynchronous_push_steps_rows_when_it_arrives_and_the_newest_ones_are_read(server):
+    await server.initialise(LAYOUT, Mode.ASYNC, 1)
+    for start, found in ((0, -0.5), (1, -1.5), (1, -1.5)):
+        header = async_header(3, start, start + 1, 4)
+        answer = await server.client.push(header, stream(*whole_blocks((0, 1)), pushed_rows(0, *KEYS)))
+        assert (answer.applied + answer.duplicate, answer.refused) == (4, ())
+        assert await rows_at(server, None, *KEYS) == ("OK", [[[found] * 2] * 2, [[found] * 3]])
+    end, _ = await server.client.table(TableRequest(job=JOB, generation=1, version=None, table=1))
+    assert (end.rows, end.total) == (1, 1)
+    assert (await server.client.ledger(LedgerQuery(epoch=0, task_id="3"))).next == 2
+    with pytest.raises(CallerError, match="ask for None"):
+        await rows_at(server, 2, *KEYS)
 
 
 @everywhere
