@@ -80,6 +80,9 @@ class Memory:
     def peak(self) -> int:
         return _status("VmHWM") - _status("RssFile") - self._before
 
+    def now(self) -> int:
+        return _status("VmRSS") - _status("RssFile") - self._before
+
     @staticmethod
     def borrowed() -> int:
         """Resident bytes of others' shared memory that this process only reads."""

@@ -250,7 +250,10 @@ class RowTurns:
 
     def begin(self, store: Store) -> None:
         rows = tables_in(store)
-        self._go_on(store, rows.steps(store.history.lane_zero(rows.version)))
+        steps = rows.steps(store.history.lane_zero(rows.version))
+        asyncio.get_running_loop().call_soon(
+            self._go_on, store, steps
+        )  # the push that begins it has taken its time, too
 
     def _go_on(self, store: Store, steps: Iterator[None]) -> None:
         if self._pserver.store is not store:

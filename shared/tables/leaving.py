@@ -17,8 +17,8 @@ import numpy.typing as npt
 from shared.tables.kernels import cells as cell_loops
 from shared.tables.kernels import parts
 from shared.tables.memory import Cells, Numbers, Words
+from shared.tables.needs import QUEUE_SHARE
 
-SHARE = 8  # of a slot's rows, one in so many has room in its queue
 LEAST = 16  # places of a queue
 AT_ONCE = 4096  # rows that leave between two values
 SWEEPS = 128  # of a slot in `evict_after_steps` steps, if it has so many rows for so long
@@ -41,7 +41,7 @@ class Oldest:
 
     def __init__(self, quotas: Numbers) -> None:
         self.quotas = quotas
-        places = max(LEAST, -(-int(quotas.max()) // SHARE))
+        places = max(LEAST, -(-int(quotas.max()) // QUEUE_SHARE))
         self._ids = np.empty((len(quotas), places), np.int64)
         self._stamps = np.empty((len(quotas), places), Stamps)
         self._heads, self._lengths = np.zeros(len(quotas), np.int64), np.zeros(len(quotas), np.int64)

@@ -20,14 +20,13 @@ from shared.records.layout import MOST_ROWS
 from shared.tables.kernels import cells as cell_loops
 from shared.tables.kernels import parts
 from shared.tables.kernels import rows as row_loops
+from shared.tables.needs import AFTER_GROWTH, CELL_BYTES, LEAST_LOAD, LOADS
 
 CHUNK_BYTES = 64 << 20
 SMALLEST = 8  # cells of a slot that has rows
-LEAST_LOAD, LOADS = 0.55, 0.20  # a slot's limit lies between the first and their sum
-AFTER_GROWTH = 0.42
 TOO_EMPTY = 0.2  # then a slot gets a smaller table
+OWN_PAGES_BYTES = 32 << 10  # of a slot's cells, from which on they have pages of their own
 CELLS_AT_ONCE = 1 << 15  # that move between two values of `reserve`: about a millisecond
-CELL_BYTES = 16
 
 Words = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
@@ -196,13 +195,23 @@ class Cells:
 
 def _new_cells(ids: int) -> Words:
     """An empty table for so many ids, and for those that come until it grows."""
-    return np.zeros(2 * max(SMALLEST, int(ids / AFTER_GROWTH)), np.uint64)
+    words = 2 * max(SMALLEST, int(ids / AFTER_GROWTH))
+    if 8 * words < OWN_PAGES_BYTES:
+        return np.zeros(words, np.uint64)
+    return np.frombuffer(
+        _pages(8 * words), np.uint64
+    )  # they go back to the system: tables that grow leave gaps in a heap
 
 
 def _zeros(count: int) -> Floats:
-    """float32 (count,) in pages of its own, large ones where the system has them: rows are read in no order."""
-    pages = mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """float32 (count,), in large pages where the system has them: rows are read in no order."""
+    pages = _pages(4 * count)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, np.float32)
+
+
+def _pages(size: int) -> mmap.mmap:
+    """Zeros."""
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -24,13 +24,11 @@ from shared.tables.kernels import parts
 from shared.tables.kernels import rows as row_loops
 from shared.tables.leaving import Counts, Oldest, shared_out, swept, without_room
 from shared.tables.memory import Cells, Floats, Numbers, Rows, Words, places_of
+from shared.tables.needs import SKETCH_CELLS, SKETCH_DEPTH
 from shared.tables.removed import RemovedIds
 from shared.tables.updates import INITS, first_state, init_scale, initial_values, kind_of, scalars_of
 
-# of each slot: a count is too high with a chance below 2 %, by more than e / 1024 of all counts there
-SKETCH_DEPTH, SKETCH_CELLS = 4, 1024
 AT_ONCE = 4096  # rows, so that what is made of them stays in the processor's cache
-
 Flags = npt.NDArray[np.bool_]
 
 
@@ -120,9 +118,7 @@ class Table:
         self._init = INITS[spec.init.kind], init_scale(spec.init)
         self._state, self._kind = first_state(spec.optimizer), kind_of(spec.optimizer)
         self.sketch = np.zeros((slot_count, SKETCH_DEPTH * SKETCH_CELLS), np.uint8) if spec.admit_after > 1 else None
-        self.sketch_stamps = np.zeros(
-            slot_count, np.int64
-        )  # in which version each slot's counts changed last; 0: never
+        self.sketch_stamps = np.zeros(slot_count, np.int64)  # when each slot's counts changed last; 0: never
 
     def __repr__(self) -> str:
         return f"<Table {self.spec.name} version {self.version}: {self.rows} rows of {self._rows.width} numbers>"
@@ -147,6 +143,10 @@ class Table:
     def has_before(self) -> bool:
         """Whether the version before can be read."""
         return self._before is not None
+
+    def start_at(self, version: int) -> None:
+        """Its rows are of that version; what they were before is not known."""
+        self.version, self._before = version, None
 
     @property
     def before(self) -> RowsOfIds | None:

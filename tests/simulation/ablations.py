@@ -196,7 +196,7 @@ def no_roll_back_of_rows() -> Any:
     def restored(self: Pserver, store: Store, timeline: int, checkpoint: str) -> None:
         if store.rows is not None and self in kept:
             for table in kept[self]:
-                table.version, table.before = store.rows.version, None
+                table.start_at(store.rows.version)
             store.rows.tables = kept[self]
         restore(self, store, timeline, checkpoint)
 

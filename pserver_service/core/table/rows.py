@@ -108,7 +108,9 @@ class TableRows:
         """The next version; some milliseconds of work between two values. Rows can be read while room is made for new ones, not while they change.
         `lane_zero`: of the step, with the options of the optimizer's groups in it."""
         self.stepping = True
-        factor = self._factor(lane_zero)
+        return self._steps(self._factor(lane_zero))
+
+    def _steps(self, factor: float) -> Iterator[None]:
         lanes = [self._waiting[lane] for lane in range(self.lanes)]
         while not self._lock.acquire(timeout=LOCK_S):  # a thread of low priority that reads a snapshot may have it
             yield

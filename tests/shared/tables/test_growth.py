@@ -5,19 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.records.layout import RowInit, RowOptimizer, TableSpec
 from shared.tables.memory import CELLS_AT_ONCE
+from shared.tables.needs import needs_of
 from shared.tables.table import AT_ONCE, Table, joined, stamps_of
 
 DIM = 3
+ADAM = RowOptimizer(kind="adam", lr=0.01)
 
 
 def table_of(slots: int, **more: Any) -> Table:
-    optimizer, init = RowOptimizer(kind="sgd", lr=1.0), RowInit(kind="constant", scale=0.0)
-    return Table(TableSpec(name="t", dim=DIM, seed=5, optimizer=optimizer, init=init, **more), slots)
+    spec = {"name": "t", "dim": DIM, "seed": 5, "optimizer": RowOptimizer(kind="sgd", lr=1.0), **more}
+    return Table(TableSpec(init=RowInit(kind="constant", scale=0.0), **spec), slots)
 
 
 def some_ids(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -114,6 +117,19 @@ def test_which_rows_leave_does_not_depend_on_where_they_lie(data: Any) -> None:
             for slot in other.slots():
                 again.put_rows(other.read_slot(slot))
             other = again
+
+
+@pytest.mark.parametrize("more", [{}, {"max_rows": 60_000}, {"admit_after": 2}, {"dim": 16, "optimizer": ADAM}])
+def test_a_table_takes_no_more_memory_than_is_said_beforehand(more: dict[str, Any]) -> None:
+    table, rng = table_of(64, **more), np.random.default_rng(6)
+    for _ in range(12):
+        ids = some_ids(rng, 5_000)
+        for _ in range(table.spec.admit_after):
+            table.step(ids, np.ones((len(ids), table.spec.dim), np.float32))
+        needs = needs_of(table.spec, table.rows, len(ids), 64)
+        assert table.bytes <= needs.total - needs.other
+    per_row = (needs.rows + needs.cells) / table.rows
+    assert table.spec.dim < 16 or per_row <= 1.35 * (16 * 3 * 4 + 16)
 
 
 def test_rows_stay_found_while_others_leave_from_cells_beside_them() -> None:

@@ -9,7 +9,8 @@ import typer
 from trireme.cli.options import DataDir, Job, Json, Named, Url
 
 table = typer.Typer(
-    help="Embedding tables of a job, running or not, as they are in its newest checkpoint.", no_args_is_help=True
+    help="Embedding tables of a job, running or not, as they are in its newest checkpoint; and what one will take (plan).",
+    no_args_is_help=True,
 )
 Name = Annotated[str, typer.Argument(help="Name of the table.", metavar="NAME")]
 
@@ -59,3 +60,22 @@ def top(
     from trireme.cli.tables.show import top as show  # noqa: PLC0415
 
     raise typer.Exit(show(job, data_dir, url, name, by, count, as_json=as_json))
+
+
+@table.command()
+def plan(
+    rows: Annotated[int, typer.Argument(help="So many rows.", min=1, max=2**40, metavar="ROWS")],
+    dim: Annotated[int, typer.Option("--dim", help="Numbers of a row.", min=1, max=4096, metavar="N")] = 16,
+    optimizer: Annotated[
+        Literal["sgd", "adagrad", "adagrad-row", "adam", "ftrl"], typer.Option(help="adagrad-row: with per_row.")
+    ] = "adagrad",
+    pservers: Annotated[int, typer.Option(help="Parameter servers.", min=1, max=1024, metavar="N")] = 1,
+    ids: Annotated[int, typer.Option(help="Ids of a minibatch that differ.", min=0, max=10**8, metavar="N")] = 100_000,
+    lanes: Annotated[int, typer.Option(help="Lanes of the job.", min=1, max=1024, metavar="N")] = 1,
+    limited: Annotated[bool, typer.Option("--limited", help="The table has max_rows.")] = False,
+    as_json: Json = False,
+) -> None:
+    """How much memory a table of so many rows takes at each parameter server, at most. Needs no job."""
+    from trireme.cli.tables.plan import plan as show  # noqa: PLC0415
+
+    raise typer.Exit(show(rows, dim, optimizer, pservers, ids, lanes, limited=limited, as_json=as_json))

@@ -27,6 +27,7 @@ from trainer_agent.tables import checkpoint
 from trainer_agent.tables.files import read_table
 from trireme.cli.export import export
 from trireme.cli.tables import show
+from trireme.cli.tables.plan import plan
 
 MODEL = """
     class Model(nn.Module):
@@ -201,3 +202,12 @@ def test_a_job_without_tables_has_none(capsys, tmp_path):
     write_run(folder, "s.py")
     code, answer = ask(capsys, show.stats, folder)
     assert (code, answer["error"]["message"]) == (3, "job ctr has no embedding tables")
+
+
+def test_plan_tells_the_memory_that_a_table_will_take_at_each_parameter_server(capsys):
+    assert plan(3_000_000, 16, "adam", 3, 0, 1, limited=False, as_json=True) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["count"], answer["rows"]) == (1_000_000, 192_000_000)
+    assert answer["total"] == answer["rows"] + answer["cells"] + answer["step"] + answer["other"]
+    assert plan(3_000_000, 16, "adam", 3, 0, 1, limited=True, as_json=False) == 0
+    assert capsys.readouterr().out.startswith("at each of 3 parameter servers: 1,000,000 rows take at most 0.30 GB: ")
