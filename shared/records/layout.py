@@ -137,10 +137,27 @@ class TableSpec(Record):
             raise ValueError(msg)
         return value
 
+    def differences(self, other: TableSpec) -> list[tuple[str, Any, Any]]:
+        """Name of each setting ("optimizer.lr") that is another one, and both values."""
+        return [
+            (name, value, theirs)
+            for (name, value), (_, theirs) in zip(_flat(self), _flat(other), strict=True)
+            if value != theirs
+        ]
+
     @property
     def row_words(self) -> int:
         """float32 numbers of a row: its values, then its optimizer's state."""
         return self.dim + self.optimizer.state_words(self.dim)
+
+
+def _flat(record: Record, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name in type(record).model_fields:
+        value = getattr(record, name)
+        if isinstance(value, Record):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 class Layout(Record):

@@ -6,14 +6,14 @@ all others wait, and compare the layout with their own model
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from shared.errors import LayoutMismatch, NotReady, PeerError, StaleGeneration, WrongOwner
 from shared.etcd import Compare, Etcd, LeaseLost, Put
 from shared.etcd.reading import read_record
 from shared.membership.directory import Directory
 from shared.records import JobSpec, Mode, PserverMember
-from shared.records.layout import Layout
+from shared.records.layout import Layout, TableSpec
 from shared.records.step import LanePosition, StepRecord
 from shared.runtime import telemetry
 from shared.wire.messages import InitBlock, InitHeader
@@ -26,6 +26,7 @@ from trainer_agent.waiting.single_error import SingleErrorGroup
 
 LOOK_S = 0.5
 PATIENCE_S = 3600.0
+SHOWN = 8  # differences of tables in a message
 
 log = telemetry.logger("initialise")
 
@@ -76,6 +77,18 @@ def followed(spec: JobSpec, layout: Layout | None) -> JobSpec:
     return spec.model_copy(update={"device": layout.device})
 
 
+def _different_tables(mine: Sequence[TableSpec], job: Sequence[TableSpec]) -> str:
+    """Which, and in what: for messages."""
+    ours, theirs = ({table.name: table for table in tables} for tables in (mine, job))
+    found = [f"{name}, which the job does not have" for name in ours if name not in theirs]
+    found += [f"no {name}, which the job has" for name in theirs if name not in ours]
+    for name in sorted(ours.keys() & theirs.keys()):
+        of_both = ours[name].differences(theirs[name])
+        found += [f"{name}: {setting} {one}, the job has {other}" for setting, one, other in of_both]
+    more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return "; ".join(found[:SHOWN]) + more
+
+
 def check_layout(mine: Layout, job: Layout) -> None:
     """Raises LayoutMismatch, which names the differences."""
     differences = []
@@ -88,8 +101,7 @@ def check_layout(mine: Layout, job: Layout) -> None:
     if mine.block_bytes != job.block_bytes:
         differences.append(f"block_bytes ({mine.block_bytes}, the job has {job.block_bytes})")
     if mine.tables != job.tables:
-        names = [[table.name for table in layout.tables] for layout in (mine, job)]
-        differences.append(f"the embedding tables or their settings ({names[0]}, the job has {names[1]})")
+        differences.append(f"embedding tables ({_different_tables(mine.tables, job.tables)})")
     if mine.optimizer.name != job.optimizer.name:
         differences.append(f"the optimizer ({mine.optimizer.name}, the job has {job.optimizer.name})")
     if mine.initial != job.initial and not differences:

@@ -37,7 +37,9 @@ def spec_of(optimizer: Any) -> OptimizerSpec:
             f"optimizer {type(optimizer).__module__}.{name} cannot run on parameter servers{reason}",
             hint=f"use {CHOICES}",
         )
-    groups = tuple(_plain_options(group) for group in optimizer.param_groups)
+    # a loop of one's own has made its scheduler already, which may have changed the learning rates
+    rates = [{"lr": group["initial_lr"]} if "initial_lr" in group else {} for group in optimizer.param_groups]
+    groups = tuple(_plain_options({**group, **rate}) for group, rate in zip(optimizer.param_groups, rates, strict=True))
     return OptimizerSpec(name=name, defaults=_plain_options(optimizer.defaults), groups=groups)
 
 

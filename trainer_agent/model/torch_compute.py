@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from shared.blocks.narrow import DTYPES
-from shared.errors import UserCodeError
+from shared.errors import InvalidArgument, UserCodeError
 from shared.lanes import Interval
 from shared.records import JobSpec, Mode
 from shared.records.job_spec import Narrow
@@ -84,7 +84,7 @@ class TorchCompute:
         optimizers_without_compiler()
         self.optimizer = user.call("optimizer", self.model)
         laid_out = plan(self.model, self.optimizer, spec.block_bytes, spec.slot_count, self._device.type)
-        self.tables = TrainedTables(self.model, spec, own_loop=user.loop is not None)
+        self.tables = TrainedTables(self.model, spec)
         begun = laid_out.layout.model_copy(update={"initial": self.started.digest, "tables": self.tables.specs})
         self.plan: Plan = replace(laid_out, layout=begun)
         scheduler = user.call("scheduler", self.optimizer) if user.has("scheduler") else None
@@ -306,7 +306,10 @@ class TorchCompute:
         vector = self.tree.vector(slot)
         with self.tables.minibatch(self.minibatch.permit):
             self.minibatch.backward(records, seed, self._current, vector, finish if self._on_host else None, ready)
-        of_rows = self.tables.end_lane(len(records))
+        try:
+            of_rows = self.tables.end_lane(len(records))
+        except InvalidArgument as error:  # more ids than a table takes: that of the script's settings, not of a record
+            raise self._user.error_of(error, fatal=True) from error
         if self._finite:
             check_gradients(of_rows)
         self.tree.note_unchanged(slot, self._current)

@@ -28,9 +28,8 @@ def tables_of(model: nn.Module, job_seed: int) -> tuple[TableSpec, ...]:
         spec = layer.spec
         other = found.setdefault(spec.name, spec)
         if other != spec:
-            names = [name for name in type(spec).model_fields if getattr(spec, name) != getattr(other, name)]
-            ours, theirs = (", ".join(f"{name}={getattr(each, name)}" for name in names) for each in (spec, other))
-            msg = f"two layers use the table {spec.name} with different settings: {theirs}, and {ours}"
+            settings = "; ".join(f"{name} {one} and {two}" for name, one, two in other.differences(spec))
+            msg = f"two layers use the table {spec.name} with different settings: {settings}"
             raise InvalidArgument(msg, hint="give one of them another name, or both the same settings")
     if len(found) > MOST_TABLES:
         raise InvalidArgument(f"the model has {len(found)} tables, at most {MOST_TABLES} are possible")

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 class OneLane:
     """The model's layers read the tables from now on; in `minibatch` their rows have gradients. `slot_count`: see LocalTables. `optimizer`: of the
-    parameters, before a scheduler changes it. Raises InvalidArgument."""
+    parameters. Raises InvalidArgument."""
 
     def __init__(self, model: nn.Module, seed: int, slot_count: int, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer, self._first_options = optimizer, rates_of(optimizer)
+        self._optimizer = optimizer
+        self._first_options = [{"lr": group.get("initial_lr", group["lr"])} for group in optimizer.param_groups]
         self._layers = ModelTables(model, seed)
         self._tables: LocalTables | None = None
         if self._layers.specs:
@@ -54,13 +55,8 @@ class OneLane:
     def step(self, lane: Sequence[LaneRows] | None) -> None:
         """See LocalTables.step. The optimizer has the options of this step."""
         if self._tables is not None:
-            self._tables.step(lane, schedule_factor(self._first_options, rates_of(self._optimizer)))
+            self._tables.step(lane, schedule_factor(self._first_options, self._optimizer.param_groups))
 
     def stored(self) -> tuple[StoredTable, ...]:
         """Copies of all rows."""
         return () if self._tables is None else self._tables.stored()
-
-
-def rates_of(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
-    """The learning rate of each parameter group, as options."""
-    return [{"lr": float(group["lr"])} if "lr" in group else {} for group in optimizer.param_groups]

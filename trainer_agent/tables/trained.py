@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 class TrainedTables:
-    """`lane`: of the last lane, see Compute.lane_rows. `pinned`: see Compute.pin_rows. `own_loop`: the script has one. Raises InvalidArgument."""
+    """`lane`: of the last lane, see Compute.lane_rows. `pinned`: see Compute.pin_rows. Raises InvalidArgument."""
 
-    def __init__(self, model: nn.Module, spec: JobSpec, *, own_loop: bool) -> None:
+    def __init__(self, model: nn.Module, spec: JobSpec) -> None:
         self._layers = ModelTables(model, spec.seed)
         self.specs = self._layers.specs
         self.rows = RemoteRows([table.name for table in self.specs])
@@ -37,7 +37,7 @@ class TrainedTables:
         self.pinned: RowSource | None = None
         self._recording: Recording | None = None
         if self.specs:
-            _check(spec, [table.name for table in self.specs], own_loop=own_loop)
+            _check(spec, [table.name for table in self.specs])
 
     def named(self, found: object) -> list[Numbers]:
         """Of what the script's `ids(batch)` returned: ids of each table, ascending, each once. Raises InvalidArgument."""
@@ -90,14 +90,13 @@ class TrainedTables:
             yield
 
 
-def _check(spec: JobSpec, names: list[str], *, own_loop: bool) -> None:
+def _check(spec: JobSpec, names: list[str]) -> None:
     problems = {
         f"skip_after_seconds = {spec.skip_after_seconds}": (
             spec.mode is Mode.ASYNC and spec.skip_after_seconds is not None,
             "leave it out: the rows of a silent parameter server can be read from nobody else, so its trainers have to wait",
         ),
         f"init_from = {spec.init_from}": (spec.init_from is not None, "leave it out: a job that resumes needs none"),
-        "trireme.prepare": (own_loop, "write it as functions (docs/script.md)"),
     }
     for what, (there, instead) in problems.items():
         if there:

@@ -251,6 +251,33 @@ async def test_one_lanes_export_has_the_bytes_of_plain_python(tmp_path):
         assert (Path(spec.storage) / "export" / path).read_bytes() == (tmp_path / path).read_bytes()
 
 
+TOO_MANY = """
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.user = trireme.nn.Embedding("user", 3, max_rows=128)
+            self.passes = 0
+
+        def forward(self, x):
+            self.passes += 1
+            ids = torch.arange(200 if self.passes == 3 else 100)
+            return self.user(ids).mean(0) + x[:, :3] + self.bias
+
+    def model():
+        made = Model()
+        made.bias = nn.Parameter(torch.zeros(3))
+        return made
+"""
+
+
+async def test_a_later_minibatch_with_more_ids_than_max_rows_fails_the_job_with_that_message(tmp_path):
+    script = write_script(tmp_path, model=TOO_MANY)
+    async with asyncio.timeout(60), cluster(spec_for(script, slot_count=128), 1) as job:
+        state = await job.ended()
+    assert state.phase is Phase.FAILED
+    assert "a minibatch has 200 ids of table user, whose max_rows is 128" in state.reason
+
+
 async def test_rows_follow_the_scheduler_at_every_parameter_server(tmp_path):
     """One lane has the bits of plain python; the table that does not follow has others than without."""
     follow = MODEL.replace("Adam(lr=0.05)", "Adam(lr=0.05, follow_schedule=True)")

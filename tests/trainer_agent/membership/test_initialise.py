@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 
 from shared.errors import LayoutMismatch
 from shared.records import Phase
-from shared.records.layout import Layout, OptimizerSpec
+from shared.records.layout import Layout, OptimizerSpec, RowInit, RowOptimizer, TableSpec
 from tests.trainer_agent.cluster import cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.agent import LEASE_LOST, OK
@@ -48,6 +49,26 @@ def test_a_layout_mismatch_says_what_differs(tmp_path):
     assert f"digest {mine.digest[:12]}, the job has {theirs.digest[:12]}" in raised.value.message
     assert "the job has 19 float32 param" in raised.value.message
     assert "block_bytes (256, the job has 512)" in raised.value.message
+
+
+def test_a_layout_mismatch_says_which_tables_differ_and_in_what():
+    user = TableSpec(
+        name="user", dim=4, optimizer=RowOptimizer(kind="sgd", lr=0.5), init=RowInit(kind="normal", scale=0.1)
+    )
+    other = user.model_copy(update={"dim": 8, "optimizer": RowOptimizer(kind="sgd", lr=0.25)})
+    item = user.model_copy(update={"name": "item"})
+
+    def layout(*tables: TableSpec) -> Layout:
+        spec = OptimizerSpec(name="SGD", defaults={}, groups=())
+        return Layout(segments=(), block_bytes=256, digest="", optimizer=spec, tables=tables)
+
+    for mine, message in (
+        ((item,), "embedding tables (item, which the job does not have; no user, which the job has)"),
+        ((other,), "embedding tables (user: dim 8, the job has 4; user: optimizer.lr 0.25, the job has 0.5)"),
+        ((item, user), "embedding tables (item, which the job does not have)"),
+    ):
+        with pytest.raises(LayoutMismatch, match=re.escape(message)):
+            check_layout(layout(*mine), layout(user))
 
 
 async def on_another_device(made, outcome_of):
