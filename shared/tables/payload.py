@@ -40,8 +40,14 @@ def size_of(counts: Sequence[int], dims: Sequence[int], *, ids: bool, rows: bool
 
 def joined(ids: Sequence[Ids], rows: Sequence[Rows] = (), dtype: Narrow | None = None) -> memoryview:
     """The payload. Raises OverflowError: a value is beyond float16."""
-    sent = [each.tobytes() if dtype is None else narrowed(each, dtype) for each in rows]
-    return memoryview(b"".join([*(each.tobytes() for each in ids), *sent]))
+    sent = [_bytes_of(each) if dtype is None else narrowed(each, dtype) for each in rows]
+    return memoryview(b"".join([*(_bytes_of(each) for each in ids), *sent]))
+
+
+def _bytes_of(array: Ids | Rows) -> memoryview:
+    """A view, if the array is contiguous."""
+    found: memoryview = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    return found
 
 
 def narrowed(values: Rows, dtype: Narrow) -> memoryview:

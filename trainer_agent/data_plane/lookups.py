@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 LOOKUP_WAIT_S = 10.0
 Rows = npt.NDArray[np.float32]
-Chosen = npt.NDArray[np.bool_]
+Chosen = npt.NDArray[np.bool_] | slice
+ALL = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +68,15 @@ class Lookups(Peers):
 
     def split_ids(self, routes: Routes, ids: Sequence[Ids]) -> dict[int, list[Chosen]]:
         """Parameter server -> which ids of each table are its own; of all that own slots."""
+        everyone = sorted(set(routes.slots))
+        if len(everyone) == 1:
+            return {everyone[0]: [ALL for _ in ids]}
         owners = np.array(routes.slots)
         count = self._layout.slot_count
         owner_of = [
             owners[slots_of(some, spec.seed, count)] for some, spec in zip(ids, self._layout.tables, strict=True)
         ]
-        return {index: [own == index for own in owner_of] for index in sorted(set(routes.slots))}
+        return {index: [own == index for own in owner_of] for index in everyone}
 
     def row_parts(self, routes: Routes, lane: Sequence[LaneRows]) -> dict[int, RowPart]:
         """A lane's gradients by parameter server. Of all that own slots, also of those without any: then it is known that nothing is missing. Raises
@@ -109,8 +113,9 @@ class Lookups(Peers):
         routes = self.routes
         async with SingleErrorGroup() as group:
             for index, chosen in self.split_ids(routes, wanted.ids).items():
-                if any(own.any() for own in chosen):
-                    group.create_task(self._fill_from(index, routes, wanted.where(chosen), refusals))
+                part = wanted.where(chosen)
+                if any(len(some) for some in part.ids):
+                    group.create_task(self._fill_from(index, routes, part, refusals))
 
     async def _fill_from(self, index: int, routes: Routes, wanted: _Wanted, refusals: int) -> None:
         counts, payload = tuple(len(some) for some in wanted.ids), joined(wanted.ids)
@@ -139,7 +144,7 @@ class Lookups(Peers):
                         raise BadFrame(f"pserver-{index} sent {rows.nbytes} bytes for {sum(counts)} rows")
                     parts = rows_in(rows, counts, self._dims, ids=False, dtype=wanted.dtype)
                     for into, place, part in zip(wanted.found, wanted.places, parts, strict=True):
-                        into[place] = part
+                        into[place if len(place) < len(into) else ALL] = part
                     return
                 case "GONE":
                     raise Gone(end.message)

@@ -22,7 +22,7 @@ from shared.records.step import LaneZero, NodeResult
 from shared.records.tasks import MetricValue
 
 if TYPE_CHECKING:
-    from shared.tables.grouping import Numbers
+    from shared.tables.grouping import Grouped, Numbers
     from shared.tables.lanes import LaneRows  # loads numba
     from shared.tables.memory import Floats
     from trainer_agent.tables.files import StoredTable
@@ -57,17 +57,22 @@ class LaneResult:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A minibatch that `gradient` can begin with. `ids`: of each embedding table, int64 (n,), ascending, each once: those that the script names.
-    `rows`: theirs at the step's version, float32 (n, dim). `batch`: known to who made it alone."""
+    """A minibatch that `gradient` can begin with. `named`: of each embedding table, the ids that the script names. `rows`: theirs at the step's version,
+    float32 (n, dim). `batch`: known to who made it alone."""
 
-    ids: Sequence[Numbers]
+    named: Sequence[Grouped]
     batch: Any = None
     rows: Sequence[Floats] = ()
 
     @property
-    def at_hand(self) -> list[tuple[Numbers, Floats]]:
+    def ids(self) -> list[Numbers]:
+        """Of each table, int64 (n,), ascending, each once."""
+        return [each.ids for each in self.named]
+
+    @property
+    def at_hand(self) -> list[tuple[Grouped, Floats]]:
         """Of each table."""
-        return list(zip(self.ids, self.rows, strict=True))
+        return list(zip(self.named, self.rows, strict=True))
 
 
 def metrics_of(

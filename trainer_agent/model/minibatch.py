@@ -23,7 +23,7 @@ from shared.errors import DatasetError, InvalidArgument, UserCodeError
 from shared.logged_metrics import Logged, add, collected, loss_in, metrics_beside
 from shared.metric_names import LOSS
 from shared.records.job_spec import Precision
-from shared.tables.grouping import Numbers
+from shared.tables.grouping import Grouped
 from trainer_agent.data.collate import default_collate
 from trainer_agent.data.ready_batch import ReadyBatch, undisturbed
 from trainer_agent.model.buffers import LiveBuffers
@@ -143,7 +143,7 @@ class MinibatchRunner:
             for index, parameter in enumerate(parameters)
         ]
 
-    def prepare(self, records: Records, seed: int, named: Callable[[object], Sequence[Numbers]]) -> Ready:
+    def prepare(self, records: Records, seed: int, named: Callable[[object], Sequence[Grouped]]) -> Ready:
         """The minibatch for a later `backward`, and the ids that are `named` by what the script's `ids` returns. Random generators stay as
         they are."""
         with undisturbed(self._device):

@@ -66,7 +66,8 @@ class TableLayer(nn.Module):
         of padding_idx: it has a row also where no id is padding, since torch rounds bags otherwise without. Raises InvalidArgument."""
         if self.bound is None:
             raise InvalidArgument(NO_ROWS.format(name=self.spec.name))
-        found = grouped(on_host(ids))
+        given, recording = on_host(ids), self.bound.recording
+        found = grouped(given) if recording is None else recording.grouped(self.bound.table, given)
         padding = self._number_of_padding(found.ids)
         wanted = found.ids if padding in (None, len(found.ids)) else np.delete(found.ids, padding)
         rows = np.empty((0, self.spec.dim), np.float32)
@@ -75,9 +76,9 @@ class TableLayer(nn.Module):
         if padding is not None:
             rows = np.insert(rows, padding, np.float32(0), axis=0)
         leaf = torch.from_numpy(rows).to(ids.device)
-        if self.bound.recording is not None and torch.is_grad_enabled():
+        if recording is not None and torch.is_grad_enabled():
             leaf.requires_grad_()
-            self.bound.recording.note(self.bound.table, found, leaf)
+            recording.note(self.bound.table, found, leaf)
         return torch.from_numpy(found.numbers()).to(ids.device).view(ids.shape), leaf, padding
 
     def _number_of_padding(self, ids: np.ndarray[Any, np.dtype[np.int64]]) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from shared.errors import InvalidArgument
 from shared.records.layout import MOST_TABLES, TableSpec
+from shared.tables.grouping import Grouped
 from shared.tables.hashing import table_seed
 from trainer_agent.tables.embedding import TableLayer
 from trainer_agent.tables.recording import Recording
@@ -65,10 +66,12 @@ class ModelTables:
             yield
 
     @contextmanager
-    def recording(self, source: RowSource, permit: Callable[[torch.Tensor], None] | None = None) -> Iterator[Recording]:
+    def recording(
+        self, source: RowSource, permit: Callable[[torch.Tensor], None] | None = None, named: Sequence[Grouped] = ()
+    ) -> Iterator[Recording]:
         """In the block rows come from there, in whatever thread, and those that are looked up are recorded: for forward and backward of one
-        minibatch. `permit`: see Recording."""
-        recording = Recording(self.specs, permit)
+        minibatch. `permit`, `named`: see Recording."""
+        recording = Recording(self.specs, permit, named)
         with self._bound(source, recording):
             yield recording
 

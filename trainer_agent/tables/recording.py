@@ -5,7 +5,7 @@ forward: each call's leaf --note--> Recording      backward: leaf.grad (sparse) 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,14 +29,26 @@ class _Call:
 
 
 class Recording:
-    """`permit`: called whenever a gradient of rows was made; see BackwardGuard.permit."""
+    """`permit`: called whenever a gradient of rows was made; see BackwardGuard.permit. `named`: of each table ids that are grouped already; they may be others
+    than those that are looked up."""
 
-    def __init__(self, specs: tuple[TableSpec, ...], permit: Callable[[torch.Tensor], None] | None = None) -> None:
-        self._specs, self._permit = specs, permit
+    def __init__(
+        self,
+        specs: tuple[TableSpec, ...],
+        permit: Callable[[torch.Tensor], None] | None = None,
+        named: Sequence[Grouped] = (),
+    ) -> None:
+        self._specs, self._permit, self._named_ids = specs, permit, named
         self._calls: list[list[_Call]] = [[] for _ in specs]
 
     def __repr__(self) -> str:
         return f"<Recording {', '.join(f'{spec.name}: {len(calls)}' for spec, calls in self._named())}>"
+
+    def grouped(self, table: int, ids: Numbers) -> Grouped:
+        """int64 (n,); they are not sorted a second time."""
+        if self._named_ids and np.array_equal(self._named_ids[table].given, ids):
+            return self._named_ids[table]
+        return grouped(ids)
 
     def note(self, table: int, occurrences: Grouped, leaf: torch.Tensor) -> None:
         """A layer has looked up the ids of `occurrences`: their rows are `leaf`, float32 (k, dim)."""

@@ -16,12 +16,12 @@ import numpy.typing as npt
 
 from shared.errors import NotReady
 from shared.runtime import telemetry
-from shared.tables.grouping import Numbers
+from shared.tables.grouping import Grouped, Numbers
 
 log = telemetry.logger("remote_rows")
 
-AtHand = Sequence[tuple[Numbers, npt.NDArray[np.float32]]]
-"""Of each table ids, ascending, and their rows, which nobody else writes."""
+AtHand = Sequence[tuple[Grouped, npt.NDArray[np.float32]]]
+"""Of each table ids, and their rows, which nobody else writes."""
 Lookup = Callable[[Sequence[Numbers]], Awaitable[Sequence[npt.NDArray[np.float32]]]]
 
 
@@ -48,9 +48,10 @@ class RemoteRows:
 
     def lookup(self, table: int, ids: Numbers) -> npt.NDArray[np.float32]:
         """Raises what the lookup raises; NotReady if it is given up."""
-        if not self._at_hand or not len(self._at_hand[table][0]):
+        if not self._at_hand or not len(self._at_hand[table][0].ids):
             return self._asked_for(table, ids)
-        known, rows = self._at_hand[table]
+        named, rows = self._at_hand[table]
+        known = named.ids
         if len(known) == len(ids) and np.array_equal(known, ids):
             return rows.copy()  # another layer may have the same ids
         places = np.searchsorted(known, ids)

@@ -5,7 +5,7 @@ with tables.minibatch(permit): forward, backward ─► tables.end_lane(records)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from shared.errors import InvalidArgument
 from shared.records import JobSpec, Mode
-from shared.tables.grouping import Numbers
+from shared.tables.grouping import Grouped
 from trainer_agent.tables.ids import named_ids
 from trainer_agent.tables.of_model import ModelTables
 from trainer_agent.tables.recording import Recording
@@ -36,12 +36,13 @@ class TrainedTables:
         self.lane: tuple[LaneRows, ...] = ()
         self.pinned: RowSource | None = None
         self._recording: Recording | None = None
+        self._named: Sequence[Grouped] = ()
         if self.specs:
             _check(spec, [table.name for table in self.specs])
 
-    def named(self, found: object) -> list[Numbers]:
-        """Of what the script's `ids(batch)` returned: ids of each table, ascending, each once. Raises InvalidArgument."""
-        return [each.ids for each in named_ids([table.name for table in self.specs], found)]
+    def named(self, found: object) -> list[Grouped]:
+        """Of what the script's `ids(batch)` returned: ids of each table. Raises InvalidArgument."""
+        return named_ids([table.name for table in self.specs], found)
 
     def begin_lane(self, at_hand: AtHand = ()) -> None:
         """Nothing is known of its rows but what is at hand."""
@@ -51,6 +52,7 @@ class TrainedTables:
             none = np.empty(0, np.int64)
             self.lane = tuple(LaneRows(none, np.empty((0, table.dim), np.float32), 0) for table in self.specs)
             self.rows.begin(at_hand)
+            self._named = [named for named, _ in at_hand]
 
     @contextmanager
     def minibatch(self, permit: Callable[[torch.Tensor | None], None]) -> Iterator[None]:
@@ -58,7 +60,7 @@ class TrainedTables:
         if not self.specs:
             yield
             return
-        with self._layers.recording(self.rows, permit) as self._recording:
+        with self._layers.recording(self.rows, permit, self._named) as self._recording:
             yield
 
     def end_lane(self, records: int) -> dict[str, torch.Tensor]:

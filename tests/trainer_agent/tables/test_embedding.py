@@ -15,6 +15,8 @@ from torch import nn
 
 import trireme
 from shared.errors import InvalidArgument
+from shared.tables.grouping import grouped
+from trainer_agent.tables import recording
 from trainer_agent.tables.ids import named_ids
 from trainer_agent.tables.of_model import ModelTables
 
@@ -270,3 +272,16 @@ def test_a_script_that_names_ids_in_another_way_is_told_how(found: Any, message:
 def test_a_script_names_ids_of_any_shape_and_may_leave_tables_out() -> None:
     tag, user = named_ids(["tag", "user"], {"user": torch.tensor([[3, -1], [3, 7]], dtype=torch.int32)})
     assert (tag.ids.tolist(), user.ids.tolist()) == ([], [-1, 3, 7])
+
+
+def test_ids_that_were_named_are_not_sorted_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, source, ids = trireme.nn.Embedding("t", DIM), Weights(), torch.tensor([[3, 8], [3, 7]])
+    tables, named = ModelTables(layer, 1), named_ids(["t"], {"t": ids})
+    sorted_ids: list[list[int]] = []
+    monkeypatch.setattr(recording, "grouped", lambda given: sorted_ids.append(given.tolist()) or grouped(given))
+    with tables.recording(source, named=named) as found:
+        layer(ids.clone()).sum().backward()
+        assert sorted_ids == []
+        layer(torch.tensor([4, 4])).sum().backward()
+    assert sorted_ids == [[4, 4]]
+    assert found.lane_rows(4)[0].ids.tolist() == [3, 4, 7, 8]
