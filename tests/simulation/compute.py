@@ -30,6 +30,7 @@ from shared.records import Mode
 from shared.records.job_spec import Narrow, Transported
 from shared.records.layout import Block, Layout, OptimizerSpec, Segment
 from shared.records.step import LaneZero
+from shared.tables.grouping import grouped
 from shared.tables.lanes import LaneRows
 from tests.simulation.rows import SLOTS, gradients_of, ids_of, no_rows, sum_of, table_of
 from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, LaneResult, Ready, Records
@@ -202,7 +203,7 @@ class TinyCompute:
         return LaneZero(options=({"lr": self._rate}, {"lr": self._rate}), scheduler=state)
 
     async def prepare(self, seed: int, records: Records) -> Ready | None:
-        return Ready([ids_of(names_of(records), self._mode)], seed) if self._names_rows else None
+        return Ready([grouped(ids_of(names_of(records), self._mode))], seed) if self._names_rows else None
 
     async def gradient(
         self,
