@@ -46,13 +46,19 @@ class PserverProcess:
         """The most that the pserver took, in bytes, without others' memory that it reads."""
         return self._memory.peak() - self._memory.borrowed()
 
+    def resident(self) -> int:
+        """As `memory`, at this moment, and the highest begins anew."""
+        self._memory.forget_peak()
+        return self._memory.now() - self._memory.borrowed()
+
     def start(self) -> int:
         from pserver_service.data_plane.server import make_app, serving
         from pserver_service.pserver import Pserver
         from shared.wire.region_allocator import RegionAllocator
 
         async def serve(ready: asyncio.Future, stop: asyncio.Event) -> None:
-            app = make_app(Pserver(JOB, "ps", self._index, allocate=RegionAllocator))
+            self.pserver = Pserver(JOB, "ps", self._index, allocate=RegionAllocator)
+            app = make_app(self.pserver)
             async with serving(app, "127.0.0.1", 0, self._uds) as listening:
                 ready.set_result(listening.port)
                 await stop.wait()

@@ -59,13 +59,14 @@ class Inside:
 
 @dataclass
 class TorchRow:
-    """`ranks` processes of benchmarks.torch_steps. `tuned`: as fast as they can be; else torch's defaults."""
+    """`ranks` processes of benchmarks.torch_steps. `tuned`: as fast as they can be; else torch's defaults. `more`: its other options."""
 
     script: Path
     batch: int
     ranks: int
     tuned: bool
     folder: Path
+    more: dict[str, int] = field(default_factory=dict)
     _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     async def __aenter__(self) -> Self:
@@ -73,7 +74,7 @@ class TorchRow:
         self._steps = self.folder / "steps"
         for rank in range(self.ranks):
             options = {"batch": self.batch, "ranks": self.ranks, "rank": rank, "steps": self._steps}
-            options["store"] = self.folder / "store"
+            options |= {"store": self.folder / "store", **self.more}
             given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
             command = [sys.executable, "-m", "benchmarks.torch_steps", str(self.script), *given]
             environment = {**os.environ}
@@ -97,6 +98,9 @@ class TorchRow:
     async def window(self, seconds: float) -> Window:
         before = Usage(self.pids())
         await asyncio.sleep(seconds)
+        async with asyncio.timeout(START_S):
+            while sum(end >= before.now for end in self._times()) < 2:
+                await asyncio.sleep(LOOK_S)
         used = Usage(self.pids()).since(before)
         ends = [end for end in self._times() if before.now <= end <= before.now + used.now]
         rate = (len(ends) - 1) / (ends[-1] - ends[0])

@@ -1,6 +1,6 @@
 """Plain PyTorch, and DistributedDataParallel over gloo, training a user's script; steps.py starts one of these per rank.
 
-    python -m benchmarks.torch_steps SCRIPT --batch 256 --ranks 2 --rank 0 --store FILE --steps FILE [--tuned]
+    python -m benchmarks.torch_steps SCRIPT --batch 256 --ranks 2 --rank 0 --store FILE --steps FILE [--tuned] [--batches 16] [--threads 1]
     python -m benchmarks.torch_steps SCRIPT --batch 256 --activations
 
 The batches lie in memory before the first step: reading costs these rows nothing. Trains until it is killed; rank 0 writes
@@ -33,13 +33,13 @@ FEW = 5
 TUNED = {"gradient_as_bucket_view": True, "static_graph": True, "bucket_cap_mb": 8}
 
 
-def batches_of(user: UserModule, batch: int, rank: int, ranks: int) -> list[Any]:
-    """This rank's shares of the first global batches, collated."""
+def batches_of(user: UserModule, batch: int, rank: int, ranks: int, most: int) -> list[Any]:
+    """This rank's shares of the first global batches, at most so many, collated."""
     spec = plain_spec(user, {"global_batch_size": batch // ranks})
     found = islice(epoch_minibatches(spec, count_records(spec.dataset, spec.task_records), 0), rank, None, ranks)
     return [
         user.call("collate", list(share)) if user.has("collate") else default_collate(share)
-        for share in islice(found, BATCHES)
+        for share in islice(found, most)
     ]
 
 
@@ -78,14 +78,16 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--store", default="")
     parser.add_argument("--steps", type=Path)
+    parser.add_argument("--batches", type=int, default=BATCHES, help="that are trained again and again")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tuned", action="store_true")
     parser.add_argument("--activations", action="store_true")
     given = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(given.threads)
     if given.tuned:
         malloc.give_back()
     user = user_module.load(given.script)
-    batches = batches_of(user, given.batch, given.rank, given.ranks)
+    batches = batches_of(user, given.batch, given.rank, given.ranks, given.batches)
     if given.activations:
         print(activations(user, batches))
         return

@@ -19,14 +19,14 @@ from torch.nn import functional as F  # noqa: N812
 import trireme
 
 DATA = Path(os.environ.get("CLICKS_DATA", Path(__file__).resolve().parent / "data" / "clicks"))
-FIELDS, DENSE, DIM = 26, 13, 15
+FIELDS, DENSE, DIM, WIDTHS = 26, 13, 15, (128, 64)
 
 config = trireme.Config(epochs=1, global_batch_size=4096, lanes=2, seed=1, records_per_task=65536)
 
 
 class DeepFM(FactorizedScores):
     def __init__(self):
-        super().__init__(FIELDS, DIM, widths=(128, 64), dense=DENSE)
+        super().__init__(FIELDS, DIM, widths=WIDTHS, dense=DENSE)
         self.rows = trireme.nn.Embedding("id", 1 + DIM, optimizer=trireme.nn.Adam(lr=0.002), init="normal(0.01)")
 
     def forward(self, ids, dense):

@@ -1,0 +1,53 @@
+"""examples/deepfm/clicks.py as one writes it in plain PyTorch: nn.Embedding(sparse=True) with all rows, SparseAdam for them and Adam for the rest."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "deepfm"))
+
+import clicks
+from clicks import config, dataset, loss
+
+__all__ = ["config", "dataset", "loss", "model", "optimizer"]
+ROWS = json.loads((clicks.DATA / "about.json").read_text())["total_rows"]
+LR = 0.002
+
+
+class DeepFM(clicks.FactorizedScores):
+    def __init__(self):
+        super().__init__(clicks.FIELDS, clicks.DIM, widths=clicks.WIDTHS, dense=clicks.DENSE)
+        self.rows = nn.Embedding(ROWS, 1 + clicks.DIM, sparse=True)
+        nn.init.normal_(self.rows.weight, std=0.01)
+
+    def forward(self, ids, dense):
+        return self.scores(self.rows(ids), dense)
+
+
+class Both:
+    def __init__(self, model):
+        self._all = (
+            torch.optim.SparseAdam(model.rows.parameters(), lr=LR),
+            torch.optim.Adam(model.deep.parameters(), lr=LR, fused=True),
+        )
+
+    def zero_grad(self):
+        for one in self._all:
+            one.zero_grad()
+
+    def step(self):
+        for one in self._all:
+            one.step()
+
+
+def model():
+    return DeepFM()
+
+
+def optimizer(model):
+    return Both(model)

@@ -1,0 +1,162 @@
+"""Rows memory and save: a large table with Adam at one parameter server; what its process takes, how fast a checkpoint of it is written, what steps lose."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.baselines import Remote
+from benchmarks.checkpoint_steps import Part, plain_speed
+from benchmarks.dense_trireme import PserverProcess
+from benchmarks.tables.lines import Line, exactly, figure
+from benchmarks.tables.minibatches import Minibatches
+from benchmarks.tables.ways import Server
+
+WARM_UP, QUIET, ROUNDS = 3, 15, 3
+POOL, GRADIENTS = 64, 4  # minibatches that are made before steps begin: between two steps nothing happens
+PART_S = 180.0
+FLOATS = 3  # Adam: a value and two moments
+SPEED_GOAL, SLOWER_GOAL = 0.6, 0.10
+
+
+@dataclass(frozen=True)
+class Round:
+    """Seconds of a step without a write, of the step whose version is copied beyond that, and of the mean step beside the write."""
+
+    step_s: float
+    copied_s: float
+    beside_s: float
+    part: Part
+    plain_mib_per_s: float
+
+
+class SavingProcess(PserverProcess):
+    """Writes the checkpoints that steps ask for into `folder`, as the product does, and deletes each when it is written."""
+
+    def save_into(self, folder: str) -> None:
+        """Before its parameters are there, which take the schedule with them; version 0 is always written."""
+        from shared.checkpoints.schedule import Schedule
+
+        self._done: list[Part] = []
+        self.pserver.schedule = Schedule(every_steps=None, every_epochs=None, epochs=1 << 30)
+        self._saving = asyncio.run_coroutine_threadsafe(self._save(Path(folder)), self._loop)
+
+    async def _save(self, folder: Path) -> None:
+        from shared.checkpoints import writer
+        from shared.checkpoints.background import Background
+
+        offload, pserver = Background(), self.pserver
+        while True:
+            await pserver.snapshot_ready.wait()
+            pserver.snapshot_ready.clear()
+            snapshot = pserver.store.take_snapshot() if pserver.store is not None else None
+            if snapshot is None:
+                continue
+            path, begin = folder / f"part-{snapshot.version}", time.monotonic()
+            size = (await offload(writer.write_part, str(path), dict, snapshot)).bytes
+            end = time.monotonic()
+            snapshot.release()
+            await offload(path.unlink)
+            self._done.append(Part(begin, end, size, bare=False))
+
+    def parts(self) -> list[Part]:
+        """Those written since the last call. Raises what ended the writing."""
+        if self._saving.done():
+            self._saving.result()
+        found, self._done = self._done, []
+        return found
+
+
+def measure(rows: int, dim: int, ids: int, rounds: int, wanted: Sequence[str]) -> list[Line]:
+    data, lines = Minibatches(rows, dim, ids), []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        process = Remote(SavingProcess, 0, f"{folder}/socket-0")
+        stack.callback(process.close)
+        server = Server("shm", data, process.ask("start"), f"{folder}/socket")
+        stack.callback(server.close)
+        process.ask("save_into", str(folder))
+        server.begin()
+        server.steps(range(WARM_UP))
+        process.ask("parts")
+        peak, now = (process.ask(what) / data.rows for what in ("memory", "resident"))
+        if "memory" in wanted:
+            goal = 1.35 * (dim * FLOATS * 4 + 16)
+            note = f"{data.rows:,} rows of {dim}; at the highest while rows were made {peak:.0f}"
+            lines.append(
+                Line(
+                    "memory",
+                    "memory a row, Adam",
+                    "bytes",
+                    exactly(now),
+                    goal=goal,
+                    higher=False,
+                    note=note,
+                )
+            )
+        if "save" in wanted:
+            step = _Steps(server, data)
+            found = [_round(step, process, folder, number) for number in range(min(rounds, ROUNDS))]
+            lines += _lines(data, found)
+    return lines
+
+
+def _round(step: _Steps, process: Remote, folder: Path, number: int) -> Round:
+    """Steps without a write, the one whose version is copied, and those beside the write."""
+    step()  # the first after something else
+    usual = statistics.median(step() for _ in range(QUIET))
+    copied = step(asks=True)
+    beside, deadline = [], time.monotonic() + PART_S
+    while not (parts := process.ask("parts")):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no part within {PART_S:g} s")
+        beside.append(step())
+    found = Round(
+        step_s=usual,
+        copied_s=copied - usual,
+        beside_s=statistics.mean(beside) if beside else usual,
+        part=parts[0],
+        plain_mib_per_s=plain_speed(folder, parts[0].size),
+    )
+    print(f"tables: saved {number + 1} times, {found.part.mib_per_s:.0f} MiB/s", file=sys.stderr)
+    return found
+
+
+class _Steps:
+    """One after the other, round and round over POOL minibatches; seconds of each."""
+
+    def __init__(self, server: Server, data: Minibatches) -> None:
+        self._server = server
+        gradients = [data.gradients(number) for number in range(GRADIENTS)]
+        given = [(data.of(WARM_UP + number), gradients[number % GRADIENTS]) for number in range(POOL)]
+        self._given = itertools.cycle(given)
+
+    def __call__(self, *, asks: bool = False) -> float:
+        ids, gradients = next(self._given)
+        begin = time.monotonic()
+        self._server.step(ids, gradients, asks=asks)
+        return time.monotonic() - begin
+
+
+def _lines(data: Minibatches, rounds: Sequence[Round]) -> list[Line]:
+    size = rounds[0].part.size / 2**20
+    work = f"save {data.rows:,} rows"
+    speeds = figure([one.part.mib_per_s / one.plain_mib_per_s for one in rounds])
+    disk = figure([one.plain_mib_per_s for one in rounds])
+    copied = figure([1e3 * one.copied_s for one in rounds])
+    usual = figure([1e3 * one.step_s for one in rounds])
+    slower = figure([100 * (one.beside_s / one.step_s - 1) for one in rounds])
+    note = f"{size:.0f} MiB beside steps; a plain write of as many bytes: {disk} MiB/s"
+    lost = f"of {usual} ms; the step whose version is copied takes {copied} ms more"
+    return [
+        Line("save", work, "of the disk's speed", speeds, goal=SPEED_GOAL, note=note),
+        Line("save", f"{work}: steps meanwhile", "% slower", slower, goal=100 * SLOWER_GOAL, higher=False, note=lost),
+    ]
