@@ -217,8 +217,7 @@ class TinyCompute:
         names = names_of(records)
         of_rows, self._lane_rows = 0.0, no_rows(self._mode)
         if self._lookup is not None and names:
-            assert (ready is not None) == self._names_rows
-            assert ready is None or ready.batch == seed
+            assert (ready.batch if ready is not None else None) == (seed if self._names_rows else None)
             (rows,) = ready.rows if ready is not None else await self._lookup([ids_of(names, self._mode)])
             of_rows, self._lane_rows = sum_of(rows), gradients_of(self._mode, self._vectors[0], rows, seed, names)
         found = gradients(self._vectors[0], seed, names, of_rows)
