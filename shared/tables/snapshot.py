@@ -2,6 +2,10 @@
 
 A row that no later step has touched still has a stamp of that version or before: it is read where it is. One that a step is about to
 change is kept first, once, as long as its slot is not written: so what is kept is bounded by the rows that steps touch meanwhile.
+
+    step --rows as they were--> loose --thread that reads--> kept, by some slots --> ready, by slots    a slot: its cells --> its rows --> those ready instead
+
+The lock is held for copies of cells alone. Rows are read without it: if a step changes one meanwhile it is kept, and that is what counts.
 """
 
 from __future__ import annotations
@@ -12,10 +16,13 @@ from threading import Lock
 
 import numpy as np
 
+from shared.errors import InvalidArgument
+from shared.tables.hashing import slots_of
 from shared.tables.kernels import parts
 from shared.tables.memory import Numbers
 from shared.tables.table import RowsOfIds, Table, by_slot, joined, stamps_of
 
+KEPT_SLOTS = 32
 GROUP_BYTES = 16 << 20  # of rows that are read at a time
 
 
@@ -60,7 +67,11 @@ class TableSnapshot:
         self._table, self._lock = table, lock
         self._counts = table.counts_by_slot()
         self._next = 0  # slots before it are read
-        self._kept: dict[int, list[RowsOfIds]] = {}
+        self._loose: list[RowsOfIds] = []
+        self._kept: dict[int, list[RowsOfIds]] = {}  # by KEPT_SLOTS slots: few pieces, however many steps
+        self._ready: dict[int, list[RowsOfIds]] = {}
+        self._loose_bytes = self._kept_bytes = 0
+        self._problem: InvalidArgument | None = None
         table.leaving.append(self._keep)
 
     def __repr__(self) -> str:
@@ -71,8 +82,18 @@ class TableSnapshot:
         return int(self._counts.sum())
 
     @property
+    def is_open(self) -> bool:
+        """Whether steps keep rows for it."""
+        return self._keep in self._table.leaving
+
+    @property
+    def slots_read(self) -> int:
+        """So many from the first on."""
+        return self._next
+
+    @property
     def kept_bytes(self) -> int:
-        return sum(rows.content.nbytes for kept in self._kept.values() for rows in kept)
+        return self._loose_bytes + self._kept_bytes
 
     def changes_since(self, since: int) -> Changes | None:
         """Any thread may ask, before anything is read. It takes about 20 ms a million rows. None: it is not known which rows have left."""
@@ -83,7 +104,8 @@ class TableSnapshot:
         for slot in np.flatnonzero(self._counts).tolist():
             with self._lock:
                 ids, words = self._table.words_of_slot(slot)
-                kept = tuple(self._kept.get(slot, ()))
+            here = ids[stamps_of(words) <= self.version]
+            kept = [rows.where(~np.isin(rows.ids, here)) for rows in self._kept_of(slot)]
             stamps = stamps_of(words)
             ids, stamps = ids[stamps <= self.version], stamps[stamps <= self.version]
             ids, stamps = (
@@ -103,8 +125,12 @@ class TableSnapshot:
         """It has these alone from now on; before anything is read."""
         with self._lock:
             self.changes, self._after, self._counts = changes, changes.since, changes.counts
-            for slot, kept in self._kept.items():
-                self._kept[slot] = [rows.where(stamps_of(rows.words) > self._after) for rows in kept]
+            for pieces in (self._loose, *self._kept.values(), *self._ready.values()):
+                pieces[:] = [rows.where(stamps_of(rows.words) > self._after) for rows in pieces]
+            self._loose_bytes = sum(rows.bytes for rows in self._loose)
+            self._kept_bytes = sum(
+                rows.bytes for pieces in (*self._kept.values(), *self._ready.values()) for rows in pieces
+            )
 
     def sketch_rows(self) -> Numbers:
         """int64 (n, 1 + words): slots whose counts of ids without a row have changed, and these counts; of a whole one all that have some."""
@@ -126,36 +152,70 @@ class TableSnapshot:
             yield SlotGroup(first, len(self._counts), rows)
 
     def read(self, group: SlotGroup) -> RowsOfIds:
-        """The rows of the slots, slot after slot, in each by ids. Groups are read in order, each once; any thread may."""
+        """The rows of the slots, slot after slot, in each by ids. Groups are read in order, each once; any thread may. Raises InvalidArgument: it was given up."""
         found = []
         for slot in range(group.first, group.last):
             if not self._counts[slot]:
                 continue
             with self._lock:
-                now = self._table.read_slot(slot, self._after)
-                rows = joined([now.where(stamps_of(now.words) <= self.version), *self._kept.pop(slot, ())], self.width)
-                self._next = slot + 1
+                ids, words = self._table.words_of_slot(slot)
+            stamps = stamps_of(words)
+            chosen = (stamps <= self.version) & (stamps > self._after)
+            rows = self._table.with_content(ids[chosen], words[chosen])
+            kept = self._kept_of(slot)
+            if self._problem is not None:
+                raise self._problem
+            if kept:
+                whole = joined(kept, self.width)
+                rows = joined([rows.where(~np.isin(rows.ids, whole.ids)), whole], self.width)
+            self._next = slot + 1
+            self._kept_bytes -= sum(rows.bytes for rows in self._ready.pop(slot, ()))
             assert len(rows) == self._counts[slot], (slot, len(rows), self._counts[slot])
             found.append(rows)
         return RowsOfIds(
             *(np.concatenate(each) for each in zip(*((r.ids, r.words, r.content) for r in found), strict=True))
         )
 
+    def _kept_of(self, slot: int) -> list[RowsOfIds]:
+        """What steps until now have kept of a slot; none is under way. For the thread that reads."""
+        with self._lock:
+            loose, self._loose = self._loose, []
+            self._kept_bytes, self._loose_bytes = self._kept_bytes + self._loose_bytes, 0
+        seed, count = self.spec.seed, len(self._counts)
+        for rows in loose:
+            parts_of = slots_of(rows.ids, seed, count) // KEPT_SLOTS
+            for part in np.unique(parts_of).tolist():
+                some = rows.where(parts_of == part)
+                if part >= slot // KEPT_SLOTS:
+                    self._kept.setdefault(part, []).append(some)
+                else:
+                    self._kept_bytes -= some.bytes
+        for number, rows in by_slot(joined(self._kept.pop(slot // KEPT_SLOTS, []), self.width), seed, count):
+            if number >= self._next:
+                self._ready.setdefault(number, []).append(rows)
+            else:
+                self._kept_bytes -= rows.bytes
+        return self._ready.get(slot, [])
+
     def close(self) -> None:
         """Nothing is kept any more."""
-        if self._keep in self._table.leaving:
+        if self.is_open:
             self._table.leaving.remove(self._keep)
-        self._kept = {}
+        self._loose, self._kept, self._ready = [], {}, {}
+        self._loose_bytes = self._kept_bytes = 0
+
+    def give_up(self, problem: InvalidArgument) -> None:
+        """Nothing is kept any more, and who reads hears why."""
+        self._problem = problem
+        self.close()
 
     def _keep(self, before: RowsOfIds) -> None:
         """Rows as they were before a step; called with the lock."""
         stamps = stamps_of(before.words)
         chosen = (before.words != parts.EMPTY) & (stamps <= self.version) & (stamps > self._after)
-        if not chosen.any():
-            return
-        for slot, rows in by_slot(before.where(chosen), self.spec.seed, len(self._counts)):
-            if slot >= self._next:
-                self._kept.setdefault(slot, []).append(rows)
+        if chosen.any():
+            self._loose.append(before.where(chosen))
+            self._loose_bytes += self._loose[-1].bytes
 
 
 def record_words(width: int) -> int:

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.errors import InvalidArgument
 from shared.records.layout import RowInit, RowOptimizer, TableSpec
+from shared.tables import snapshot as snapshots
 from shared.tables.snapshot import SlotGroup, TableSnapshot, from_records, new_lock, record_words, to_records
 from shared.tables.table import RowsOfIds, Table, joined
 
 SLOTS, DIM = 8, 3
 IDS = st.sampled_from([0, -1, 2**63 - 1, -(2**63), *range(60)])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_slots_are_kept_together() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshots, "KEPT_SLOTS", 3)
+        yield
 
 
 def table_of(data: Any) -> Table:
@@ -109,6 +120,40 @@ def test_a_snapshot_read_by_another_thread_is_a_copy_of_its_version(data: Any) -
     for reading in readings:
         reading.check()
     assert not table.leaving
+
+
+def full_table() -> tuple[Table, np.ndarray, np.ndarray]:
+    init, optimizer = RowInit(kind="uniform", scale=0.1), RowOptimizer(kind="sgd", lr=0.1)
+    table = Table(TableSpec(name="t", dim=DIM, seed=9, optimizer=optimizer, init=init), SLOTS)
+    ids = np.arange(400)
+    table.step(ids, np.ones((400, DIM), np.float32))
+    return table, ids, np.ones((400, DIM), np.float32)
+
+
+def test_what_is_kept_is_a_row_once_and_less_with_each_slot_that_is_read() -> None:
+    table, ids, ones = full_table()
+    expected, snapshot, sizes = copy_of(table), TableSnapshot(table, new_lock()), []
+    counts, found = table.counts_by_slot().tolist(), []
+    assert snapshot.kept_bytes == 0
+    for slot in range(SLOTS):
+        table.step(ids, ones)
+        sizes.append(snapshot.kept_bytes)
+        found.append(snapshot.read(SlotGroup(slot, slot + 1, counts[slot])))
+    assert sizes[0] == 400 * (8 + 8 + 4 * DIM)
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == SLOTS
+    assert snapshot.kept_bytes == 0
+    assert contents(found, DIM) == expected
+
+
+def test_who_reads_a_snapshot_that_was_given_up_hears_why() -> None:
+    table, ids, ones = full_table()
+    snapshot = TableSnapshot(table, new_lock())
+    table.step(ids, ones)
+    snapshot.give_up(InvalidArgument("too slow"))
+    assert (snapshot.kept_bytes, snapshot.is_open, table.leaving) == (0, False, [])
+    with pytest.raises(InvalidArgument, match="too slow"):
+        snapshot.read(next(snapshot.groups()))
 
 
 @settings(max_examples=40, deadline=None)
