@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
+
+import numpy as np
 
 from shared.criteria import Criterion
 from shared.evaluations import Evaluation, EvaluationStatus, patience_after
 from tests.simulation.cluster import SimulatedCluster
+from tests.simulation.compute import RATE
+from tests.simulation.plans import Job
 from tests.simulation.reference import evaluated
+from tests.simulation.rows import COUNTING, PinnedRows
+
+TOLERANCE = 1e-3
 
 
 def done_evaluations(cluster: SimulatedCluster) -> list[Evaluation]:
@@ -28,7 +36,11 @@ def asynchronous_evaluations(cluster: SimulatedCluster, every: int | str) -> Ite
     points = [0, *(one.step // between for one in found)]
     if any(first >= second for first, second in pairwise(points)):
         yield f"evaluations at minibatches {[one.step for one in found]} are not one for each {between}"
-    versions = {tuple(sorted(evaluated(job, vectors).items())): held for held, vectors in trace.pinned.items()}
+    versions = {
+        tuple(sorted(evaluated(job, vectors, rows).items())): held for held, (vectors, rows) in trace.pinned.items()
+    }
+    for vectors, rows in trace.pinned.values():
+        yield from _rows_of_another_instant(job, vectors[0], rows)
     for one in found:
         if one.left_out or tuple(sorted(one.metrics.items())) not in versions:
             yield f"evaluation {one.number} is of no version that was pinned: {one}"
@@ -37,6 +49,18 @@ def asynchronous_evaluations(cluster: SimulatedCluster, every: int | str) -> Ite
         yield f"at the end there are {len(found)} evaluations, and their status is {status}"
     yield from _best(cluster, found, versions)
     yield from _stop(cluster, found)
+
+
+def _rows_of_another_instant(job: Job, values: np.ndarray[Any, Any], rows: PinnedRows | None) -> Iterator[str]:
+    """The first block and the table count the same: how often each record was trained."""
+    if rows is None:
+        return
+    names = range(sum(job.files))
+    initial = np.linspace(-1, 1, len(values)).astype(np.float32)
+    counted = (values - initial)[: len(names)] / RATE
+    of_rows = rows.lookup(names)[:, 0] / COUNTING.optimizer.lr
+    if np.abs(counted - of_rows).max() > TOLERANCE:
+        yield f"an evaluation had rows {of_rows.tolist()} beside blocks {counted.tolist()}: they are of two instants"
 
 
 def _best(

@@ -32,9 +32,9 @@ from shared.records.layout import Block, Layout, OptimizerSpec, Segment
 from shared.records.step import LaneZero
 from shared.tables.grouping import grouped
 from shared.tables.lanes import LaneRows
-from tests.simulation.rows import SLOTS, gradients_of, ids_of, no_rows, sum_of, table_of
+from tests.simulation.rows import SLOTS, PinnedRows, gradients_of, ids_of, no_rows, sum_of, table_of
 from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, LaneResult, Ready, Records
-from trainer_agent.tables.files import StoredTable, StoredTables
+from trainer_agent.tables.files import StoredTable
 from trainer_agent.tables.remote import Lookup
 
 RECORD_SLOTS = 48
@@ -73,7 +73,7 @@ class Trace:
     gradients: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     evaluated: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     validated: int = 0
-    pinned: dict[bytes, list[np.ndarray[Any, Any]]] = field(default_factory=dict)
+    pinned: dict[bytes, tuple[list[np.ndarray[Any, Any]], PinnedRows | None]] = field(default_factory=dict)
     exported: list[bytes] = field(default_factory=list)
     best: list[bytes] = field(default_factory=list)
     swaps: int = 0
@@ -139,7 +139,7 @@ class TinyCompute:
         self._steps_begun, self._rate, self._least = 0, RATE, math.inf
         self._schedule = schedule
         self._pinned: list[np.ndarray[Any, Any]] | None = None
-        self._pinned_rows: StoredTables | None = None
+        self._pinned_rows: PinnedRows | None = None
         self._result = LaneResult(0.0, 0)
 
     def _initial(self) -> list[np.ndarray[Any, Any]]:
@@ -284,8 +284,9 @@ class TinyCompute:
             await asyncio.sleep(self._speed.draw(self._rng))
             self._trace.validated += 1
             if self._mode is Mode.ASYNC:
-                self._trace.pinned.setdefault(self._bytes(), [vector.copy() for vector in self._vectors[0]])
-            of_rows = 0.0 if self._pinned_rows is None else sum_of(self._pinned_rows.lookup(0, ids_of(names)))
+                copies = [vector.copy() for vector in self._vectors[0]]
+                self._trace.pinned.setdefault(self._bytes(), (copies, self._pinned_rows))
+            of_rows = 0.0 if self._pinned_rows is None else sum_of(self._pinned_rows.lookup(names))
             return validation(self._vectors[0], seed, names, of_rows)
         finally:
             self.restore_used(used)
@@ -300,7 +301,7 @@ class TinyCompute:
         return self._view(self._pinned, block)
 
     def pin_rows(self, tables: Sequence[StoredTable]) -> None:
-        self._pinned_rows = StoredTables(tables)
+        self._pinned_rows = PinnedRows(tables, self._mode)
 
     def forget_pinned(self) -> None:
         self._pinned = self._pinned_rows = None

@@ -32,7 +32,7 @@ from tests.simulation.compute import (
     validation,
 )
 from tests.simulation.plans import Job
-from tests.simulation.rows import ReferenceRows, lane_rows, no_rows, sum_of
+from tests.simulation.rows import PinnedRows, ReferenceRows, lane_rows, no_rows, sum_of
 from trainer_agent.data.order import minibatch_indices, minibatches_in
 from trainer_agent.model.compute import LaneResult
 
@@ -154,7 +154,7 @@ def records_until(job: Job, last: int) -> int:
 def evaluations(job: Job, every: int | str) -> dict[int, tuple[int, dict[str, float]]]:
     """By number: the step and the metrics of each evaluation while the job trains."""
     found: dict[int, tuple[int, dict[str, float]]] = {}
-    rows, step = ReferenceRows() if job.tables else None, 0
+    rows, step = ReferenceRows(job.travels_as) if job.tables else None, 0
     for step, ended, vectors, _ in _trained(job, rows):
         number = ended if every == "epoch" else step // int(every)
         if _is_due(step, ended, every):
@@ -164,12 +164,12 @@ def evaluations(job: Job, every: int | str) -> dict[int, tuple[int, dict[str, fl
     }  # the last version is evaluated after training
 
 
-def evaluated(job: Job, vectors: Vectors, rows: ReferenceRows | None = None) -> dict[str, float]:
+def evaluated(job: Job, vectors: Vectors, rows: ReferenceRows | PinnedRows | None = None) -> dict[str, float]:
     """The metrics of these parameters, and rows, over the whole evaluation dataset."""
     return metrics(_sums(job, vectors, rows))
 
 
-def _sums(job: Job, vectors: Vectors, rows: ReferenceRows | None) -> dict[str, float]:
+def _sums(job: Job, vectors: Vectors, rows: ReferenceRows | PinnedRows | None) -> dict[str, float]:
     """Minibatch after minibatch in each task; over the tasks the exact sum."""
     tasks: list[dict[str, float]] = []
     for number, names in enumerate(tasks_of(job)):
@@ -224,7 +224,7 @@ def _trained(job: Job, rows: ReferenceRows | None = None) -> Iterator[tuple[int,
                 names = stream[number] if number < len(stream) else []
                 seed, of_rows = step_seed(job.seed, step, lane), 0.0
                 if rows is not None:
-                    looked_up = rows.lookup(names)
+                    looked_up = rows.sent(names)
                     of_lanes.append(lane_rows(seen, looked_up, seed, names) if names else no_rows())
                     of_rows = sum_of(looked_up)
                 lanes[lane] = (gradients(seen, seed, names, of_rows), len(names))

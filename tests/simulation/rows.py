@@ -21,6 +21,7 @@ from shared.records.layout import RowInit, RowOptimizer, TableSpec
 from shared.tables.lanes import LaneRows, mean_over_lanes
 from shared.tables.snapshot import to_records
 from shared.tables.table import Table, joined
+from trainer_agent.tables.files import StoredTable, StoredTables
 
 SLOTS = 128
 TABLE = TableSpec(
@@ -89,6 +90,16 @@ def no_rows(mode: Mode = Mode.SYNC) -> LaneRows:
     return LaneRows(np.empty(0, np.int64), np.empty((0, table_of(mode).dim), np.float32), 0)
 
 
+class PinnedRows:
+    """Those of a checkpoint that is evaluated."""
+
+    def __init__(self, tables: Sequence[StoredTable], mode: Mode) -> None:
+        self._source, self._mode = StoredTables(tables), mode
+
+    def lookup(self, names: Sequence[int]) -> Array:
+        return self._source.lookup(0, ids_of(names, self._mode))
+
+
 class ReferenceRows:
     """The table of the undisturbed run, without versions, lanes' pushes and owners. Rows, and their gradients, travel as `dtype`."""
 
@@ -99,7 +110,11 @@ class ReferenceRows:
         ids = ids_of(names)
         found = np.empty((len(ids), TABLE.dim), np.float32)
         self._table.lookup(ids, found)
-        return self._travelled(found)
+        return found
+
+    def sent(self, names: Sequence[int]) -> Array:
+        """As a trainer sees them."""
+        return self._travelled(self.lookup(names))
 
     def _travelled(self, values: Array) -> Array:
         there: Array = torch.from_numpy(values).to(self._dtype).float().numpy()

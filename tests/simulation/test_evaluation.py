@@ -31,7 +31,7 @@ ENOUGH_S = 30.0
 def plan(seed: int, every: int | str, mode: Mode = Mode.SYNC, dispatch: Dispatch = Dispatch.MASTER) -> Plan:
     drawn, best = plan_of(seed, mode, dispatch), ["value:min", "value:max", None][seed % 3]
     drawn = replace(drawn, evaluate=True, evaluate_every=every, keep_best=best, independent=False)
-    return replace(drawn, job=replace(drawn.job, epochs=3, tables=mode is Mode.SYNC and seed % 2 == 1))
+    return replace(drawn, job=replace(drawn.job, epochs=3, tables=seed % 2 == 1 and drawn.skip_after_s is None))
 
 
 def undisturbed(
@@ -126,20 +126,21 @@ def test_without_the_parameters_set_again_training_is_changed():
     assert any("final parameters differ" in line for line in found), found
 
 
-def test_without_the_rows_of_its_checkpoint_an_evaluation_is_of_another_version():
+@pytest.mark.parametrize(("mode", "told"), [(Mode.SYNC, "these differ"), (Mode.ASYNC, "they are of two instants")])
+def test_without_the_rows_of_its_checkpoint_an_evaluation_is_of_another_version(mode: Mode, told: str):
     pin, first = vars(TinyCompute)["pin_rows"], []
 
     def pinned_once(self: TinyCompute, tables: Any) -> None:
         first.append(tables)
         pin(self, first[0])
 
-    quiet = undisturbed(2, 1)
-    quiet = replace(quiet, job=replace(quiet.job, tables=True))
-    assert not broken(simulate(0, Mode.SYNC, plan=quiet))
+    quiet = undisturbed(2, 1, mode)
+    quiet = replace(quiet, job=replace(quiet.job, tables=True), skip_after_s=None)
+    assert not broken(simulate(0, mode, plan=quiet))
     with replaced(TinyCompute, "pin_rows", pinned_once):
-        found = broken(simulate(0, Mode.SYNC, plan=quiet))
+        found = broken(simulate(0, mode, plan=quiet))
     assert len(first) > 1
-    assert any("these differ" in line for line in found), found
+    assert any(told in line for line in found), found
 
 
 def test_without_the_tasks_of_an_evaluation_put_back_the_job_waits_for_a_dead_trainers():
