@@ -100,5 +100,5 @@ async def test_one_trainer_that_pushes_and_pulls_each_minibatch_gives_the_rows_o
 def test_a_silent_parameter_server_cannot_be_left_out_where_it_has_rows(tmp_path):
     script = write_script(tmp_path, model=MODEL)
     with pytest.raises(InvalidArgument, match=r"tables \(seen, tag, user\), .* skip_after_seconds = 2") as refused:
-        TrainedTables(load(script).call("model"), spec_of(script, skip_after_seconds=2.0), own_loop=False)
+        TrainedTables(load(script).call("model"), spec_of(script, skip_after_seconds=2.0))
     assert "rows of a silent parameter server" in refused.value.hint
