@@ -284,8 +284,7 @@ class TinyCompute:
             await asyncio.sleep(self._speed.draw(self._rng))
             self._trace.validated += 1
             if self._mode is Mode.ASYNC:
-                copies = [vector.copy() for vector in self._vectors[0]]
-                self._trace.pinned.setdefault(self._bytes(), (copies, self._pinned_rows))
+                self._trace.pinned.setdefault(self._bytes(), ([*map(np.copy, self._vectors[0])], self._pinned_rows))
             of_rows = 0.0 if self._pinned_rows is None else sum_of(self._pinned_rows.lookup(names))
             return validation(self._vectors[0], seed, names, of_rows)
         finally:
