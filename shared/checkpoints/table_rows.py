@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from shared.checkpoints import stored
 from shared.checkpoints.tables import EXPIRED, REMOVED, Records, ids_for, records_for, table_in, updates_in
 from shared.errors import BadFrame
@@ -30,6 +32,31 @@ def read_rows(storage_url: str, ref: CheckpointRef, manifest: Manifest, spec: Ta
         mine = _read_chain(storage_url, ref, manifest, spec, part, len(part.chain), take, lambda _: None)
         updates = max(updates, mine)
     return updates
+
+
+def read_changes(
+    storage_url: str,
+    ref: CheckpointRef,
+    manifest: Manifest,
+    spec: TableSpec,
+    since: str,
+    take: Take,
+    gone: Callable[[Ids], None],
+) -> bool:
+    """The rows that changed since checkpoint `since`, each once, and the ids that have no row any more (they may have had none then; some are rows that came
+    back); only deltas are read. False: the parts do not build on that checkpoint; nothing was taken. Raises as read_rows."""
+    counts = [_links_after(part, since) for part in manifest.parts]
+    if None in counts:
+        return False
+    for part, links in zip(manifest.parts, counts, strict=True):
+        _read_chain(storage_url, ref, manifest, spec, part, links or 0, take, gone)
+    return True
+
+
+def _links_after(part: CheckpointPart, since: str) -> int | None:
+    """How many parts lie between it and that of checkpoint `since`; None: it does not build on that."""
+    uuids = [link.uuid for link in part.chain]
+    return len(uuids) - 1 - uuids.index(since) if since in uuids else None
 
 
 def _read_chain(
@@ -68,7 +95,10 @@ def _read_chain(
                 gone(chain.gone(records))
             else:
                 rows = chain.rows(from_records(records, spec.row_words))
-                take(living(rows, spec, version))
+                alive = living(rows, spec, version)
+                take(alive)
+                if len(alive) < len(rows):
+                    gone(np.setdiff1d(rows.ids, alive.ids))
 
     found = stored.read_part(storage_url, ref, part, place)
     pass_on()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shared.checkpoints.table_rows import read_rows
+import numpy as np
+
+from shared.checkpoints.table_rows import read_changes, read_rows
 from shared.errors import TooLarge
 from shared.records.checkpoints import CheckpointRef, Manifest
 from shared.records.layout import TableSpec
+from trainer_agent.tables.deltas import TableDelta
 from trainer_agent.tables.export import MOST_BYTES, left_out
 from trainer_agent.tables.files import StoredTable, in_order, write_tables
 
@@ -33,6 +36,22 @@ def read_table(
 
     read_rows(storage_url, ref, manifest, spec, take)
     return StoredTable(spec, manifest.step, *in_order(ids, values, spec.dim))
+
+
+def read_delta(
+    storage_url: str, ref: CheckpointRef, manifest: Manifest, spec: TableSpec, since: tuple[str, int]
+) -> TableDelta | None:
+    """What changed since a checkpoint (uuid, step) that the parts of this one build on; of the files only these are read. None: they do not. Raises as read_table."""
+    ids, values, gone = [], [], [np.empty(0, np.int64)]
+
+    def take(rows: RowsOfIds) -> None:
+        ids.append(rows.ids)
+        values.append(rows.content[:, : spec.dim].copy())
+
+    if not read_changes(storage_url, ref, manifest, spec, since[0], take, gone.append):
+        return None
+    rows = StoredTable(spec, manifest.step, *in_order(ids, values, spec.dim))
+    return TableDelta(since[1], rows, np.setdiff1d(np.concatenate(gone), rows.ids))
 
 
 def read_tables(storage_url: str, ref: CheckpointRef, manifest: Manifest) -> list[StoredTable]:

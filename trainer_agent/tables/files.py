@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from pydantic import ValidationError
@@ -38,6 +38,14 @@ class StoredTable:
     version: int
     ids: Numbers
     values: Floats
+
+    def check(self, url: str) -> None:
+        """Raises InvalidArgument: what was read from there is no such table."""
+        ids, values = self.ids, self.values
+        fits = ids.dtype == np.int64 and values.dtype == np.float32 and values.shape == (len(ids), self.spec.dim)
+        if not fits or not bool((ids[1:] > ids[:-1]).all()):
+            shapes = f"ids {ids.dtype} {ids.shape}, values {values.dtype} {values.shape}"
+            raise InvalidArgument(f"{url} is no table that Trireme exported: {shapes} for dim {self.spec.dim}")
 
 
 class StoredTables:
@@ -94,39 +102,28 @@ def write_tables(tables: Sequence[StoredTable], directory: str) -> dict[str, str
 
 def read_table(url: str) -> StoredTable:
     """Raises InvalidArgument: there is no such file, or it holds something else."""
+    arrays, about = arrays_in(url)
+    try:
+        spec = TableSpec.model_validate(about["table"])
+        found = StoredTable(spec, int(about["version"]), arrays["ids"], arrays["values"])
+    except (ValidationError, KeyError, TypeError, ValueError) as error:
+        raise InvalidArgument(f"{url} is no table that Trireme exported: {error}") from error
+    found.check(url)
+    return found
+
+
+def arrays_in(url: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays of a file, and what its metadata tell. Raises InvalidArgument: there is no such file, or it is none of these."""
     try:
         content = files.read_bytes(url)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
         msg = f"the table {url} cannot be read: {error.strerror or error}"
         raise InvalidArgument(msg, hint=f"give the folder of an export, in which {FOLDER}/ is") from error
     try:
-        arrays = load(content)
         header = json.loads(content[LENGTH_BYTES : LENGTH_BYTES + int.from_bytes(content[:LENGTH_BYTES], "little")])
-        about = json.loads(header["__metadata__"]["trireme"])
-        spec = TableSpec.model_validate(about["table"])
-        found = StoredTable(spec, int(about["version"]), arrays["ids"], arrays["values"])
-    except (SafetensorError, ValidationError, KeyError, TypeError, ValueError) as error:
+        return load(content), dict(json.loads(header["__metadata__"]["trireme"]))
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise InvalidArgument(f"{url} is no table that Trireme exported: {error}") from error
-    ids, values = found.ids, found.values
-    fits = ids.dtype == np.int64 and values.dtype == np.float32 and values.shape == (len(ids), spec.dim)
-    if not fits or not bool((ids[1:] > ids[:-1]).all()):
-        shapes = f"ids {ids.dtype} {ids.shape}, values {values.dtype} {values.shape}"
-        raise InvalidArgument(f"{url} is no table that Trireme exported: {shapes} for dim {spec.dim}")
-    return found
-
-
-def load_tables(model: nn.Module, folder: str) -> None:
-    """The rows of all tables of the model are from now on those of an export (the folder that holds `tables/`): for inference in plain
-    PyTorch. They are constants, without gradients. A URL or a path. Raises InvalidArgument: a table is not there, or of another dim."""
-    tables, stored = ModelTables(model, 0), []
-    for spec in tables.specs:
-        url = files.join(str(folder), FOLDER, spec.name + SUFFIX)
-        found = read_table(url)
-        if (found.spec.name, found.spec.dim) != (spec.name, spec.dim):
-            msg = f"{url} holds the table {found.spec.name} of dim {found.spec.dim}, the model has {spec.name} of dim {spec.dim}"
-            raise InvalidArgument(msg, hint="use the script that the tables were trained with")
-        stored.append(found)
-    tables.bind(StoredTables(stored))
 
 
 def save_tables(model: nn.Module, folder: str) -> list[str]:

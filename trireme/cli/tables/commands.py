@@ -79,3 +79,59 @@ def plan(
     from trireme.cli.tables.plan import plan as show  # noqa: PLC0415
 
     raise typer.Exit(show(rows, dim, optimizer, pservers, ids, lanes, limited=limited, as_json=as_json))
+
+
+Out = Annotated[str, typer.Option("--out", help="Folder or URL.", metavar="FOLDER")]
+
+
+@table.command()
+def delta(
+    out: Out,
+    named: Named = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            help="Step or uuid. Default: where the last folder ends; all rows if there is none.", metavar="STEP"
+        ),
+    ] = None,
+    to: Annotated[
+        str | None, typer.Option(help="Step or uuid. Default: the newest checkpoint.", metavar="STEP")
+    ] = None,
+    data_dir: DataDir = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Write what changed in all tables between two checkpoints as the next numbered folder."""
+    from trireme.cli.tables.feed import delta as write  # noqa: PLC0415
+
+    raise typer.Exit(write(named, data_dir, url, since, to, out, as_json=as_json))
+
+
+@table.command()
+def feed(
+    out: Out,
+    named: Named = None,
+    serving_delta_seconds: Annotated[
+        float, typer.Option(help="A checkpoint and a folder so often.", min=1, metavar="S")
+    ] = 60.0,
+    data_dir: DataDir = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Feed online serving: write a numbered folder with the changes again and again, until the job is over."""
+    from trireme.cli.tables.feed import feed as follow  # noqa: PLC0415
+
+    raise typer.Exit(follow(named, data_dir, url, out, serving_delta_seconds, as_json=as_json))
+
+
+@table.command()
+def apply(
+    base: Annotated[str, typer.Argument(help="Folder of an export, with tables/ in it.", metavar="EXPORT")],
+    deltas: Annotated[list[str], typer.Argument(help="Folders of deltas, or of a whole feed.", metavar="DELTA...")],
+    out: Out,
+    as_json: Json = False,
+) -> None:
+    """Bring the tables of an export to the version of the last delta."""
+    from trireme.cli.tables.feed import apply as bring  # noqa: PLC0415
+
+    raise typer.Exit(bring(base, deltas, out, as_json=as_json))
