@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,9 +30,10 @@ from trainer_agent.data_plane.outbox import Outboxes
 from trainer_agent.data_plane.verdicts import Verdict
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.evaluating import Evaluator
+from trainer_agent.loops.rows_ahead import RowsAhead
 from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.membership.pause import PauseResponder
-from trainer_agent.model.compute import BeforeStep, LaneResult, Ready, Records, metrics_of
+from trainer_agent.model.compute import BeforeStep, LaneResult, Records, metrics_of
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TrainingOver, outcome_of
 from trainer_agent.tasks.step_times import Times
 from trainer_agent.waiting.retry import Backoff
@@ -69,6 +69,8 @@ class AsyncLoop:
         self.timeline = timeline_of(self._directory)
         self._next: asyncio.Task[LoadedTask | Task | TaskFailed | None] | None = None
         self._held: tuple[Task, int] | None = None
+        self._ahead_rows = RowsAhead(context.compute, lambda _, ids: self._newest_rows(ids))
+        self._following: tuple[Task, int, Records] | None = None  # a minibatch whose rows are asked for
 
     def __repr__(self) -> str:
         return f"<AsyncLoop of {self._source.trainer}: {self._held[0].task_id if self._held else 'no task'}>"
@@ -107,6 +109,7 @@ class AsyncLoop:
                     log.info("rolled_back", cause=str(error))
                 finally:
                     self._held = None
+                    self._ahead_rows.drop()
                     if self._next is not None:
                         self._next.cancel()
                         self._next = None
@@ -230,7 +233,7 @@ class AsyncLoop:
 
     async def _push_range(self, loaded: LoadedTask, count: int, start: int, end: int) -> None:
         task = loaded.task
-        minibatches = {number: self._source.minibatch(loaded, number) for number in range(start, end)}
+        minibatches = {number: self._minibatch(loaded, number) for number in range(start, end)}
         number = self._push_number(task, count, start)
         options = await self._options_of(task.epoch if self._spec.schedule_per == "epoch" else number)
         outboxes = Outboxes(self._transfer.routes, self._dtypes)
@@ -262,6 +265,9 @@ class AsyncLoop:
                 await self._newer_generation(header.generation)
         if behind := [index for index, found in verdicts.items() if found is Verdict.BEHIND]:
             raise Behind(f"pservers {behind} expect earlier minibatches than {start}")
+        if end < count and self._compute.layout.tables:
+            self._following = task, end, self._minibatch(loaded, end)
+            self._ahead_rows.ask(0, None, self._seed(task, end), self._following[2], self._background)
         for index, found in verdicts.items():
             if found is Verdict.SKIPPED:
                 self._skipped[index] = self._skipped.get(index, 0) + end - start
@@ -285,12 +291,14 @@ class AsyncLoop:
         of_rows: list[Sequence[LaneRows]] = []
         if tables := self._compute.layout.tables:
             self._compute.read_rows(self._newest_rows)
-        base = step_seed(self._spec.seed, task.epoch, int(task.task_id))
         for number, records in minibatches.items():
-            seed = step_seed(base, number, 0)
+            seed = self._seed(task, number)
             try:
                 with self._times.computing():
-                    ready = await self._ready(seed, records) if tables else None
+                    ready = await self._ahead_rows.ready(0, None, seed, records)
+                    if (following := minibatches.get(number + 1)) is not None:
+                        self._ahead_rows.ask(0, None, self._seed(task, number + 1), following, self._background)
+                        await asyncio.sleep(0)  # it is collated before this one is computed: both need the thread
                     results.append(await self._compute.gradient(node, number, seed, records, finished, ready))
             except UserCodeError as error:
                 raise TaskFailed(task, error, f"minibatch {number}") from error
@@ -306,10 +314,15 @@ class AsyncLoop:
         outboxes.close()
         return results
 
-    async def _ready(self, seed: int, records: Records) -> Ready | None:
-        """A minibatch with the rows that the script names, of all tables at once; None: it names none."""
-        ready = await self._compute.prepare(seed, records) if records else None
-        return None if ready is None else replace(ready, rows=await self._newest_rows(ready.ids))
+    def _minibatch(self, loaded: LoadedTask, number: int) -> Records:
+        """The same object for whom its rows were asked for."""
+        if self._following is not None and self._following[:2] == (loaded.task, number):
+            return self._following[2]
+        return self._source.minibatch(loaded, number)
+
+    def _seed(self, task: Task, number: int) -> int:
+        """Of the random numbers of a minibatch."""
+        return step_seed(step_seed(self._spec.seed, task.epoch, int(task.task_id)), number, 0)
 
     async def _newest_rows(self, ids: Sequence[Ids]) -> Sequence[Rows]:
         """Of embedding tables."""

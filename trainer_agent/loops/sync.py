@@ -47,7 +47,7 @@ class SyncLoop:
         self._source, self._reports, self._duty = context.source, context.reports, context.duty
         self._readers = LaneReaders(context.source, lambda: context.transfer.generation)
         self._joiner = Joiner(context, self._readers, evaluator)
-        self._ahead = RowsAhead(context.compute, context.transfer, context.spec.seed)
+        self._ahead = RowsAhead(context.compute, context.transfer.lookup)
         self.pace = Pace()
         helper = LaneHelper(context, self.pace, self._push)
         self._repair = StepRepair(context, self._readers, self._joiner, self._push, helper)
@@ -164,9 +164,11 @@ class SyncLoop:
 
     async def _ready(self, step: Step, work: LaneWork, lane: int) -> Ready | None:
         """This lane's minibatch; the rows of the next one are asked for."""
-        ready = await self._ahead.ready(step.number, lane, work.portions[lane].records)
+        seed = partial(step_seed, self._spec.seed, step.number)
+        ready = await self._ahead.ready(lane, step.number, seed(lane), work.portions[lane].records)
         if (following := next((each for each in work.lanes if each > lane), None)) is not None:
-            self._ahead.ask(step.number, following, work.portions[following].records, self._prefetching)
+            records = work.portions[following].records
+            self._ahead.ask(following, step.number, seed(following), records, self._prefetching)
             await asyncio.sleep(0)  # it is collated before this lane is computed: both need the thread
         return ready
 
@@ -184,7 +186,8 @@ class SyncLoop:
                 self._readers[lane].prefetch(portion.after, self._prefetching)
         first = work.lanes[0]
         if (following := self._readers.next(first, work.portions[first].after)) is not None:
-            self._ahead.ask(step.number + 1, first, following.records, self._prefetching)
+            seed = step_seed(self._spec.seed, step.number + 1, first)
+            self._ahead.ask(first, step.number + 1, seed, following.records, self._prefetching)
 
     def _report(self, step: Step, following: StepRecord, wanted: int | None) -> None:
         """The step is committed: report it, if this trainer owns lane 0, and the tasks that ended in it. `wanted`: results from this step on

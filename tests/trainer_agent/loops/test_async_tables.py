@@ -9,6 +9,7 @@ import pytest
 
 from shared.errors import InvalidArgument
 from shared.records import Mode, Phase
+from tests.equipment.cluster import direct_ports
 from tests.trainer_agent.cluster import TorchCluster, cluster
 from tests.trainer_agent.loops.test_asynchronous import assert_exactly_once, job, spec_of
 from tests.trainer_agent.loops.test_tables import files_of, tables_of
@@ -34,6 +35,11 @@ MODEL = """
 
     def model():
         return Model()
+"""
+IDS = """
+    def ids(batch):
+        found = (batch["x"] * 4).floor().long()
+        return {"user": found[:, 0] * 10**15, "tag": found[:, 1:4]}
 """
 LOSS = """
     def loss(model, batch):
@@ -95,6 +101,33 @@ async def test_one_trainer_that_pushes_and_pulls_each_minibatch_gives_the_rows_o
             ids, content = found[table.spec.name]
             assert np.array_equal(ids, table.ids)
             assert np.array_equal(content[:, : table.spec.dim], table.values)
+
+
+@pytest.mark.parametrize("push_every", [1, 2])
+async def test_rows_that_the_script_names_are_asked_for_ahead_and_see_all_pushes_before_theirs(
+    tmp_path, monkeypatch, push_every
+):
+    asked, whole = [], direct_ports.lookup
+
+    async def counted(pserver, request, payload):
+        asked.append(request.rows)
+        return await whole(pserver, request, payload)
+
+    monkeypatch.setattr(direct_ports, "lookup", counted)
+    every = {"push_every": push_every, "pull_every": push_every, "epochs": 1, "pservers": 1}
+    found = []
+    for name, more in (("without", {}), ("named", {"ids": IDS})):
+        asked.clear()
+        spec = spec_of(write_script(tmp_path, name, model=MODEL, **more), storage=str(tmp_path / name), **every)
+        async with cluster(spec, 1) as made:
+            assert (await made.ended()).phase is Phase.COMPLETED
+            found.append((made.exported(), tables_of(made)))
+    assert len(asked) == 3 * 7  # minibatches
+    assert all(all(counts[1:]) for counts in asked)  # of both tables
+    assert differing(found[1][0], found[0][0]) == []
+    for name, (ids, content) in found[0][1].items():
+        assert np.array_equal(found[1][1][name][0], ids)
+        assert np.array_equal(found[1][1][name][1], content)
 
 
 def test_a_silent_parameter_server_cannot_be_left_out_where_it_has_rows(tmp_path):
