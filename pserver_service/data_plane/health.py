@@ -73,6 +73,11 @@ def _of_tables(rows: TableRows) -> Iterator[Metric]:
         for table in rows.tables:
             family.add_metric([table.spec.name], number(table))
         yield family
+    kept = sum(snapshot.kept_bytes for snapshot in rows.snapshots)
+    text = "rows that steps keep for checkpoints being written"
+    yield GaugeMetricFamily("trireme_pserver_tables_kept_bytes", text, value=kept)
+    text = "that steps of rows waited for checkpoints being written"
+    yield CounterMetricFamily("trireme_pserver_tables_waited_seconds", text, value=rows.kept.waited_s)
 
 
 def _gauge(name: str, text: str) -> GaugeMetricFamily:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pserver_service.core.table.rows import TableRows
 
 TURN_S = 0.002  # of a step of tables, before the event loop has its turn
+KEPT_S = 0.01  # between two looks whether a snapshot is written far enough
 MOST_WAIT_S = 60.0
 
 log = telemetry.logger("pserver.lookups")
@@ -251,9 +252,17 @@ class RowTurns:
     def begin(self, store: Store) -> None:
         rows = tables_in(store)
         steps = rows.steps(store.history.lane_zero(rows.version))
-        asyncio.get_running_loop().call_soon(
-            self._go_on, store, steps
-        )  # the push that begins it has taken its time, too
+        # the push that begins it has taken its time, too
+        asyncio.get_running_loop().call_soon(self._start, store, steps)
+
+    def _start(self, store: Store, steps: Iterator[None]) -> None:
+        if self._pserver.store is not store:
+            return
+        rows = tables_in(store)
+        if rows.kept.may_step(rows.snapshots, clock.monotonic()):
+            self._go_on(store, steps)
+        else:
+            asyncio.get_running_loop().call_later(KEPT_S, self._start, store, steps)
 
     def _go_on(self, store: Store, steps: Iterator[None]) -> None:
         if self._pserver.store is not store:

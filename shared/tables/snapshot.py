@@ -17,7 +17,6 @@ from threading import Lock
 import numpy as np
 
 from shared.errors import InvalidArgument
-from shared.tables.hashing import slots_of
 from shared.tables.kernels import parts
 from shared.tables.memory import Numbers
 from shared.tables.table import RowsOfIds, Table, by_slot, joined, stamps_of
@@ -182,14 +181,11 @@ class TableSnapshot:
             loose, self._loose = self._loose, []
             self._kept_bytes, self._loose_bytes = self._kept_bytes + self._loose_bytes, 0
         seed, count = self.spec.seed, len(self._counts)
-        for rows in loose:
-            parts_of = slots_of(rows.ids, seed, count) // KEPT_SLOTS
-            for part in np.unique(parts_of).tolist():
-                some = rows.where(parts_of == part)
-                if part >= slot // KEPT_SLOTS:
-                    self._kept.setdefault(part, []).append(some)
-                else:
-                    self._kept_bytes -= some.bytes
+        for part, rows in by_slot(joined(loose, self.width), seed, count, KEPT_SLOTS):
+            if part >= slot // KEPT_SLOTS:
+                self._kept.setdefault(part, []).append(rows)
+            else:
+                self._kept_bytes -= rows.bytes
         for number, rows in by_slot(joined(self._kept.pop(slot // KEPT_SLOTS, []), self.width), seed, count):
             if number >= self._next:
                 self._ready.setdefault(number, []).append(rows)

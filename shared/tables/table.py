@@ -82,11 +82,11 @@ def joined(parts: list[RowsOfIds], width: int) -> RowsOfIds:
     return RowsOfIds(ids[order], words[order], content[order])
 
 
-def by_slot(rows: RowsOfIds, seed: int, slot_count: int) -> Iterator[tuple[int, RowsOfIds]]:
-    """The rows of each slot that has some, slots ascending, in the order that they have in `rows`."""
+def by_slot(rows: RowsOfIds, seed: int, slot_count: int, together: int = 1) -> Iterator[tuple[int, RowsOfIds]]:
+    """The rows of each slot (or of so many `together`) that has some, slots ascending, in the order that they have in `rows`."""
     if not len(rows):
         return
-    slots = slots_of(rows.ids, seed, slot_count)
+    slots = slots_of(rows.ids, seed, slot_count) // together
     order = np.argsort(slots if slot_count > 1 << 16 else slots.astype(np.uint16), kind="stable")  # these faster
     numbers, starts = np.unique(slots[order], return_index=True)
     for slot, chosen in zip(numbers.tolist(), np.split(order, starts[1:]), strict=True):

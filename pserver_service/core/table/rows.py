@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from pserver_service.core.table.kept import KeptRows
 from shared.errors import InvalidArgument, TooLarge
 from shared.lanes import Interval
 from shared.records import SlotMap
@@ -46,6 +47,8 @@ class TableRows:
         self._waiting: dict[int, list[LaneRows]] = {}
         self.stepping = self.changing = False  # a step is under way; nothing can be read
         self._lock = new_lock()  # held while they are stepped
+        self.snapshots: list[TableSnapshot] = []  # that may be open still
+        self.kept = KeptRows()
 
     def __repr__(self) -> str:
         return f"<TableRows version {self.version}: {len(self._waiting)} of {self.lanes} lanes, {self.tables}>"
@@ -154,7 +157,9 @@ class TableRows:
 
     def copies(self) -> list[TableSnapshot]:
         """Of all tables at their version; the caller closes them."""
-        return [TableSnapshot(table, self._lock) for table in self.tables]
+        made = [TableSnapshot(table, self._lock) for table in self.tables]
+        self.snapshots = [*(each for each in self.snapshots if each.is_open), *made]
+        return made
 
     def forget_removed(self, versions: Mapping[str, int]) -> None:
         """No delta will be made on versions of a table before these."""

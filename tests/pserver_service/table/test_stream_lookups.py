@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from pserver_service.core.progress import missing_lanes
+from pserver_service.core.table import kept
 from pserver_service.core.table.rows import TableRows
 from pserver_service.data_plane import lookups
-from shared.errors import BadFrame, CallerError, NotReady
+from shared.errors import BadFrame, CallerError, InvalidArgument, NotReady
 from shared.records import Mode, SlotMap
 from shared.records.layout import ROWS
 from shared.tables.payload import joined, rows_in
@@ -214,6 +215,36 @@ async def test_a_step_in_portions_lets_lookups_wait_and_is_forgotten_by_a_roll_b
     await asyncio.sleep(0)
     for copied in copies:
         copied.close()
+
+
+@pytest.mark.parametrize("server", ["stream tcp"], indirect=True)
+async def test_a_step_waits_until_a_snapshot_that_keeps_too_much_is_read_or_given_up(server, monkeypatch):
+    await made(server)
+    rows = server.pserver.store.rows
+    rows.kept.most_bytes = 50
+    await push(server, 0, step_of(KEYS))
+    assert (await rows_at(server, 1, *KEYS, wait_s=20))[0] == "OK"
+    copies = rows.copies()
+    await push(server, 1, step_of(KEYS))
+    assert await rows_at(server, 2, *KEYS, wait_s=20) == ("OK", [[[-1.5] * 2] * 2, [[-1.5] * 3]])
+    assert sum(each.kept_bytes for each in copies) == 76
+    await push(server, 2, step_of(KEYS))
+    assert (await rows_at(server, 3, *KEYS, wait_s=0.1))[0] == "TOO_EARLY"
+    assert (await rows_at(server, 2, *KEYS))[0] == "OK"  # what is there can be read
+    for each in copies:
+        written = [each.read(group).content[:, : each.spec.dim] for group in each.groups()]
+        assert np.array_equal(np.concatenate(written), np.full((each.rows, each.spec.dim), -0.5))
+        each.close()
+    assert (await rows_at(server, 3, *KEYS, wait_s=20))[0] == "OK"
+    assert rows.kept.waited_s >= 0.1
+    monkeypatch.setattr(kept, "LIMIT_S", 0.2)
+    stuck = rows.copies()
+    for step in (3, 4):
+        await push(server, step, step_of(KEYS))
+        assert (await rows_at(server, step + 1, *KEYS, wait_s=20))[0] == "OK"
+    assert sum(each.kept_bytes for each in stuck) == 0
+    with pytest.raises(InvalidArgument, match=r"kept \d+ bytes of rows for it, 50 are allowed, and none were written"):
+        stuck[0].read(next(stuck[0].groups()))
 
 
 @streamed

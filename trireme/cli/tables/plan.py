@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 
 from shared.records.layout import RowInit, RowOptimizer, TableSpec
-from shared.tables.needs import needs_of
+from shared.tables.needs import SNAPSHOT_BYTES, needs_of
 from trireme.cli import exit_codes
 
 OPTIMIZERS: dict[str, RowOptimizer] = {
@@ -24,7 +24,7 @@ def plan(
     """Returns the exit code. `limited`: the table has `max_rows`."""
     init = RowInit(kind="normal", scale=0.01)
     spec = TableSpec(name="t", dim=dim, optimizer=OPTIMIZERS[optimizer], init=init, max_rows=rows if limited else None)
-    needs = needs_of(spec, -(-rows // pservers), -(-ids // pservers), lanes=lanes)
+    needs = needs_of(spec, -(-rows // pservers), -(-ids // pservers), lanes=lanes, snapshot=SNAPSHOT_BYTES)
     if as_json:
         print(json.dumps({**asdict(needs), "total": needs.total, "pservers": pservers}))  # noqa: T201
     else:

@@ -208,6 +208,6 @@ def test_plan_tells_the_memory_that_a_table_will_take_at_each_parameter_server(c
     assert plan(3_000_000, 16, "adam", 3, 0, 1, limited=False, as_json=True) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["count"], answer["rows"]) == (1_000_000, 192_000_000)
-    assert answer["total"] == answer["rows"] + answer["cells"] + answer["step"] + answer["other"]
+    assert answer["total"] == answer["rows"] + answer["cells"] + answer["snapshot"] + answer["step"] + answer["other"]
     assert plan(3_000_000, 16, "adam", 3, 0, 1, limited=True, as_json=False) == 0
-    assert capsys.readouterr().out.startswith("at each of 3 parameter servers: 1,000,000 rows take at most 0.30 GB: ")
+    assert capsys.readouterr().out.startswith("at each of 3 parameter servers: 1,000,000 rows take at most 0.51 GB: ")
