@@ -87,6 +87,67 @@ def test_what_is_wrong_is_told_in_one_message(tmp_path, capsys, parts, code, mes
         assert "trainer_agent" not in found["error"]["details"]["traceback"]
 
 
+WITH_TABLE = """
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            {layers}
+            self.deep = nn.Linear(3, 3)
+
+        def forward(self, x):
+            ids = (x * 4).long()
+            return self.deep(self.user({ids}))
+
+    def model():
+        return Model()
+"""
+ONE = 'self.user = trireme.nn.Embedding("user", 3)'
+BAG = 'self.user = trireme.nn.EmbeddingBag("user", 3)'
+FEW = 'self.user = trireme.nn.Embedding("user", 3, max_rows=1024)'
+
+
+@pytest.mark.parametrize(
+    ("layers", "ids", "code", "message"),
+    [
+        (ONE, "x[:, 0]", 1, "InvalidArgument: table user: got a tensor of torch.float32; ids are int64 or int32"),
+        (ONE, "ids[:, 0].tolist()", 1, "InvalidArgument: table user: got list; give a tensor of integers"),
+        (
+            BAG,
+            "ids[:, 0]",
+            1,
+            "got ids of shape (8,) without offsets; bags are (bags, ids) without offsets, or (ids,) with",
+        ),
+        (BAG, "ids.unflatten(1, (5, 1))", 1, "got ids of shape (8, 5, 1) without offsets; bags are (bags, ids)"),
+        (
+            f'{ONE}; self.item = trireme.nn.Embedding("user", 4)',
+            "ids[:, 0]",
+            2,
+            "two layers use the table user with different settings: dim 3 and 4",
+        ),
+        (
+            f'{ONE}; self.item = trireme.nn.Embedding("user", 3, optimizer=trireme.nn.Adagrad(lr=0.5))',
+            "ids[:, 0]",
+            2,
+            "two layers use the table user with different settings: optimizer.lr 0.05 and 0.5",
+        ),
+        (
+            FEW,
+            "torch.arange(8 * 129).view(8, 129)).mean(1",
+            1,
+            "a minibatch has 1032 ids of table user, whose max_rows is 1024",
+        ),
+        (FEW.replace("1024", "8"), "ids[:, 0]", 2, "table user: max_rows is 8, and the job has 1024 slots"),
+    ],
+)
+def test_what_is_wrong_with_a_table_is_told_in_one_message(tmp_path, capsys, layers, ids, code, message):
+    script = write_script(tmp_path, model=WITH_TABLE.format(layers=layers, ids=ids))
+    found_code, found = inspected(script, capsys, settings=["global_batch_size=8", "lanes=1"])
+    error = found["error"]
+    assert found_code == code, found
+    assert message in f"{error['details'].get('traceback', '')}\n{error['message']}"
+    assert "trainer_agent" not in str(error["details"].get("traceback", ""))
+
+
 def test_an_optimizer_that_cannot_run_on_the_servers_is_told_with_those_that_can(tmp_path, capsys):
     optimizer = "def optimizer(m):\n    return torch.optim.LBFGS(m.parameters())\n"
     _, found = inspected(write_script(tmp_path, optimizer=optimizer), capsys)
