@@ -27,7 +27,7 @@ from trireme.launch.cluster import LocalCluster
 from trireme.launch.processes import PYTHON_MODULE, ForkServer, Process
 from trireme.plain import plain_spec
 
-START_S, WARM_UP_STEPS = 90.0, 5
+START_S, WARM_UP_STEPS = 300.0, 5  # a limit: 20,000,000 rows of plain PyTorch on a busy machine take minutes
 EVALUATED_EVERY = 20
 PLAIN_RUNS = 3
 ROOT = str(Path(__file__).resolve().parents[1])
@@ -82,9 +82,13 @@ class TorchRow:
                 command.append("--tuned")
                 environment |= malloc.tunables(environment)
             self._processes.append(subprocess.Popen(command, env=environment))
-        async with asyncio.timeout(START_S):
-            while len(self._times()) < WARM_UP_STEPS:
-                await asyncio.sleep(LOOK_S)
+        try:
+            async with asyncio.timeout(START_S):
+                while len(self._times()) < WARM_UP_STEPS:
+                    await asyncio.sleep(LOOK_S)
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -153,10 +157,14 @@ class OurRow:
         forks = self._stack.enter_context(ProbedForks(self.folder, bare=self.mode == "bare"))
         self.cluster = await self._stack.enter_async_context(LocalCluster(self.spec, self.folder / "run", forks=forks))
         self._ports: list[HttpPserver] = []
-        async with asyncio.timeout(START_S):
-            await self._all_there()
-            while await self.updates() < WARM_UP_STEPS:
-                await asyncio.sleep(LOOK_S)
+        try:
+            async with asyncio.timeout(START_S):
+                await self._all_there()
+                while await self.updates() < WARM_UP_STEPS:
+                    await asyncio.sleep(LOOK_S)
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:

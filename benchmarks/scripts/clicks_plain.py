@@ -22,8 +22,8 @@ LR = 0.002
 class DeepFM(clicks.FactorizedScores):
     def __init__(self):
         super().__init__(clicks.FIELDS, clicks.DIM, widths=clicks.WIDTHS, dense=clicks.DENSE)
-        self.rows = nn.Embedding(ROWS, 1 + clicks.DIM, sparse=True)
-        nn.init.normal_(self.rows.weight, std=0.01)
+        first = torch.empty(ROWS, 1 + clicks.DIM).normal_(std=0.01)
+        self.rows = nn.Embedding.from_pretrained(first, freeze=False, sparse=True)
 
     def forward(self, ids, dense):
         return self.scores(self.rows(ids), dense)

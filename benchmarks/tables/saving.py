@@ -104,8 +104,14 @@ def measure(rows: int, dim: int, ids: int, rounds: int, wanted: Sequence[str]) -
             )
         if "save" in wanted:
             step = _Steps(server, data)
-            found = [_round(step, process, folder, number) for number in range(min(rounds, ROUNDS))]
-            lines += _lines(data, found)
+            try:
+                found = [_round(step, process, folder, number) for number in range(min(rounds, ROUNDS))]
+            except TimeoutError as error:
+                lines.append(
+                    Line("save", f"save {data.rows:,} rows", "of the disk's speed", str(error), goal=SPEED_GOAL)
+                )
+            else:
+                lines += _lines(data, found)
     return lines
 
 
