@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from shared.records import Phase
+from tests.equipment.cluster import direct_ports
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.own_loop.scripts import write_loop
 from tests.trainer_agent.scripts import differing, spec_for, write_script
@@ -43,6 +44,11 @@ LOOP = {
     """,
     "after": "",
 }
+IDS = """
+    def ids(batch):
+        found = (batch["x"] * 4).floor().long()
+        return {"user": found[:, 0] * 10**15, "tag": found[:, 1:4]}
+"""
 FUNCTIONS = {
     "model": MODEL + "\n    def model():\n        return Model()\n",
     "scheduler": f"def scheduler(optimizer):\n    return {WARM_UP}\n",
@@ -72,10 +78,21 @@ async def test_the_bits_are_those_of_functions_whoever_computes_and_who_dies(tmp
         assert found[1] == expected[1]
 
 
-async def test_one_lane_has_the_bits_of_plain_python(tmp_path):
-    loop, functions = write_loop(tmp_path, **LOOP), write_script(tmp_path, **FUNCTIONS)
+async def test_one_lane_has_the_bits_of_plain_python(tmp_path, monkeypatch):
+    """Its rows come in one request for both tables of a minibatch."""
+    requests, whole = [], direct_ports.lookup
+
+    async def counted(pserver, request, payload):
+        requests.append(request.rows)
+        return await whole(pserver, request, payload)
+
+    monkeypatch.setattr(direct_ports, "lookup", counted)
+    named = LOOP | {"prepare": IDS + LOOP["prepare"].replace("scheduler=scheduler", "scheduler=scheduler, ids=ids")}
+    loop, functions = write_loop(tmp_path, **named), write_script(tmp_path, **FUNCTIONS)
     spec = spec_for(loop, storage=str(tmp_path / "loop"))
     _, tables = await trained(spec)
+    assert len(requests) == 2 * 8
+    assert all(all(counts) for counts in requests)
     alone = plain.run(load(functions), spec_for(functions))
     write_tables(alone.tables.stored(), str(tmp_path))
     assert tables == {name: (tmp_path / "tables" / f"{name}.safetensors").read_bytes() for name in tables}
