@@ -39,6 +39,17 @@ def main() -> int:
     return service.run(lambda stopping: _serve(settings, stopping), drain_s=limit_s)
 
 
+async def _prepare_tables() -> None:
+    """In a thread of the same priority: it has the interpreter's lock for much of the time."""
+
+    def compile_them() -> None:
+        from shared.tables.first_use import compile_loops  # noqa: PLC0415  numba takes a second to be loaded
+
+        compile_loops()
+
+    await asyncio.to_thread(compile_them)
+
+
 async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     import torch  # noqa: PLC0415
 
@@ -78,6 +89,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
             directory = Directory(etcd, Keys(settings.job, settings.root))
             own_index = OwnIndex(etcd, directory, record, own_number(settings.name))
             connect = partial(HttpHandoff, token=settings.own_token, tls=settings.tls.client())
+            pserver.prepare_tables = _prepare_tables
             member = Member(PserverContext(etcd, directory, pserver, own_index, background, connect))
             service.ready(record.url)
             service.settled()

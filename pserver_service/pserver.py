@@ -56,13 +56,12 @@ log = telemetry.logger("pserver")
 
 
 class Pserver(BlockServer):
-    """`index`, `schedule` (of checkpoints; None: none) and `clipping` are set once the index is claimed. `max_wait_s` limits how long a
-    pull may wait for blocks. `in_doubt`: whether the index may belong to another process by now; no call is answered then.
-    `snapshot_ready` is set when `store.take_snapshot()` has one. `timeline` and `checkpoint`: of the parameters, see JobState.
-    `directory`: the job as etcd has it, set with the index; it says who may push, and how far fence and term may rise.
-    `allocate`: where the memory of blocks comes from. `on_torn` is called when the parameters are lost. `take_handoff`: takes blocks
-    of other parameter servers. `hands_over`: blocks and what it promised about them are on their way to another one. `on_restored` is called when
-    `restore` has loaded parameters: the slot map may be newer than they are. `loading`: a checkpoint is being read."""
+    """`index`, `schedule` (of checkpoints; None: none) and `clipping` are set once the index is claimed. `max_wait_s`: how long a pull may wait. `in_doubt`: whether
+    the index may belong to another process by now; no call is answered then. `snapshot_ready` is set when `store.take_snapshot()` has one. `timeline`
+    and `checkpoint`: of the parameters, see JobState. `directory`: the job as etcd has it, set with the index; it says who may push, and how far fence and
+    term may rise. `allocate`: where the memory of blocks comes from. `on_torn` is called when the parameters are lost. `take_handoff`: takes blocks of other
+    parameter servers. `hands_over`: blocks and what it promised about them are on their way to another one. `on_restored` is called when `restore` has loaded
+    parameters: the slot map may be newer. `loading`: a checkpoint is being read. `prepare_tables` is awaited before rows are made here."""
 
     def __init__(
         self,
@@ -80,14 +79,13 @@ class Pserver(BlockServer):
         self.term = 0
         self.schedule: Schedule | None = None
         self.clipping: Clipping | None = None
-        self.checkpoint = ""
-        self.checkpoint_error = ""
-        self.loading = False
+        self.checkpoint = self.checkpoint_error = ""
+        self.loading = self.hands_over = False
         self.on_torn: Callable[[Torn], None] = lambda _: None
         self.in_doubt: Callable[[], bool] = lambda: False
         self.take_handoff: TakeHandoff = _no_handoffs
-        self.hands_over = False
         self.on_restored: Callable[[], None] = lambda: None
+        self.prepare_tables: Callable[[], Awaitable[None]] | None = None
         self.directory: Directory | None = None
         self._max_wait_s = max_wait_s
         self._allocate = allocate
@@ -109,6 +107,8 @@ class Pserver(BlockServer):
             raise WrongOwner(msg)
         if self._is_same(header):
             return
+        if header.layout.tables and self.prepare_tables is not None:
+            await self.prepare_tables()
         self._fence(header)
         store = Store(header, self.schedule, self.new_pool(), self.clipping)
         async for item, payload in blocks:

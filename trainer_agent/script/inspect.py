@@ -102,8 +102,10 @@ async def _gradient(compute: TorchCompute, minibatch: Records) -> LaneResult:
 async def _with_rows(compute: TorchCompute, work: Callable[[], Awaitable[T]]) -> T:
     """Embedding tables have their initial rows."""
     if tables := compute.layout.tables:
-        from trainer_agent.tables.local import LocalTables  # noqa: PLC0415  numba only when it is needed
+        from shared.tables.first_use import compile_loops  # noqa: PLC0415  numba only when it is needed
+        from trainer_agent.tables.local import LocalTables  # noqa: PLC0415
 
+        compile_loops()  # all of them: the members find them on disk
         compute.read_rows(LocalTables(tables, compute.layout.slot_count).rows)
     return await work()
 

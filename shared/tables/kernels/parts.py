@@ -1,12 +1,14 @@
 # mypy: disallow_untyped_defs=False, disallow_untyped_calls=False, disallow_untyped_decorators=False, check_untyped_defs=False, warn_return_any=False
 """What the loops over ids and rows have in common: hashes, cells, words; compiled by numba into the loops themselves.
 
-numba keeps compiled loops on disk, and looks only at the file of a loop to see whether they are still good: after a change here remove
-`__pycache__` beside it.
+numba keeps compiled loops on disk, and would look only at the file of a loop to see whether they are still good. What is in a loop comes from
+all files of this folder, so it looks at them all (`STAMP`).
 """
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from shared.tables import hashing
 from shared.tables.hashing import FIRST, GOLDEN, SECOND
 
 ABSENT = -1
@@ -60,13 +63,23 @@ def fetch(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
     return types.void(types.uint64), generate
 
 
+def _stamp() -> str:
+    sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(hashing.__file__)]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+
+
+STAMP = _stamp()
+
+
 def compiled(function: Any) -> Any:
     """Compiled at the first call, by itself or as a part of another loop, and kept on disk: beside the module, in the user's cache folder, or
     in NUMBA_CACHE_DIR."""
     try:
-        return njit(nogil=True, cache=True, error_model="numpy")(function)
+        made = njit(nogil=True, cache=True, error_model="numpy")(function)
     except RuntimeError:  # none of these folders can be written: it is compiled in each process
         return njit(nogil=True, error_model="numpy")(function)
+    made._cache._cache_file._source_stamp = STAMP  # noqa: SLF001  numba has no other name for it
+    return made
 
 
 @compiled

@@ -1,0 +1,67 @@
+"""Loops are compiled before anybody waits for them, and again when any file that they come from has changed."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared.tables.kernels import parts
+from tests.equipment.replaced import replaced
+
+TABLES = Path(parts.__file__).parents[1]
+LOOP = """
+from shared.tables.kernels.parts import compiled
+
+
+@compiled
+def one_more(number):
+    return number + 1
+"""
+LACKING = """
+from shared.tables.first_use import compile_loops
+from shared.tables.kernels import cells, rows, sums
+
+compile_loops()
+print([name for name in {names} if not eval(name).signatures])
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(240)
+def test_all_loops_that_tables_call_are_there_after_the_first_use():
+    found = {
+        call
+        for path in TABLES.glob("*.py")
+        for call in re.findall(r"\b(cell|row|sum)_loops\.(\w+)\(", path.read_text())
+    }
+    names = [f"{module}s.{name}" for module, name in sorted(found)]
+    assert len(names) > 15
+    told = subprocess.run(
+        [sys.executable, "-c", LACKING.format(names=names)],
+        cwd=TABLES.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert told.stdout == "[]\n", told.stderr
+
+
+def test_what_was_compiled_from_other_sources_is_not_used(tmp_path):
+    path = tmp_path / "loop.py"
+    path.write_text(LOOP)
+
+    def stats():
+        spec = importlib.util.spec_from_file_location("loop", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        assert module.one_more(1) == 2
+        return sum(module.one_more.stats.cache_hits.values()), sum(module.one_more.stats.cache_misses.values())
+
+    assert [stats(), stats()] == [(0, 1), (1, 0)]
+    with replaced(parts, "STAMP", "of other sources"):
+        assert stats() == (0, 1)
