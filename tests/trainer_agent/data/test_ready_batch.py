@@ -1,0 +1,37 @@
+"""Minibatches that are collated ahead: nobody else's random numbers change, and theirs go on where collate left them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+from trainer_agent.data.ready_batch import ReadyBatch, undisturbed
+
+HOST = torch.device("cpu")
+
+
+def draws() -> tuple[float, float, float]:
+    return torch.rand(1).item(), random.random(), np.random.random()  # noqa: NPY002  user code uses the global generator
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)  # noqa: NPY002
+
+
+def test_a_batch_goes_on_behind_its_collate_and_disturbs_nobody() -> None:
+    seed(7)
+    in_collate, in_forward = draws(), draws()
+    seed(1)
+    before, behind = draws(), draws()
+    seed(1)
+    assert draws() == before
+    with undisturbed(HOST):
+        seed(7)
+        ready = ReadyBatch.made(draws, HOST)
+    assert draws() == behind
+    assert ready.begin({}, HOST) == in_collate
+    assert draws() == in_forward
