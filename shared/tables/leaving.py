@@ -17,10 +17,11 @@ import numpy.typing as npt
 from shared.tables.kernels import cells as cell_loops
 from shared.tables.kernels import parts
 from shared.tables.memory import Cells, Numbers, Words
-from shared.tables.needs import QUEUE_SHARE
+from shared.tables.needs import QUEUE_SHARE, SKETCH_CELLS
 
 LEAST = 16  # places of a queue
 AT_ONCE = 4096  # rows that leave between two values
+MOST_COUNTED = 0.5  # minibatches less than `admit_after` for each cell: below 2 % of rare ids then get a row too early
 SWEEPS = 128  # of a slot in `evict_after_steps` steps, if it has so many rows for so long
 
 Stamps = np.int32
@@ -107,6 +108,15 @@ def without_room(slots: Numbers, room: Numbers) -> Flags:
     without = np.zeros(len(slots), np.bool_)
     without[order] = rank >= room[found]
     return without
+
+
+def forget_counts(sketch: npt.NDArray[np.uint8], needed: int) -> Flags:
+    """Halves all counts of each slot that has counted so much that many counts would be too high; answers of which slots: bool (slots,). In place.
+    (Einziger, Friedman, Manes 2017: TinyLFU's reset.)"""
+    counted = sketch[:, :SKETCH_CELLS].sum(axis=1, dtype=np.int64)
+    full: Flags = counted > MOST_COUNTED * SKETCH_CELLS * (needed - 1)
+    sketch[full] >>= 1
+    return full
 
 
 def swept(version: int, ttl: int, slots: int) -> range:

@@ -15,8 +15,7 @@ LEAST_LOAD, LOADS = (
     0.20,
 )  # a slot gets a larger table when so many of its cells are used: the limit lies between the first and their sum
 AFTER_GROWTH = 0.42  # of the cells are used then
-# of each slot: a count is too high with a chance below 2 %, by more than e / 1024 of all counts there
-SKETCH_DEPTH, SKETCH_CELLS = 4, 1024
+SKETCH_DEPTH, SKETCH_CELLS = 4, 1024  # of each slot
 QUEUE_SHARE, QUEUE_BYTES = 8, 12  # one row in so many is in its slot's queue of the oldest
 LANE_COPIES = 3  # of a lane's gradients: as they come, as they wait, and what is free for the next
 TEMPORARY_BYTES = 48  # for an id of a step

@@ -9,6 +9,7 @@ decides is the order of versions and ids, nothing else: neither time, nor who ow
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from shared.tables.hashing import slots_of
 from shared.tables.kernels import cells as cell_loops
 from shared.tables.kernels import parts
 from shared.tables.kernels import rows as row_loops
-from shared.tables.leaving import Counts, Oldest, shared_out, swept, without_room
+from shared.tables.leaving import Counts, Oldest, forget_counts, shared_out, swept, without_room
 from shared.tables.memory import Cells, Floats, Numbers, Rows, Words, places_of
 from shared.tables.needs import SKETCH_CELLS, SKETCH_DEPTH
 from shared.tables.removed import RemovedIds
@@ -200,13 +201,11 @@ class Table:
     def step(self, ids: Numbers, gradients: Floats | None, lr: float | None = None) -> None:
         """The next version. `ids`: int64 (n,), ascending, each once; `gradients`: float32 (n, dim), or None: the step had no data.
         `lr`: instead of the optimizer's own."""
-        for _ in self.prepare(ids if gradients is not None else ids[:0]):
-            pass
-        for _ in self.steps(ids, gradients, lr):
-            pass
+        deque(self.prepare(ids if gradients is not None else ids[:0]), 0)
+        deque(self.steps(ids, gradients, lr), 0)
 
     def prepare(self, ids: Numbers) -> Iterator[None]:
-        """Makes room for the rows that the next step will bring. Both versions can be read all the time; milliseconds of work between two values."""
+        """Makes room for the rows that the next step will bring. Both versions can be read all the time; milliseconds between two values."""
         slots, n = self.slot_count, len(ids)
         cells, places = self._cells, np.empty(n, np.int64)
         self._admitted = np.ones(n, np.bool_)
@@ -227,12 +226,14 @@ class Table:
             if self._oldest is not None:
                 cell_loops.count_by_slot(own[found >= 0], cells.seed, held)
             yield
+        if self.sketch is not None:
+            self.sketch_stamps[forget_counts(self.sketch, self.spec.admit_after)] = self.version + 1
         if self._oldest is not None:
             if (beyond := more + held > self._oldest.quotas).any():
                 coming = np.flatnonzero((places < 0) & self._admitted)
                 slots_of_coming = slots_of(ids[coming], self.spec.seed, slots)
-                self._admitted[coming[without_room(slots_of_coming, self._oldest.quotas - held)]] = False
-                more[beyond] = np.maximum(0, self._oldest.quotas - held)[beyond]
+                self._admitted[coming[without_room(slots_of_coming, room := self._oldest.quotas - held)]] = False
+                more[beyond] = np.maximum(0, room)[beyond]
             self._surplus = np.where(more > 0, cells.used + more - self._oldest.quotas, 0)
             more = np.minimum(more, self._oldest.quotas - cells.used)
         yield from cells.reserve(more)
@@ -385,8 +386,7 @@ class Table:
 
     def drop_slots(self, slots: Numbers) -> None:
         """They belong to another process now."""
-        for _ in self.dropping(slots):
-            pass
+        deque(self.dropping(slots), 0)
 
     def dropping(self, slots: Numbers) -> Iterator[None]:
         """The same, slot by slot."""

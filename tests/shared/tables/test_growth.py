@@ -132,6 +132,23 @@ def test_a_table_takes_no_more_memory_than_is_said_beforehand(more: dict[str, An
     assert table.spec.dim < 16 or per_row <= 1.35 * (16 * 3 * 4 + 16)
 
 
+@pytest.mark.parametrize("needed", [2, 3])
+def test_admission_lets_in_what_comes_often_and_few_rare_ids_however_many_there_were(needed: int) -> None:
+    """Ids as Zipf draws them: the rare ones are many times as many as the counts of a slot can tell apart."""
+    table, rng, seen = table_of(8, admit_after=needed), np.random.default_rng(8), np.zeros(400_000, np.int64)
+    edges = np.cumsum(1 / np.arange(1, len(seen) + 1) ** 1.05)
+    for _ in range(120):
+        ids = np.unique(np.searchsorted(edges, rng.random(1_500) * edges[-1]))
+        seen[ids] += 1
+        table.step(ids, gradients_of(ids))
+    there = np.zeros(len(seen), np.bool_)
+    there[np.concatenate([table.read_slot(slot).ids for slot in table.slots()])] = True
+    rare = (seen > 0) & (seen < needed)
+    assert rare.sum() > 4 * 8 * 1024 * (needed - 1) * 0.5
+    assert there[rare].mean() < 0.02
+    assert there[seen >= 5 * needed].mean() > 0.99
+
+
 def test_rows_stay_found_while_others_leave_from_cells_beside_them() -> None:
     table, rng = table_of(2, max_rows=20_000), np.random.default_rng(4)
     for _ in range(25):
