@@ -80,18 +80,22 @@ class BlockServer:
     def _step_rows(self, store: Store) -> None:
         """At once: where nobody else needs the processor meanwhile."""
         assert store.rows is not None
-        for _ in store.rows.steps(store.history.lane_zero(store.rows.version)):
+        before = store.rows.version
+        for _ in store.rows.steps(store.history.lane_zero(before)):
             pass
-        self.rows_stepped(store)
+        self.rows_stepped(store, before)
 
-    def rows_stepped(self, store: Store) -> None:
-        assert store.rows is not None
-        waits = store.clipping.holds and store.history.norm(store.rows.version - 1) is None
-        if not (waits and store.blocks):  # else the first block that is settled fixes the record, with the norm
-            store.stepped(store.rows)
+    def rows_stepped(self, store: Store, before: int) -> None:
+        """`before`: the version they had; it is still theirs if some of them are late."""
+        rows = store.rows
+        assert rows is not None
+        waits = store.clipping.holds and store.history.norm(rows.version - 1) is None
+        if rows.version > before and not (waits and store.blocks):
+            store.stepped(rows)  # else the first block that is settled fixes the record, with the norm
         for wake in tuple(self.lookups):
             wake()
-        self.stepped(ROWS, store.rows.version)
+        if rows.version > before:
+            self.stepped(ROWS, rows.version)
 
     def look_for_snapshot(self) -> None:
         if self.store is not None and self.store.snapshot_waits:
@@ -179,7 +183,7 @@ class OpenPush:
             ids, gradients = rows.read(item.rows, payload, item.dtype)
         except BadFrame:
             return Verdict.BAD_FRAME
-        if not rows.are_owned(ids, store.slots, self._server.index):
+        if not rows.are_by(item.slots, store.slots) or not rows.are_owned(ids, store.slots, self._server.index):
             return Verdict.WRONG_OWNER
         if on_arrival:
             return take_arrived(rows, store.ledger, self._push, ids, gradients, item.count)
@@ -206,6 +210,7 @@ class OpenPull:
         self._known = None if request.known is None else known_of(store, request.version)
         self._blocks = request.blocks
         self._due = deque(request.blocks)
+        self._slots = request.slots
         self._missing: set[int] = set()
         self._unheld: set[int] = set()  # those of the missing ones whose data is not all there
         self._lost: int | None = None  # one of the missing blocks, which another parameter server has now
@@ -260,6 +265,8 @@ class OpenPull:
             if self._lost is not None:
                 return _moved(self._lost)
             return None if self._unheld else self._held_end()
+        if store.rows is not None and not store.rows.are_by(self._slots, store.slots):
+            return PullEnd(code="WRONG_OWNER", message=f"slot map {self._slots} does not say whose rows are here")
         version = self._lowest if wanted is None else wanted
         record = self._record
         if record is None or record.version != version:
@@ -348,6 +355,9 @@ def squares_at(blocks: Mapping[int, BlockState], numbers: Iterable[int], version
 
 def check_pull(store: Store, request: PullRequest, index: int) -> None:
     """Raises WrongOwner, InvalidArgument."""
+    if store.rows is not None and 0 < request.slots < store.rows.since:
+        msg = f"slot map {request.slots} is old: the rows at pserver-{index} moved by {store.rows.since}; read the slot map again"
+        raise WrongOwner(msg, slots=store.rows.since)
     if request.version is not None and store.mode is Mode.ASYNC:
         msg = (
             f"version {request.version} was asked for in async mode, where blocks have no common version: ask for None"

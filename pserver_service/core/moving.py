@@ -1,4 +1,5 @@
-"""Blocks that move from one parameter server (source) to another (target), with all that belongs to them.
+"""Slots that move from one parameter server (source) to another (target): blocks, with all that belongs to them, and rows of embedding
+tables (table/moving.py).
 
 source   Leaving: what is coming --> values of this version while it serves --> next version: frozen --> values, optimizer's state,
          ledger, history
@@ -15,8 +16,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Generator, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from pserver_service.core.ledger import Ledger
@@ -26,74 +28,48 @@ from shared.blocks.buffers import Buffer, BufferPool, bytes_of
 from shared.blocks.narrow import DTYPES
 from shared.errors import BadFrame
 from shared.records import Mode
-from shared.records.layout import ELEMENT_BYTES, Block
-from shared.wire.messages import HandedHistory, HandoffPart, MovedBlock
+from shared.records.layout import ELEMENT_BYTES, ROWS, Block
+from shared.wire.messages import HandedHistory, HandoffPart, MovedBlock, MovedTable
+
+if TYPE_CHECKING:
+    from pserver_service.core.table.moving import ArrivingRows, LeavingRows
 
 Parts = Iterator[tuple[HandoffPart, memoryview]]
 TOUCHED_BYTES = 1 << 20  # written at once to new memory: a few milliseconds
 
 
-class MovingSlots(Protocol):
-    """What slots consist of, as the one who sends them sees it: dense blocks here; other kinds of state may follow."""
-
-    @property
-    def even(self) -> bool:
-        """Whether all of it can freeze in the same step if it begins now."""
-        ...
-
-    @property
-    def frozen(self) -> bool:
-        """Whether nothing of it changes any more."""
-        ...
-
-    def coming(self) -> tuple[HandoffPart, ...]:
-        """What will be sent, as far as it is known; one part for each piece of memory."""
-        ...
-
-    def begin(self) -> None:
-        """From now on it freezes at the next possible moment."""
-        ...
-
-    def early(self) -> Parts:
-        """Parts that the target will need, which may be sent before it is frozen."""
-        ...
-
-    def rest(self) -> Parts:
-        """All other parts, once it is frozen."""
-        ...
-
-    def thaw(self) -> None:
-        """It stays here."""
-        ...
-
-
 class LeavingBlocks:
-    """`MovingSlots` of some blocks of a store. `thaw` or `release` it at the end."""
+    """Some blocks of a store, and the `rows` of their slots, if the model has tables. `thaw` or `release` it at the end."""
 
-    def __init__(self, store: Store, numbers: Collection[int]) -> None:
-        self._store = store
+    def __init__(self, store: Store, numbers: Collection[int], rows: LeavingRows | None = None) -> None:
+        self._store, self._rows = store, rows
         self._blocks = [store.blocks[number] for number in sorted(numbers)]
         self._early: dict[int, tuple[int, Buffer]] = {}
 
     def __repr__(self) -> str:
         frozen = sum(state.frozen for state in self._blocks)
-        return f"<LeavingBlocks: {frozen} of {len(self._blocks)} frozen>"
+        return f"<LeavingBlocks: {frozen} of {len(self._blocks)} frozen, {self._rows!r}>"
 
     @property
     def even(self) -> bool:
-        """Synchronous: whether all blocks are at one version. In the middle of a step they are at two, and those that have made
-        it would freeze a whole step later than the others."""
-        return self._store.mode is Mode.ASYNC or len({state.version for state in self._blocks}) < 2
+        """Synchronous: whether all of it is at one version, so that it freezes in the same step if it begins now. In the middle of a step they are at
+        two, and those that have made it would freeze a whole step later than the others."""
+        versions = {state.version for state in self._blocks}
+        if self._rows is not None:
+            versions.add(self._rows.version)
+        return self._store.mode is Mode.ASYNC or len(versions) < 2
 
     @property
     def frozen(self) -> bool:
-        return all(state.frozen for state in self._blocks)
+        """Whether nothing of it changes any more."""
+        return all(state.frozen for state in self._blocks) and (self._rows is None or self._rows.frozen)
 
     @property
     def any_frozen(self) -> bool:
-        return any(state.frozen for state in self._blocks)
+        return any(state.frozen for state in self._blocks) or (self._rows is not None and self._rows.frozen)
 
     def coming(self) -> tuple[HandoffPart, ...]:
+        """What will be sent, as far as it is known; one part for each piece of memory. Rows find theirs as they come, before any of them freezes."""
         values = 1 if self._store.mode is Mode.ASYNC else 2
         parts = []
         for state in self._blocks:
@@ -103,27 +79,35 @@ class LeavingBlocks:
         return tuple(parts)
 
     def begin(self) -> None:
+        """From now on it freezes at the next possible moment."""
         for state in self._blocks:
             if self._store.mode is Mode.ASYNC:
                 state.frozen = True
             else:
                 state.freeze_at = state.version + 1
                 self._early[state.place.number] = state.version, state.current.retain()
+        if self._rows is not None:
+            self._rows.begin()
 
     def freeze_idle(self) -> None:
-        """No step is made: all blocks freeze as they are. If a step is under way, they freeze when it is whole, all of them: pushes
-        to the first would wait for the last."""
-        if self.even and not any(state.tree.nodes for state in self._blocks):
+        """No step is made: all of it freezes as it is. If a step is under way, it freezes when that is whole, all of it: pushes to the first would
+        wait for the last."""
+        idle = self._rows is None or self._rows.idle
+        if idle and self.even and not any(state.tree.nodes for state in self._blocks):
             for state in self._blocks:
                 state.frozen = True
+            if self._rows is not None:
+                self._rows.freeze()
 
     def early(self) -> Parts:
-        """The values that the next version's `previous` will be."""
+        """What the target will need and may be sent before it is frozen: the values that the next version's `previous` will be, and all rows."""
         for number, (version, values) in self._early.items():
             yield HandoffPart(block=number, version=version, dtype=values.dtype), values.view
+        if self._rows is not None:
+            yield from self._rows.early()
 
     def rest(self) -> Parts:
-        """Values, the version before if it was not sent early, and the optimizer's state."""
+        """Once it is frozen: values, the version before if it was not sent early, the optimizer's state, and the rows that changed."""
         for state in self._blocks:
             number = state.place.number
             known = self._early[number][0] if number in self._early else None
@@ -134,11 +118,17 @@ class LeavingBlocks:
                 yield HandoffPart(block=number, version=state.version, dtype=state.place.dtype), state.current.view
             for name, tensor in state.optimizer_state().items():
                 yield _part_of_state(number, name, tensor), bytes_of(tensor.reshape(-1))
+        if self._rows is not None:
+            yield from self._rows.rest()
 
     def described(self) -> tuple[MovedBlock, ...]:
         return tuple(
             MovedBlock(block=state.place.number, version=state.version, updates=state.updates) for state in self._blocks
         )
+
+    def described_tables(self) -> tuple[tuple[MovedTable, ...], int]:
+        """And their version."""
+        return ((), 0) if self._rows is None else (self._rows.described(), self._rows.version)
 
     def ledger(self) -> SavedLedger:
         """Asynchronous: of these blocks, in the order of `described`."""
@@ -146,8 +136,11 @@ class LeavingBlocks:
         return self._store.ledger.part([positions[state.place.number] for state in self._blocks])
 
     def thaw(self) -> None:
+        """It stays here."""
         for state in self._blocks:
             state.frozen, state.freeze_at = False, None
+        if self._rows is not None:
+            self._rows.thaw()
         self.release()
 
     def release(self) -> None:
@@ -186,10 +179,12 @@ class _Arrived:
 
 class ArrivingBlocks:
     """The target's end: `reserve` memory, `take` the parts, `complete` them, `adopt` them into the store; or `release`. `places`:
-    the blocks that belong to the group."""
+    the blocks that belong to the group; `slots`: its slots, and `rows` theirs, if the model has tables."""
 
-    def __init__(self, places: dict[int, Block], pool: BufferPool) -> None:
-        self._places, self._pool = places, pool
+    def __init__(
+        self, places: dict[int, Block], pool: BufferPool, rows: ArrivingRows | None = None, slots: Collection[int] = ()
+    ) -> None:
+        self._places, self._pool, self.rows, self.slots = places, pool, rows, frozenset(slots)
         self._arrived = {number: _Arrived() for number in places}
         self.blocks: tuple[MovedBlock, ...] = ()
         self.history = HandedHistory()
@@ -236,6 +231,10 @@ class ArrivingBlocks:
 
     def take(self, part: HandoffPart, payload: memoryview) -> None:
         """Copy a part; one that is there already is left as it is. Raises BadFrame."""
+        if part.block == ROWS and self.rows is not None:
+            if not self.whole:
+                self.rows.take(part, payload.cast("B"))
+            return
         elements = self._elements(part)
         if payload.nbytes != elements * ELEMENT_BYTES[part.dtype]:
             msg = f"part {part.name!r} of block {part.block} has {payload.nbytes} bytes: expected {elements} of {part.dtype}"
@@ -278,8 +277,10 @@ class ArrivingBlocks:
             arrived.release_vacant()
 
     def adopt_into(self, store: Store) -> None:
-        """The blocks are the store's from now on; it has to be renumbered, and its ledger to be joined."""
+        """All of it is the store's from now on; it has to be renumbered, and its ledger to be joined."""
         store.history.take(self.history)
+        if self.rows is not None:
+            self.rows.adopt()
         for moved in self.blocks:
             arrived = self._arrived.pop(moved.block)
             store.place_block(moved.block, arrived.values.pop(moved.version), arrived.state)
@@ -289,6 +290,8 @@ class ArrivingBlocks:
 
     def release(self) -> None:
         """Nothing of it is needed."""
+        if self.rows is not None:
+            self.rows.release()
         for arrived in self._arrived.values():
             arrived.release()
         self._arrived = {}
@@ -309,8 +312,10 @@ def adopt(store: Store, groups: Collection[ArrivingBlocks]) -> None:
         store.ledger = Ledger.joined([own, *arrived])
 
 
-def forget(store: Store, numbers: Collection[int]) -> None:
-    """In place: blocks that moved away."""
+def forget(store: Store, numbers: Collection[int], slots: Collection[int] = ()) -> None:
+    """In place: blocks that moved away, and the rows of these slots."""
+    if store.rows is not None:
+        store.rows.drop(np.array(sorted(slots), np.int64))
     staying = [position for position, number in enumerate(store.blocks) if number not in numbers]
     ledger = store.ledger.part(staying)
     for number in numbers:

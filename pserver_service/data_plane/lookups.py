@@ -126,7 +126,7 @@ def portion(pserver: Pserver, request: TableRequest) -> tuple[TableEnd, memoryvi
     pserver.check_map(store, request.slots)
     _check_version(store, request.version)
     version = rows.version if request.version is None else request.version
-    if rows.stepping or version > rows.version:
+    if not rows.even or version > rows.version:
         msg = f"the tables have not reached version {version} (they are at {rows.version}): ask again"
         raise NotReady(msg)
     if version < rows.version:
@@ -251,30 +251,31 @@ class RowTurns:
 
     def begin(self, store: Store) -> None:
         rows = tables_in(store)
-        steps = rows.steps(store.history.lane_zero(rows.version))
+        before = rows.version
+        steps = rows.steps(store.history.lane_zero(before))
         # the push that begins it has taken its time, too
-        asyncio.get_running_loop().call_soon(self._start, store, steps)
+        asyncio.get_running_loop().call_soon(self._start, store, before, steps)
 
-    def _start(self, store: Store, steps: Iterator[None]) -> None:
+    def _start(self, store: Store, before: int, steps: Iterator[None]) -> None:
         if self._pserver.store is not store:
             return
         rows = tables_in(store)
         if rows.kept.may_step(rows.snapshots, clock.monotonic()):
-            self._go_on(store, steps)
+            self._go_on(store, before, steps)
         else:
-            asyncio.get_running_loop().call_later(KEPT_S, self._start, store, steps)
+            asyncio.get_running_loop().call_later(KEPT_S, self._start, store, before, steps)
 
-    def _go_on(self, store: Store, steps: Iterator[None]) -> None:
+    def _go_on(self, store: Store, before: int, steps: Iterator[None]) -> None:
         if self._pserver.store is not store:
             return
         until = clock.monotonic() + TURN_S
         try:
             for _ in steps:
                 if clock.monotonic() >= until:
-                    asyncio.get_running_loop().call_soon(self._go_on, store, steps)
+                    asyncio.get_running_loop().call_soon(self._go_on, store, before, steps)
                     return
         except Exception as error:  # the step can never be whole
             log.exception("tables_not_stepped", index=self._pserver.index)
             self._pserver.tear(f"a step of its embedding tables failed: {error!r}")
             return
-        self._pserver.rows_stepped(store)
+        self._pserver.rows_stepped(store, before)

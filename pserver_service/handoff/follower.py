@@ -10,8 +10,9 @@ transaction wrote are seen together.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import closing
+from typing import TYPE_CHECKING
 
 from pserver_service.checkpoints import ledger_text
 from pserver_service.context import PserverContext
@@ -20,17 +21,23 @@ from pserver_service.core.geometry import Geometry
 from pserver_service.core.moving import ArrivingBlocks, adopt, forget
 from pserver_service.core.saved_ledger import SavedLedger
 from pserver_service.core.store import Store
+from pserver_service.core.table.of_model import rows_of
 from shared.blocks.buffers import BufferPool
 from shared.errors import NotReady
 from shared.records import JobState, Mode, SlotMap
 from shared.records.assignments import Group, Migration
-from shared.records.layout import Block, Layout
+from shared.records.layout import ROWS, Block, Layout
 from shared.records.step import StepRecord
 from shared.runtime import clock, telemetry
 from shared.slots import blocks_in
 from shared.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart, InitHeader
 
+if TYPE_CHECKING:
+    from pserver_service.core.table.moving import ArrivingRows
+    from pserver_service.core.table.rows import TableRows
+
 REST_S = 0.02  # at most; a group has up to 32 pieces, and its source waits for 5 s
+LAG_S = 2.0  # until a group is sent again whose rows are a step ahead
 
 log = telemetry.logger("pserver.slots")
 
@@ -42,6 +49,7 @@ class SlotFollower:
         self._context, self._directory, self._pserver = context, context.directory, context.pserver
         self._arriving: dict[tuple[str, int], ArrivingBlocks] = {}
         self._pool: BufferPool | None = None  # of blocks that arrive before there is a store
+        self._rows: TableRows | None = None  # the same
 
     def __repr__(self) -> str:
         return f"<SlotFollower of pserver-{self._pserver.index}: {len(self._arriving)} groups arrive>"
@@ -60,6 +68,8 @@ class SlotFollower:
         migration = self._directory.migration
         for key in [key for key in self._arriving if not _is_part_of(key, migration, state)]:
             self._arriving.pop(key).release()
+        if not self._arriving:
+            self._rows = None
 
     def _take_map(self, store: Store, slots: SlotMap) -> None:
         before, index = store.slots, self._pserver.index
@@ -71,44 +81,75 @@ class SlotFollower:
         lost = frozenset(blocks_in(had - mine, store.geometry.blocks, count))
         gained = frozenset(blocks_in(mine - had, store.geometry.blocks, count))
         store.slots = slots
-        if lost:
-            forget(store, lost)
-            self._pserver.forgotten(lost)
-        if gained:
-            adopt(store, self._arrived(gained))
-        if lost or gained:
+        with_rows = store.rows is not None and had != mine
+        if lost or (with_rows and had - mine):
+            forget(store, lost, had - mine)
+        if gained or (with_rows and mine - had):
+            groups = self._arrived(mine - had, gained)
+            if with_rows and not had:
+                self._begin_rows(store, groups)
+            adopt(store, groups)
+        if with_rows:
+            store.rows.since = slots.version  # type: ignore[union-attr]
+        if lost or with_rows:
+            self._pserver.forgotten(lost | ({ROWS} if with_rows else frozenset()))
+        if lost or gained or with_rows:
             log.info("slots_moved", index=index, version=slots.version, lost=len(lost), gained=len(gained))
 
     def _begin(self, state: JobState, slots: SlotMap) -> None:
         """The first blocks of a parameter server that has joined by a resize."""
-        index, layout, spec = self._pserver.index, self._directory.layout, self._context.spec
+        index, layout = self._pserver.index, self._directory.layout
         mine = {slot for slot, owner in enumerate(slots.owners) if owner == index}
         if layout is None or not mine:
             return
         gained = frozenset(blocks_in(mine, Geometry(layout).blocks, len(slots.owners)))
-        groups = self._arrived(gained)
-        version = min((moved.version for group in groups for moved in group.blocks), default=0)
+        groups = self._arrived(mine, gained)
+        of_rows = {group.rows.version for group in groups if group.rows is not None}
+        version = min((*of_rows, *(moved.version for group in groups for moved in group.blocks)), default=0)
         records = {record.version: record for group in groups for record in group.history.records}
-        header = InitHeader(
-            job=self._pserver.job,
-            generation=state.generation,
-            mode=spec.mode,
-            lanes=spec.lanes if spec.mode is Mode.SYNC else 1,
-            layout=layout,
-            pserver=index,
-            record=records.get(version, StepRecord(version=version, positions=())),
-        )
+        record = records.get(version, StepRecord(version=version, positions=()))
+        header = self._header(layout, record)
         store = Store(header, self._pserver.schedule, self._pool, self._pserver.clipping)
         store.seal()
         store.slots, self._pool = slots, None
+        if of_rows:
+            self._begin_rows(store, groups)
+            store.rows.since = slots.version  # type: ignore[union-attr]
         adopt(store, groups)
         self._pserver.restore(store, state.timeline, state.checkpoint)
 
-    def _arrived(self, numbers: frozenset[int]) -> list[ArrivingBlocks]:
-        """The groups that consist of these blocks. The leader gave them to this process because it has them."""
-        found = {key: group for key, group in self._arriving.items() if group.whole and group.numbers <= numbers}
+    def _begin_rows(self, store: Store, groups: Collection[ArrivingBlocks]) -> None:
+        """The first slots of this parameter server, with rows of tables."""
+        if self._rows is not None:
+            store.rows, self._rows = self._rows, None
+        assert store.rows is not None
+        store.rows.begin_at(max(group.rows.version for group in groups if group.rows is not None))
+
+    def _has_slots(self) -> bool:
+        store = self._pserver.store
+        return store is not None and store.slots is not None and self._pserver.index in store.slots.owners
+
+    def _header(self, layout: Layout, record: StepRecord) -> InitHeader:
+        """Of a store that begins with what others hand over."""
+        spec = self._context.spec
+        return InitHeader(
+            job=self._pserver.job,
+            generation=self._directory.state.generation if self._directory.state is not None else 0,
+            mode=spec.mode,
+            lanes=spec.lanes if spec.mode is Mode.SYNC else 1,
+            layout=layout,
+            pserver=self._pserver.index,
+            record=record,
+        )
+
+    def _arrived(self, slots: Collection[int], numbers: frozenset[int]) -> list[ArrivingBlocks]:
+        """The groups that consist of these slots, and their blocks. The leader gave them to this process because it has them."""
+        found = {key: group for key, group in self._arriving.items() if group.whole and group.slots <= set(slots)}
         there = frozenset(number for group in found.values() for number in group.numbers)
         assert there == numbers, f"blocks {sorted(numbers - there)[:4]} were given to {self!r}, which never got them"
+        if any(group.rows is not None for group in found.values()):
+            lacking = set(slots).difference(*(group.slots for group in found.values()))
+            assert not lacking, f"slots {sorted(lacking)[:4]} were given to {self!r}, which never got their rows"
         for key in found:
             del self._arriving[key]
         return list(found.values())
@@ -118,13 +159,14 @@ class SlotFollower:
     async def take(self, header: HandoffHeader, parts: AsyncIterator[tuple[HandoffPart, Payload]]) -> HandoffAnswer:
         """Some parts of a group; with the last ones it is whole. Nothing of it is served before the slot map says so.
 
-        A repetition changes nothing. Raises NotReady: this pserver knows nothing of that migration, yet or any more; BadFrame.
+        A repetition changes nothing. Raises NotReady: this pserver knows nothing of that migration, yet or any more, or its rows of tables lack
+        a step that those of the group have made; BadFrame.
         """
         self._pserver.check(header)
-        key, places = (header.migration, header.group), self._places(header)
-        arriving = self._arriving.get(key)
-        if arriving is None:
-            arriving = self._arriving[key] = ArrivingBlocks(places, self._memory())
+        layout = self._directory.layout
+        if layout is not None and layout.tables and self._pserver.prepare_tables is not None:
+            await self._pserver.prepare_tables()
+        arriving = self._arriving_of(header)
         with closing(arriving.reserve(header.coming)) as reserving:
             began = clock.monotonic()
             for _ in reserving:
@@ -136,23 +178,60 @@ class SlotFollower:
             await asyncio.sleep(0)
         self._check_expected(header, arriving)
         if header.whole and not arriving.whole:
+            if arriving.rows is not None:
+                await self._complete_rows(header, arriving, arriving.rows)
             ledger, _ = ledger_text.from_text(header.ledger) if header.ledger else (SavedLedger({}), ())
             arriving.complete(header.blocks, header.history, ledger)
             self._pserver.generation = max(self._pserver.generation, header.generation)
         return HandoffAnswer(have=arriving.whole)
 
-    def _check_expected(self, header: HandoffHeader, arriving: ArrivingBlocks) -> None:
-        if self._arriving.get((header.migration, header.group)) is not arriving:
-            raise NotReady(f"migration {header.migration} is over at pserver-{self._pserver.index}")
+    async def _complete_rows(self, header: HandoffHeader, arriving: ArrivingBlocks, rows: ArrivingRows) -> None:
+        """The rows here may be about to make the step that those of the group have made: they never lag behind what is adopted."""
+        stepped = asyncio.Event()
+        self._pserver.lookups.append(stepped.set)
+        try:
+            async with asyncio.timeout(LAG_S):
+                while self._has_slots() and header.rows_version > rows.rows.newest:
+                    stepped.clear()
+                    await stepped.wait()
+        except TimeoutError:
+            pass  # `complete` says what is wrong
+        finally:
+            self._pserver.lookups.remove(stepped.set)
+        self._check_expected(header, arriving)
+        if not arriving.whole:
+            rows.complete(header.tables, header.rows_version, joins=not self._has_slots())
 
-    def _places(self, header: HandoffHeader) -> dict[int, Block]:
-        """Blocks of the group. Raises NotReady."""
+    def _arriving_of(self, header: HandoffHeader) -> ArrivingBlocks:
+        """Raises NotReady."""
+        key = header.migration, header.group
         group = self._expected(header)
         layout, slots = self._directory.layout, self._directory.slots
         if group is None or layout is None or slots is None:
             msg = f"group {header.group} of migration {header.migration} is not expected at pserver-{self._pserver.index} now"
             raise NotReady(msg)
-        return places(layout, slots, group)
+        if key not in self._arriving:
+            rows = self._arriving_rows(layout, group)
+            found = ArrivingBlocks(places(layout, slots, group), self._memory(), rows, group.slots)
+            self._arriving[key] = found
+        return self._arriving[key]
+
+    def _arriving_rows(self, layout: Layout, group: Group) -> ArrivingRows | None:
+        """None: the model has no tables."""
+        if not layout.tables:
+            return None
+        from pserver_service.core.table.moving import ArrivingRows  # noqa: PLC0415  loads numba
+
+        if self._rows is None and self._pserver.store is not None:
+            into = self._pserver.store.rows
+        else:
+            into = self._rows = self._rows or rows_of(self._header(layout, StepRecord(version=0, positions=())))
+        assert into is not None
+        return ArrivingRows(into, group.slots)
+
+    def _check_expected(self, header: HandoffHeader, arriving: ArrivingBlocks) -> None:
+        if self._arriving.get((header.migration, header.group)) is not arriving:
+            raise NotReady(f"migration {header.migration} is over at pserver-{self._pserver.index}")
 
     def _expected(self, header: HandoffHeader) -> Group | None:
         migration, state, index = self._directory.migration, self._directory.state, self._pserver.index

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pserver_service.checkpoints import ledger_text
 from pserver_service.context import LOOK_S, PserverContext
@@ -26,8 +27,12 @@ from shared.runtime import clock, ids, telemetry
 from shared.runtime.waiting import event_within
 from shared.wire.messages import HandoffHeader, HandoffPart
 
+if TYPE_CHECKING:
+    from pserver_service.core.table.moving import LeavingRows
+
 IDLE_S = 1.0  # without a step a group freezes as it is
 PAUSE_S = 0.1
+LEAST_TOLD_BYTES = 1 << 16
 FAILED_S = 10.0  # until the leader hears that a group cannot be sent
 
 log = telemetry.logger("pserver.handoff")
@@ -73,10 +78,18 @@ class HandOver:
         """Until cancelled."""
         while True:
             revision, due = self._directory.revision, self._due()
+            self._tell_rows()
             if due is None:
                 await self._directory.changed(revision, LOOK_S)
             else:
                 await self._hand_over(*due)
+
+    def _tell_rows(self) -> None:
+        """So that groups of slots are planned with the bytes of their rows. Small changes are not worth a write."""
+        store, known = self._pserver.store, self._own_index.record.rows_bytes
+        size = store.rows.handed_bytes if store is not None and store.rows is not None else 0
+        if abs(size - known) > max(LEAST_TOLD_BYTES, known // 8):
+            self._own_index.set(rows_bytes=size)
 
     def _due(self) -> tuple[Migration, Group, Store] | None:
         """The next group that this process has to hand over."""
@@ -101,7 +114,7 @@ class HandOver:
         """Returns when the group is forgotten, or stays because the migration is over."""
         assert store.slots is not None
         numbers = [number for number in places(store.layout, store.slots, group) if number in store.blocks]
-        moving = _Moving(migration, group, store, LeavingBlocks(store, numbers))
+        moving = _Moving(migration, group, store, LeavingBlocks(store, numbers, _rows(store, group)))
         self._pserver.on_step, self._pserver.on_moving = self._stepped.set, moving.refused
         handing = asyncio.ensure_future(self._send_all(moving))
         over = asyncio.ensure_future(self._over(moving))
@@ -244,7 +257,18 @@ class HandOver:
         if moving.store.mode is Mode.ASYNC:
             ledger = ledger_text.to_text(moving.blocks.ledger(), [moved.block for moved in blocks])
         history = moving.store.history.handed()
-        return header.model_copy(update={"whole": True, "blocks": blocks, "history": history, "ledger": ledger})
+        tables, rows_version = moving.blocks.described_tables()
+        fields = {"whole": True, "blocks": blocks, "history": history, "ledger": ledger}
+        return header.model_copy(update={**fields, "tables": tables, "rows_version": rows_version})
+
+
+def _rows(store: Store, group: Group) -> LeavingRows | None:
+    """None: the model has no tables."""
+    if store.rows is None:
+        return None
+    from pserver_service.core.table.moving import LeavingRows  # noqa: PLC0415  loads numba
+
+    return LeavingRows(store.rows, group.slots)
 
 
 def _seconds_since(moment: float | None) -> float:

@@ -50,8 +50,8 @@ class PserverMember(Record):
     long copy, so that it is not taken for frozen. `draining`: it was told to leave and first wants a checkpoint of this version or later.
     `trouble`: why it cannot write checkpoints now. `waits`: why it cannot load one now. `torn`: why its parameters cannot be
     used. `since`: the revision at which etcd first created the key, if this process had to create it again after its lease ran out.
-    `handed`: what it has handed over in the job's migration. `leaving`: the last it says before it gives its key up, if it was told to
-    leave."""
+    `handed`: what it has handed over in the job's migration. `rows_bytes`: about so many bytes its rows of embedding tables would have on their way to
+    others. `leaving`: the last it says before it gives its key up, if it was told to leave."""
 
     index: int
     url: str
@@ -70,6 +70,7 @@ class PserverMember(Record):
     torn: Torn | None = None
     since: int = 0
     handed: Handed | None = None
+    rows_bytes: int = 0
     leaving: bool = False
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from shared.records.layout import RowInit, RowOptimizer, TableSpec
 from shared.tables.lanes import LaneRows, mean_over_lanes, sums_of_ids
+from shared.tables.sharded import ShardedTable
 from shared.tables.snapshot import TableSnapshot, new_lock
 from shared.tables.table import Table
 
@@ -29,12 +30,14 @@ def compile_loops() -> None:
             table.step(*mean)
             table.lookup(ids, gradients, table.version - 1)
     snapshot = TableSnapshot(full, new_lock())
-    copy = Table(_spec({}), SLOTS)
+    copy = ShardedTable(_spec({}), SLOTS)
     rows = [snapshot.read(slots) for slots in snapshot.groups()]
     snapshot.close()
     for _ in range(2):  # the second time into memory that was given back
         for some in rows:
             copy.put_rows(some)
+            copy.put(copy.rows_of(some.ids))
+            copy.remove(some.ids[:1])
         copy.drop_slots(np.arange(SLOTS))
 
 

@@ -191,7 +191,14 @@ class TableSnapshot:
                 self._ready.setdefault(number, []).append(rows)
             else:
                 self._kept_bytes -= rows.bytes
-        return self._ready.get(slot, [])
+        found = self._ready.get(slot, [])
+        whole = joined(found, self.width)
+        ids, first = np.unique(whole.ids, return_index=True)
+        if len(ids) < len(whole):  # of a slot that left for another process, and came back: what was kept first counts
+            self._kept_bytes -= whole.bytes
+            found = self._ready[slot] = [whole.where(first)]
+            self._kept_bytes += found[0].bytes
+        return found
 
     def close(self) -> None:
         """Nothing is kept any more."""

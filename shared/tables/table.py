@@ -10,7 +10,7 @@ decides is the order of versions and ids, nothing else: neither time, nor who ow
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -127,7 +127,7 @@ class Table:
     @property
     def rows(self) -> int:
         """That have memory, expired ones included."""
-        return int(self._cells.used.sum())
+        return int(self.counts_by_slot().sum())
 
     @property
     def bytes(self) -> int:
@@ -248,6 +248,12 @@ class Table:
             yield from self._sweeps()
             return
         self.updates += 1
+        yield from self._advance(ids, gradients, lr)
+        yield from self._sweeps()
+
+    def _advance(self, ids: Numbers, gradients: Floats, lr: float | None) -> Iterator[None]:
+        """Rows of these ids make the step to `version`; what they were is added to `before`."""
+        assert self._before is not None
         cells, rows, n = self._cells, self._rows, len(ids)
         places, words = np.empty(n, np.int64), np.empty(n, np.uint64)
         before = RowsOfIds(ids, words, np.empty((n, self.width), np.float32))
@@ -271,7 +277,6 @@ class Table:
         for some in portions(n if self.leaving else 0):
             self._tell(before.where(some))
             yield
-        yield from self._sweeps()
 
     def _count(self, places: Numbers, fresh: Flags, words: Words) -> None:
         refused = int((places < 0).sum())
@@ -331,11 +336,16 @@ class Table:
 
     # ------------------------------------------------------------ slots
 
+    def _swept(self, version: int) -> Sequence[int]:
+        """The slots that give back expired rows in the step that makes `version`, which depend on that alone."""
+        return () if self._ttl < 0 else swept(version, self._ttl, self.slot_count)
+
     def _sweeps(self) -> Iterator[None]:
-        """Each step gives back the memory of expired rows of some slots: which ones depends on its version alone."""
-        if self._ttl < 0:
-            return
-        for slot in swept(self.version, self._ttl, self.slot_count):
+        """Each step gives back the memory of expired rows of some slots."""
+        yield from self._sweep_all(self._swept(self.version))
+
+    def _sweep_all(self, slots: Iterable[int]) -> Iterator[None]:
+        for slot in slots:
             if self._cells.used[slot]:
                 self.sweep(slot)
                 yield
@@ -370,7 +380,7 @@ class Table:
 
     def slots(self) -> Iterator[int]:
         """Those that have rows."""
-        return (int(slot) for slot in np.flatnonzero(self._cells.used))
+        return (int(slot) for slot in np.flatnonzero(self.counts_by_slot()))
 
     def put_rows(self, rows: RowsOfIds) -> None:
         """Rows of slots that have none yet, as they were read elsewhere."""
@@ -383,18 +393,3 @@ class Table:
             self._cells.replace(slot, mine.ids, words)
             if self._oldest is not None:
                 self._oldest.forget(slot)
-
-    def drop_slots(self, slots: Numbers) -> None:
-        """They belong to another process now."""
-        deque(self.dropping(slots), 0)
-
-    def dropping(self, slots: Numbers) -> Iterator[None]:
-        """The same, slot by slot."""
-        self.removed.lose(self.version)
-        for slot in slots.tolist():
-            _, words = self._cells.of_slot(slot)
-            self._rows.give_back(places_of(words))
-            self._cells.clear([slot])
-            if self._oldest is not None:
-                self._oldest.forget(slot)
-            yield

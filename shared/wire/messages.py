@@ -80,7 +80,8 @@ class PushBlock(Record):
     payload, if it is not the block's own. An empty payload: no samples or, in a block of buffers, no change by these samples.
     The payload of an integer buffer is its value (sync) or what is added to it (async). `result` (sync): of these lanes, with the first of
     their blocks that this parameter server gets in a push. `rows`: block is -1, `lanes` is one lane, and the payload is the gradients of rows of
-    embedding tables: so many ids of each (shared/tables/payload.py); `dtype` is that of the gradients, if it is not float32."""
+    embedding tables: so many ids of each (shared/tables/payload.py), all of the lane's by slot map `slots` (0: not checked); `dtype` is that of the
+    gradients, if it is not float32."""
 
     block: int
     lanes: tuple[int, int] = (0, 1)
@@ -88,6 +89,7 @@ class PushBlock(Record):
     dtype: Narrow | None = None
     result: NodeResult | None = None
     rows: tuple[int, ...] | None = Field(default=None, max_length=MOST_TABLES)
+    slots: int = 0
 
 
 class Refusal(Record):
@@ -124,7 +126,7 @@ class PullRequest(MessageHeader):
     parameters are cast to it. `known`: the `PullEnd.known` of the pull from this pserver that the caller's values come from ("":
     it has none); blocks of buffers that are still the same come without them. None: all blocks come whole. `norm`: of the step that
     makes the version; the blocks that are held for it are stepped. `results_from`: the results of steps are wanted, too, from
-    this one on."""
+    this one on. `slots`: the slot map by which the rows of embedding tables have to have the version; 0: not checked."""
 
     version: int | None = None
     blocks: tuple[int, ...]
@@ -133,6 +135,7 @@ class PullRequest(MessageHeader):
     dtype: Narrow | None = None
     known: str | None = Field(default=None, max_length=KNOWN_CHARACTERS)
     results_from: int | None = None
+    slots: int = 0
 
 
 class PulledBlock(Record):
@@ -284,14 +287,26 @@ class MovedBlock(Record):
     updates: int
 
 
+class MovedTable(Record):
+    """Of an embedding table, the rows of slots as they are when they move. `updates`: see shared.tables.table.Table. `rows`: how many. `before`: whether
+    the version before is known."""
+
+    updates: int
+    rows: int
+    before: bool
+
+
 class HandoffPart(Record):
-    """`name`: "" for the values at `version`, else a tensor of the optimizer's state. `scalar`: it has no dimensions."""
+    """`name`: "" for the values at `version`, else a tensor of the optimizer's state. `scalar`: it has no dimensions. Rows of the `table`th embedding table
+    (block -1): see RowPart; `first`: where the part belongs among those of its name."""
 
     block: int
     name: str = ""
     version: int = 0
     dtype: str
     scalar: bool = False
+    table: int = Field(default=0, ge=0, lt=MOST_TABLES)
+    first: int = Field(default=0, ge=0)
 
 
 class HandoffHeader(MessageHeader):
@@ -300,7 +315,7 @@ class HandoffHeader(MessageHeader):
 
     `coming`: parts that will follow in later requests, so that the target has memory for them before anything freezes. `whole`:
     with these parts the target has everything: `blocks` tells what each of them is, `history` what it knows of versions and
-    steps, `ledger` (asynchronous) which minibatches the blocks have."""
+    steps, `ledger` (asynchronous) which minibatches the blocks have. `tables`: of each embedding table of the model, at `rows_version`."""
 
     migration: str
     group: int
@@ -311,6 +326,8 @@ class HandoffHeader(MessageHeader):
     blocks: tuple[MovedBlock, ...] = ()
     history: HandedHistory = HandedHistory()
     ledger: str = ""
+    tables: tuple[MovedTable, ...] = ()
+    rows_version: int = 0
 
 
 class HandoffAnswer(Record):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.errors import CallerError, DeadlineExceeded, PeerError
+from shared.errors import DeadlineExceeded, PeerError
 from shared.records import JobSpec, Phase
 from shared.runtime import ids
 from tests.end_to_end.local_cluster import RECORDS, cluster_of, ended, evaluations, reach_step, same_bits, spec_of
@@ -109,25 +109,53 @@ async def call(cluster: LocalCluster, invoke):
             await asyncio.sleep(0.1)
 
 
-async def restarted(cluster: LocalCluster, pservers: int) -> None:
+async def resized(cluster: LocalCluster, pservers: int, strategy: str, **kill: str) -> None:
+    """`kill`: whom, as soon as the first group has moved."""
     key = ids.new_id("test")
-    found = await call(cluster, lambda client: client.create_resize(key, pservers=pservers, strategy="restart"))
-    name = found["resize_id"]
+    found = await call(cluster, lambda client: client.create_resize(key, pservers=pservers, strategy=strategy))
+    name, killed = found["resize_id"], not kill
     async with asyncio.timeout(LIMIT_S):
         while found["state"] == "RUNNING":
-            found = await call(cluster, lambda client: client.resize(name, 1.0))
+            found = await call(cluster, lambda client, wait_s=1.0 if killed else 0.05: client.resize(name, wait_s))
+            if not killed and found["phase"] == "MIGRATING" and found["groups_moved"]:
+                cluster.kill(kill["victim"], signal.SIGKILL)
+                killed = True
     assert found["phase"] == "COMMITTED", found
+    assert killed
+    assert strategy == "restart" or found["groups_moved"], found
 
 
-def test_a_resize_of_the_parameter_servers_takes_a_restart_and_costs_no_bit(tmp_path, one_of_each):
+def test_a_resize_moves_rows_live_or_by_restart_and_costs_no_bit(tmp_path, one_of_each):
     async def main() -> Trained:
         async with cluster_of(with_tables(tmp_path, trainers=1, pservers=1), tmp_path) as cluster:
             await reach_step(cluster, 3)
-            with pytest.raises(CallerError, match="rows a live resize") as refused:
-                await call(cluster, lambda client: client.create_resize(ids.new_id("test"), pservers=3))
-            assert "--restart" in refused.value.hint
-            for pservers in (3, 2):
-                await restarted(cluster, pservers)
+            await resized(cluster, 3, "live")
+            await resized(cluster, 2, "restart")
+            return await trained(cluster, gone_back=True)
+
+    assert_same(asyncio.run(main()), one_of_each)
+
+
+@pytest.mark.soak
+def test_live_resizes_under_training_go_back_nowhere(tmp_path, one_of_each):
+    async def main() -> Trained:
+        async with cluster_of(with_tables(tmp_path, pservers=1), tmp_path) as cluster:
+            await reach_step(cluster, 3)
+            await resized(cluster, 3, "live")
+            await resized(cluster, 2, "live")
+            return await trained(cluster)
+
+    assert_same(asyncio.run(main()), one_of_each)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", ["pserver-0", "pserver-1"], ids=["the source dies", "the target dies"])
+def test_a_live_resize_goes_on_after_a_death_and_costs_no_bit(tmp_path, one_of_each, victim):
+    async def main() -> Trained:
+        async with cluster_of(with_tables(tmp_path, pservers=1, slow_s=0.1), tmp_path) as cluster:
+            await reach_step(cluster, 3)
+            await resized(cluster, 3, "live", victim=victim)
+            await resized(cluster, 2, "live")
             return await trained(cluster, gone_back=True)
 
     assert_same(asyncio.run(main()), one_of_each)

@@ -26,6 +26,7 @@ from tests.simulation.plans import OperatorRequest, Plan, RequestKind, ResizeKil
 from tests.simulation.run import Outcome, simulate
 
 SMALL_GROUP_BYTES = 1600  # so that a resize of the small model moves several groups
+WITH_ROWS_BYTES = 1 << 17  # the same; each slot has a sketch
 MOMENTS = [
     (ResizePhase.STARTING, 0),
     (ResizePhase.MIGRATING, 0),
@@ -41,7 +42,7 @@ def resized(seed: int, mode: Mode, *, restart: bool = False) -> Plan:
     drawn = plan_of(seed, mode)
     lanes = 4 if mode is Mode.SYNC else 1
     job = replace(drawn.job, files=(7, 1, 16, 5), task_records=4, minibatch=2, lanes=lanes, epochs=4, push_every=1)
-    job = job if restart else replace(job, tables=False)  # their parameter servers are not resized live
+    job = job if restart else replace(job, tables=mode is Mode.SYNC and seed % 2 == 0)  # asynchronous ones: by restart
     requests = [
         OperatorRequest(at_s, RequestKind.RESIZE, members=members, restart=restart)
         for at_s, members in zip((3.0, 8.0), numbers, strict=True)
@@ -68,7 +69,7 @@ def growing(seed: int, mode: Mode) -> Plan:
 
 
 def played(plan: Plan) -> Outcome:
-    with replaced(moves, "GROUP_BYTES", SMALL_GROUP_BYTES):
+    with replaced(moves, "GROUP_BYTES", WITH_ROWS_BYTES if plan.job.tables else SMALL_GROUP_BYTES):
         return simulate(plan.seed, plan.job.mode, plan=plan)
 
 
@@ -81,12 +82,15 @@ def kept(outcome: Outcome) -> Outcome:
 def test_an_undisturbed_resize_moves_no_byte_in_vain(mode):
     moved = 0
     for seed in range(4):
-        for operation in kept(played(resized(seed, mode))).operations:
+        plan = resized(seed, mode)
+        for operation in kept(played(plan)).operations:
             found = operation.resize
             assert found is not None
             if operation.state is OperationState.DONE:
                 assert found.phase is ResizePhase.COMMITTED
-                assert (found.bytes_moved, found.groups_moved) == (found.bytes, found.groups)
+                assert found.groups_moved == found.groups
+                if not plan.job.tables:  # rows come and go, so only about how many bytes they have is known before
+                    assert found.bytes_moved == found.bytes
                 moved += found.groups_moved
             else:
                 assert "the job is COMPLETED" in operation.reason
@@ -100,7 +104,9 @@ def test_every_promise_is_kept_whoever_dies_in_whichever_phase(mode, victim):
     for number, (phase, moved) in enumerate(MOMENTS):
         rng = random.Random(f"{mode}-{victim}-{number}")
         kill = ResizeKill(phase, victim, moved, rng.choice([0.0, 0.005, 0.02, 0.1]), rng.choice([0.1, 1.0, 4.0]))
-        struck += kept(played(replace(growing(number, mode), kills=(kill,), masters=rng.choice([1, 2])))).injected
+        plan = replace(growing(number, mode), kills=(kill,), masters=rng.choice([1, 2]))
+        tables = mode is Mode.SYNC and (number + list(Victim).index(victim)) % 2 == 0
+        struck += kept(played(replace(plan, job=replace(plan.job, tables=tables)))).injected
     assert struck >= len(MOMENTS) - 1
 
 

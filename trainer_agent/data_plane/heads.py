@@ -29,4 +29,6 @@ def fields_of(number: int, item: PushBlock) -> codec.Fields:
             "skipped": result.skipped,
             "metrics": result.metrics,
         }
-    return fields | ({"dtype": item.dtype} if item.dtype else {}) | ({"rows": item.rows} if item.rows else {})
+    if item.rows is not None:
+        fields |= {"rows": item.rows, "slots": item.slots}
+    return fields | ({"dtype": item.dtype} if item.dtype else {})

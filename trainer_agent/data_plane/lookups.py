@@ -94,11 +94,11 @@ class Lookups(Peers):
             parts[index] = RowPart(tuple(len(some) for some in ids), payload, dtype)
         return parts
 
-    def mean_row_parts(self, routes: Routes, minibatches: Sequence[Sequence[LaneRows]]) -> dict[int, RowPart]:
-        """The same of the mean over several minibatches."""
+    def mean_rows(self, minibatches: Sequence[Sequence[LaneRows]]) -> Sequence[LaneRows]:
+        """The mean over several minibatches, of each table."""
         from shared.tables.lanes import mean_over_minibatches  # noqa: PLC0415  only where there are tables: it loads numba
 
-        return self.row_parts(routes, mean_over_minibatches(minibatches, self._dims))
+        return mean_over_minibatches(minibatches, self._dims)
 
     async def lookup(self, version: int | None, ids: Sequence[Ids], *, exact: bool = False) -> list[Rows]:
         """The rows at `version` (None: the newest ones): of each table float32 (n, dim). `ids`: of each table int64 (n,), ascending, each once. Waits until the

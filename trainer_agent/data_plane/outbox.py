@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shared.lanes import Interval
 from shared.records.job_spec import Narrow
@@ -14,12 +16,39 @@ from shared.wire.messages import PushBlock
 from trainer_agent.data_plane.lookups import RowPart
 from trainer_agent.data_plane.routing import Routes
 
+if TYPE_CHECKING:
+    from shared.tables.lanes import LaneRows  # loads numba
+
+
+@dataclass(frozen=True, slots=True)
+class PushedRows:
+    """A lane's gradients of rows of embedding tables. `rows`: of each table. `count`: the lane's records. `result` (synchronous): the rows of all lanes
+    may be there, and be stepped, before a block of each is."""
+
+    rows: Sequence[LaneRows]
+    count: int
+    result: NodeResult | None = None
+
+    def head(self, lane: int, part: RowPart, slots: int) -> PushBlock:
+        """Of one parameter server's part by slot map `slots`."""
+        return PushBlock.model_construct(
+            block=ROWS,
+            lanes=(lane, lane + 1),
+            count=self.count,
+            dtype=part.dtype,
+            result=self.result,
+            rows=part.counts,
+            slots=slots,
+        )
+
 
 class Outbox:
     """The blocks for one parameter server, in the order they were finished; may be read again from the start. `first`: the lanes
-    whose data it got from this trainer first, as it said last."""
+    whose data it got from this trainer first, as it said last. `rows`: the gradients of rows of all parameter servers, by lane: some may go to
+    others than they were meant for."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: Mapping[int, PushedRows] | None = None) -> None:
+        self.rows = {} if rows is None else rows
         self._items: list[tuple[PushBlock, memoryview]] = []
         self._closed = False
         self.first: tuple[int, ...] = ()
@@ -47,15 +76,18 @@ class Outbox:
         return list(self._items)
 
     @classmethod
-    def of(cls, items: Iterable[tuple[PushBlock, memoryview]]) -> Outbox:
+    def of(cls, items: Iterable[tuple[PushBlock, memoryview]], rows: Mapping[int, PushedRows] | None = None) -> Outbox:
         """With all its blocks."""
-        outbox = cls()
+        outbox = cls(rows)
         outbox._items, outbox._closed = list(items), True
         return outbox
 
     @classmethod
     def part(
-        cls, items: Iterable[tuple[PushBlock, memoryview]], whole: Iterable[tuple[PushBlock, memoryview]]
+        cls,
+        items: Iterable[tuple[PushBlock, memoryview]],
+        whole: Iterable[tuple[PushBlock, memoryview]],
+        rows: Mapping[int, PushedRows] | None = None,
     ) -> Outbox:
         """Some of the blocks in `whole`, for another parameter server: it needs the results of their lanes, too."""
         results = {block.lanes: block.result for block, _ in whole if block.result is not None}
@@ -63,7 +95,7 @@ class Outbox:
         for block, payload in items:
             result = results.pop(block.lanes, None)
             found.append((block if result is None else block.model_copy(update={"result": result}), payload))
-        return cls.of(found)
+        return cls.of(found, rows)
 
     async def started(self) -> bool:
         """Wait for the first block; False if there will be none."""
@@ -106,7 +138,8 @@ class Outboxes(dict[int, Outbox]):
     `version`: of the slot map they were made by."""
 
     def __init__(self, routes: Routes, dtypes: Sequence[Narrow | None]) -> None:
-        super().__init__((index, Outbox()) for index in routes.blocks)
+        self.rows: dict[int, PushedRows] = {}
+        super().__init__((index, Outbox(self.rows)) for index in routes.blocks)
         self.routes = routes
         self.version, self._owners, self._dtypes = routes.version, routes.owners, dtypes
         self.blocks = len(dtypes)
@@ -138,14 +171,11 @@ class Outboxes(dict[int, Outbox]):
 
         return add
 
-    def add_rows(self, lane: int, count: int, parts: Mapping[int, RowPart], result: NodeResult | None = None) -> None:
-        """A lane's gradients of rows of embedding tables, by parameter server. `count`: the lane's records. `result` (synchronous): the rows of all lanes may
-        be there, and be stepped, before a block of each is."""
+    def add_rows(self, lane: int, pushed: PushedRows, parts: Mapping[int, RowPart]) -> None:
+        """A lane's gradients of rows of embedding tables, and by parameter server."""
+        self.rows[lane] = pushed
         for index, part in parts.items():
-            item = PushBlock.model_construct(
-                block=ROWS, lanes=(lane, lane + 1), count=count, dtype=part.dtype, result=result, rows=part.counts
-            )
-            self[index].add(item, part.payload)
+            self[index].add(pushed.head(lane, part, self.version), part.payload)
             self._rows += 1
 
     @property

@@ -17,6 +17,7 @@ from shared.wire.lending import NOTHING
 from shared.wire.messages import PulledBlock, PullEnd, PullRequest
 from trainer_agent.core.steps import agreed
 from trainer_agent.data_plane.peers import OWN_LEASE, Connect, Suspect
+from trainer_agent.data_plane.routing import Routes
 from trainer_agent.data_plane.step_norm import StepNormFinder
 from trainer_agent.data_plane.whole_tables import WholeTables
 from trainer_agent.model.compute import Compute
@@ -94,6 +95,18 @@ class Pulls(WholeTables):
         if version is not None:
             self._norm = StepNormFinder(version - 1, fails=self._fails)
         return await self._pull_parts(self.routes.blocks, version, skip_after_s, narrow)
+
+    def _parts_since(
+        self, before: Routes, index: int, blocks: Iterable[int], version: int | None
+    ) -> dict[int, tuple[int, ...]]:
+        """Where these blocks are now, and who has other rows of tables than by that slot map: whether those have the version is asked again. `index`
+        did not say so either."""
+        routes = self.routes
+        parts = routes.split(blocks)
+        if self._layout.tables and version is not None:
+            silent = {index}.intersection(routes.slots)
+            parts |= {each: parts.get(each, ()) for each in (*routes.changed_since(before), *silent)}
+        return parts
 
     async def _pull_parts(
         self,
@@ -187,6 +200,7 @@ class Pulls(WholeTables):
                 "known": known,
                 "norm": self._norm.norm if version is not None else None,
                 "results_from": self._results_from,
+                "slots": routes.version if self._layout.tables and version is not None else 0,
             }
             if await self._certain():
                 backoff.waited(OWN_LEASE)
@@ -199,7 +213,8 @@ class Pulls(WholeTables):
                 end = PullEnd(code="WRONG_OWNER", message=error.message)
             except (PeerError, StaleGeneration) as error:
                 if self.routes.version != routes.version:
-                    rest = await self._pull_parts(self.routes.split(missing), version, skip_after_s, narrow)
+                    parts = self._parts_since(routes, index, missing, version)
+                    rest = await self._pull_parts(parts, version, skip_after_s, narrow)
                     return agreed((rest, record))
                 if isinstance(error, PeerError) and self._silence.failed(index, error, skip_after_s):
                     self._keep_current(missing)
@@ -236,7 +251,7 @@ class Pulls(WholeTables):
                 case "WRONG_OWNER":
                     refusals += 1
                     await self._rerouted(routes.version, refusals)
-                    parts, routes = self.routes.split(missing), self.routes
+                    parts, routes = self._parts_since(routes, index, missing, version), self.routes
                     if parts.keys() != {index}:
                         rest = await self._pull_parts(parts, version, skip_after_s, narrow)
                         return agreed((rest, record))

@@ -27,6 +27,12 @@ class Routes:
             found.setdefault(self.owners[block], []).append(block)
         return {index: tuple(found[index]) for index in sorted(found)}
 
+    def changed_since(self, before: Routes) -> list[int]:
+        """The parameter servers that have other slots by this map than by that one, without those that have none now."""
+        pairs = zip(before.slots, self.slots, strict=True)
+        changed = {index for was, now in pairs if was != now for index in (was, now)}
+        return sorted(changed.intersection(self.slots))
+
 
 def route(layout: Layout, slots: SlotMap) -> Routes:
     owners = tuple(slots.owners[slot_of(block.number, layout.slot_count)] for block in layout.blocks())

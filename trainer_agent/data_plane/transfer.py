@@ -51,10 +51,10 @@ class Transfer(Pulls):
     ) -> AsyncIterator[dict[int, Verdict]]:
         """Push to all parameter servers while the block of code fills the outboxes. After it, the dict has the verdict of each."""
         verdicts: dict[int, Verdict] = {}
-        version = outboxes.version if isinstance(outboxes, Outboxes) else None
+        routes = outboxes.routes if isinstance(outboxes, Outboxes) else None
         async with SingleErrorGroup() as group:
             pushes = [
-                group.create_task(self._push(index, header, box, skip_after_s, version))
+                group.create_task(self._push(index, header, box, skip_after_s, routes))
                 for index, box in outboxes.items()
             ]
             yield verdicts
@@ -75,9 +75,9 @@ class Transfer(Pulls):
         header: PushHeader,
         outbox: Outbox,
         skip_after_s: float | None = None,
-        version: int | None = None,
+        routes: Routes | None = None,
     ) -> dict[int, Verdict]:
-        """The verdict of each parameter server that got some of the blocks. `version`: of the slot map that put them together."""
+        """The verdict of each parameter server that got some of the blocks. `routes`: the slot map that put them together."""
         if not await outbox.started():
             return {index: Verdict.ACKNOWLEDGED}
         backoff, refusals = Backoff(f"pushing step {header.step} to pserver-{index}"), 0
@@ -94,8 +94,8 @@ class Transfer(Pulls):
                 if self._silence.failed(index, error, skip_after_s):
                     return {index: Verdict.SKIPPED}
                 await self._suspect_peer(index, error)
-                if version is not None and self.routes.version != version:
-                    return await self._push_again(header, await outbox.items(), skip_after_s)
+                if routes is not None and self.routes.version != routes.version:
+                    return await self._push_again(index, header, outbox, await outbox.items(), routes, skip_after_s)
                 problem: object = error
             else:
                 self._silence.answered(index)
@@ -106,19 +106,17 @@ class Transfer(Pulls):
                 if found is Verdict.MOVED:
                     moved = moved_blocks(answer)
                     everything = await outbox.items()
-                    if ROWS in moved:
-                        # other rows may belong to other parameter servers now: the step is computed again by the newest map
-                        raise StaleGeneration(f"rows of tables moved away from pserver-{index}: compute the step again")
                     rest = [item for item in everything if item[0].block in moved]
                     refusals += 1
-                    asked_by = self.routes.version if version is None else version
-                    await self._rerouted(asked_by, refusals, moving=is_moving(answer))
+                    before = self.routes if routes is None else routes
+                    await self._rerouted(before.version, refusals, moving=is_moving(answer))
                     if self.generation > header.generation:
                         return {index: Verdict.STALE}
-                    if self.routes.split(moved).keys() != {index}:
-                        more = await self._push_again(header, rest, skip_after_s, everything)
+                    rows_moved = ROWS in moved and self.routes.version != before.version
+                    if rows_moved or self.routes.split(moved - {ROWS}).keys() - {index}:
+                        more = await self._push_again(index, header, outbox, rest, before, skip_after_s, everything)
                         return _join({index: Verdict.ACKNOWLEDGED}, more)
-                    outbox, version = Outbox.part(rest, everything), self.routes.version
+                    outbox, routes = Outbox.part(rest, everything, outbox.rows), self.routes
                     backoff.waited(problem)
                     continue
                 if found is not Verdict.AGAIN:
@@ -131,19 +129,30 @@ class Transfer(Pulls):
 
     async def _push_again(
         self,
+        asked: int,
         header: PushHeader,
+        outbox: Outbox,
         items: Sequence[tuple[PushBlock, memoryview]],
+        before: Routes,
         skip_after_s: float | None,
         everything: Sequence[tuple[PushBlock, memoryview]] = (),
     ) -> dict[int, Verdict]:
-        """Blocks to their owners by the newest slot map. `everything`: if they are a part of it."""
+        """Blocks of an outbox to their owners by the newest slot map. `everything`: if they are a part of it. `before`: the map that put them together.
+        Rows go to all that have other slots now, and to the one that was asked, whole lanes: each takes those that it lacks."""
         routes, boxes = self.routes, dict[int, list[tuple[PushBlock, memoryview]]]()
         for item in items:
-            boxes.setdefault(routes.owners[item[0].block], []).append(item)
+            if item[0].block != ROWS:
+                boxes.setdefault(routes.owners[item[0].block], []).append(item)
+        lacking = {asked, *routes.changed_since(before)}
+        for lane in [item.lanes[0] for item, _ in items if item.block == ROWS]:
+            pushed = outbox.rows[lane]
+            for index, part in self.row_parts(routes, pushed.rows).items():
+                if index in lacking:
+                    boxes.setdefault(index, []).append((pushed.head(lane, part, routes.version), part.payload))
         async with SingleErrorGroup() as group:
             pushes = [
                 group.create_task(
-                    self._push(index, header, Outbox.part(box, everything or items), skip_after_s, routes.version)
+                    self._push(index, header, Outbox.part(box, everything or items, outbox.rows), skip_after_s, routes)
                 )
                 for index, box in sorted(boxes.items())
             ]

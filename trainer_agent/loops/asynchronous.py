@@ -26,7 +26,7 @@ from shared.tables.payload import Rows
 from shared.wire.messages import LedgerQuery, PushHeader
 from trainer_agent.core.duties import Duty
 from trainer_agent.data import minibatches_in
-from trainer_agent.data_plane.outbox import Outboxes
+from trainer_agent.data_plane.outbox import Outboxes, PushedRows
 from trainer_agent.data_plane.verdicts import Verdict
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.evaluating import Evaluator
@@ -308,7 +308,8 @@ class AsyncLoop:
         if tables:
             count = sum(result.records for result in results)
             try:
-                outboxes.add_rows(0, count, self._transfer.mean_row_parts(outboxes.routes, of_rows))
+                rows = self._transfer.mean_rows(of_rows)
+                outboxes.add_rows(0, PushedRows(rows, count), self._transfer.row_parts(outboxes.routes, rows))
             except UserCodeError as error:
                 raise TaskFailed(task, error, f"minibatches {node[0]} to {node[1] - 1}") from error
         outboxes.close()

@@ -21,6 +21,7 @@ from shared.records.step import NodeResult, StepRecord, result_of
 from shared.runtime import clock, telemetry
 from shared.wire.messages import PushHeader
 from trainer_agent.core.steps import nodes_to_compute, positions_of_step
+from trainer_agent.data_plane.outbox import PushedRows
 from trainer_agent.data_plane.verdicts import Verdict
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.evaluating import Evaluator
@@ -149,9 +150,9 @@ class SyncLoop:
                             node, lane, seed, portion.records, finished, ready
                         )
                     if tables:
-                        result = work.results[lane]
-                        parts = self._transfer.row_parts(work.outboxes.routes, self._compute.lane_rows())
-                        work.outboxes.add_rows(lane, result.records, parts, node_result(result))
+                        result, rows = work.results[lane], self._compute.lane_rows()
+                        pushed = PushedRows(rows, result.records, node_result(result))
+                        work.outboxes.add_rows(lane, pushed, self._transfer.row_parts(work.outboxes.routes, rows))
                 except UserCodeError as error:
                     if portion.task is None:
                         raise

@@ -12,6 +12,7 @@ RESTART: members come as before, then a checkpoint is made, and the job goes bac
 from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, DesirePservers, DropMigration, Event
+from master_service.core.decisions import migration as migrations
 from master_service.core.decisions import rollback
 from master_service.core.decisions.migration import counted, handed_of, move, obstacle, placed, progressed
 from master_service.core.placement import slot_moves as moves
@@ -35,8 +36,6 @@ from shared.records.operations import (
 MAX_ATTEMPTS = 20
 MAX_PSERVERS = 128
 SAVING_LIMIT_S = 300.0
-_ROWS_STAY = "embedding tables, whose rows a live resize of the parameter servers cannot move yet"
-_RESTART_MOVES = "use strategy restart (trireme scale --restart): the rows move through a checkpoint"
 
 # -------------------------------------------------------------------- asking
 
@@ -75,7 +74,7 @@ def wanted(job: Job, trainers: int | None, pservers: int | None, strategy: Strat
         msg = f"job {name} has {spec.checkpoint_kind} checkpoints, which load only with as many parameter servers as before"
         raise Conflict(msg, hint="use coordinated checkpoints, or resize the trainers only")
     if _moves_rows(job, found):
-        raise Conflict(f"job {name} has {_ROWS_STAY}", hint=_RESTART_MOVES)
+        raise Conflict(f"job {name} has {migrations.ROWS_STAY}", hint=migrations.RESTART_MOVES)
     return found
 
 
@@ -150,7 +149,7 @@ def advance(job: Job, operation: Operation, stamp: str) -> Decision[None]:
         reason = f"the job is {state.phase}: {state.reason}"
         return _end(job, operation, ResizePhase.FAILED, reason, stamp, Conflict.code)
     if resize.phase is ResizePhase.PLANNED and _moves_rows(job, resize):  # it was asked for before the model was known
-        reason = f"the job has {_ROWS_STAY}: {_RESTART_MOVES}"
+        reason = f"the job has {migrations.ROWS_STAY}: {migrations.RESTART_MOVES}"
         return _end(job, operation, ResizePhase.FAILED, reason, stamp, Conflict.code)
     if resize.phase is ResizePhase.PLANNED:
         return _begin(job, operation) if state.phase is Phase.RUNNING and job.members.init_done else Decision(None)
@@ -282,7 +281,7 @@ def _restart(job: Job, operation: Operation, groups: tuple[Group, ...], stamp: s
     ref = rollback.ref_of(job.members.latest, saving.checkpoint_id)
     if ref is None:
         return give_up(job, operation, f"there is no checkpoint to restart from: {saving.reason}", stamp)
-    owners = moves.planned_owners(layout, slots, resize.pservers)
+    owners = moves.planned_owners(layout, slots, resize.pservers, sum(migrations.rows_bytes(job).values()))
     size, count = sum(group.bytes for group in groups), sum(len(group.slots) for group in groups)
     begun = progressed(operation, phase=ResizePhase.MIGRATING, bytes=size, slots=count, groups=len(groups))
     begun = begun.model_copy(update={"timeline": job.state.generation + 1})
@@ -382,16 +381,14 @@ def _groups(job: Job, pservers: int) -> tuple[Group, ...]:
     layout, slots = job.members.layout, job.slots
     if layout is None or slots is None or not job.members.init_done:
         return ()
-    if layout.tables and pservers == max(slots.owners) + 1:
-        return ()  # rows cannot move live, so nothing moves for a better balance alone
-    return moves.planned_groups(layout, job.spec.mode, slots, pservers)
+    if migrations.keeps_rows(job) and pservers == max(slots.owners) + 1:
+        return ()  # nothing moves for a better balance alone
+    return moves.planned_groups(layout, job.spec.mode, slots, pservers, migrations.rows_bytes(job))
 
 
 def _moves_rows(job: Job, resize: Resize) -> bool:
-    """Whether slots of embedding tables would have to move while the job trains."""
-    layout = job.members.layout
-    live = resize.strategy is Strategy.LIVE and layout is not None and bool(layout.tables)
-    return live and bool(_groups(job, resize.pservers))
+    """Whether rows that cannot would have to."""
+    return resize.strategy is Strategy.LIVE and migrations.keeps_rows(job) and bool(_groups(job, resize.pservers))
 
 
 def _missing(job: Job, resize: Resize) -> list[int]:

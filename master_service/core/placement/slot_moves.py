@@ -1,12 +1,13 @@
-"""Which slots move when the number of parameter servers changes, in which groups, and how many bytes that is: from the layout alone.
+"""Which slots move when the number of parameter servers changes, in which groups, and how many bytes that is: from the layout, and from
+what parameter servers tell of their rows of embedding tables.
 
 owners, layout --least movement--> slots with another owner --by (source, target)--> groups of some MiB, or of one slot
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 
 from shared.records import Mode, SlotMap
 from shared.records.assignments import Group
@@ -23,19 +24,25 @@ _STATES = {"Adam": 2, "AdamW": 2, "Adagrad": 1, "RMSprop": 1, "Adadelta": 2, "Ad
 _MORE = {"amsgrad": 1, "centered": 1, "momentum": 1}
 
 
-def planned_owners(layout: Layout, slots: SlotMap, pservers: int) -> tuple[int, ...]:
-    """The owners after the resize."""
+def planned_owners(layout: Layout, slots: SlotMap, pservers: int, rows_bytes: int = 0) -> tuple[int, ...]:
+    """The owners after the resize. `rows_bytes`: of the rows of embedding tables of all slots."""
     weights = [0] * len(slots.owners)
     for block in layout.blocks():
         weights[slot_of(block.number, layout.slot_count)] += block.bytes
     if layout.tables:  # all slots have about as many rows, however few blocks there are
-        weights = [weight + layout.block_bytes for weight in weights]
+        rows = max(layout.block_bytes, rows_bytes // len(weights))
+        weights = [weight + rows for weight in weights]
     return rebalanced(slots.owners, weights, pservers)
 
 
-def planned_groups(layout: Layout, mode: Mode, slots: SlotMap, pservers: int) -> tuple[Group, ...]:
-    """The groups that move, those of different sources and targets in turn, so that the parameter servers work side by side."""
-    new, sizes = planned_owners(layout, slots, pservers), slot_bytes(layout, mode)
+def planned_groups(
+    layout: Layout, mode: Mode, slots: SlotMap, pservers: int, rows_bytes: Mapping[int, int] | None = None
+) -> tuple[Group, ...]:
+    """The groups that move, those of different sources and targets in turn, so that the parameter servers work side by side. `rows_bytes`: by
+    parameter server, of its rows of embedding tables."""
+    rows, owned = rows_bytes or {}, Counter(slots.owners)
+    new, sizes = planned_owners(layout, slots, pservers, sum(rows.values())), slot_bytes(layout, mode)
+    sizes = [size + rows.get(owner, 0) // owned[owner] for size, owner in zip(sizes, slots.owners, strict=True)]
     leaving: dict[int, int] = defaultdict(int)
     for slot, (source, target) in enumerate(zip(slots.owners, new, strict=True)):
         leaving[source] += sizes[slot] if source != target else 0

@@ -71,6 +71,39 @@ def find_rows(cells, capacities, seed, ids, version, ttl, rows):
 
 
 @compiled
+def find_words(cells, capacities, seed, ids, rows, words):
+    """The row (int64 (n,)) and the word (uint64 (n,)) of each id, expired ones too; ABSENT and EMPTY."""
+    slots = np.uint64(len(cells))
+    for i in range(len(ids)):
+        hashed = hash_of(ids[i], seed)
+        slot = hashed % slots
+        rows[i], words[i] = ABSENT, EMPTY
+        if capacities[slot] == 0:
+            continue
+        own = cells_at(cells[slot], capacities[slot])
+        place = find_cell(own, capacities[slot], ids[i], hashed)
+        if place >= 0:
+            words[i] = own[2 * place + 1]
+            rows[i] = np.int64(words[i] & ROW_MASK) - 1
+
+
+@compiled
+def put_words(cells, capacities, used, seed, ids, words):
+    """Sets the words of ids, whose slots have room for those that are new. Each id comes once."""
+    slots = np.uint64(len(cells))
+    for i in range(len(ids)):
+        hashed = hash_of(ids[i], seed)
+        slot = hashed % slots
+        own = cells_at(cells[slot], capacities[slot])
+        place = find_cell(own, capacities[slot], ids[i], hashed)
+        if place < 0:
+            place = -place - 1
+            own[2 * place] = np.uint64(ids[i])
+            used[slot] += 1
+        own[2 * place + 1] = words[i]
+
+
+@compiled
 def rehash(old, old_capacity, first, last, new, new_capacity, seed):
     """Cells [first, last) of a slot into another table of it."""
     source, target = cells_at(old, old_capacity), cells_at(new, new_capacity)

@@ -334,15 +334,31 @@ TABLE = TableSpec(
 )
 
 
-def with_tables(job: Job) -> Job:
+def with_tables(job: Job, mode: Mode = Mode.SYNC) -> Job:
+    job.spec = job.spec.model_copy(update={"mode": mode})
     job.members = replace(job.members, layout=LAYOUT.model_copy(update={"tables": (TABLE,)}))
     return job
 
 
-def test_rows_of_embedding_tables_move_by_restart_alone() -> None:
+def test_groups_of_slots_are_planned_with_the_rows_that_parameter_servers_tell_of() -> None:
     job = with_tables(job_of())
+    without = resize.predict(job, resize.wanted(job, None, 3, Strategy.LIVE))
+    assert without.bytes == 65536  # of its blocks
+    for index, size in ((0, 64 << 20), (1, 32 << 20)):
+        member = job.members.pservers[index].model_copy(update={"rows_bytes": size})
+        job.members = replace(job.members, pservers={**job.members.pservers, index: member})
+    found = resize.predict(job, resize.wanted(job, None, 3, Strategy.LIVE))
+    assert found.slots == 42  # of 128: rows weigh more than blocks
+    sent = {moved.pserver: moved.sent for moved in found.by_pserver}
+    assert sent[0] == pytest.approx(2 * sent[1], rel=0.1)
+    assert found.bytes == pytest.approx((96 << 20) / 3, rel=0.1)
+    assert found.groups > without.groups
+
+
+def test_rows_of_asynchronous_jobs_move_by_restart_alone() -> None:
+    job = with_tables(job_of(), Mode.ASYNC)
     for count in (1, 3):
-        with pytest.raises(Conflict, match="rows a live resize") as refused:
+        with pytest.raises(Conflict, match="cannot move such rows yet") as refused:
             asked(job, pservers=count)
         assert "strategy restart (trireme scale --restart)" in refused.value.hint
     assert asked(job, trainers=3, pservers=2).resize is not None
@@ -351,19 +367,19 @@ def test_rows_of_embedding_tables_move_by_restart_alone() -> None:
     assert job.spec.pservers == 3
 
 
-def test_a_live_resize_that_was_asked_for_before_the_tables_were_known_changes_nothing() -> None:
+def test_a_live_resize_that_was_asked_for_before_such_tables_were_known_changes_nothing() -> None:
     job = job_of()
     job.state = job.state.model_copy(update={"phase": Phase.WAITING})
     operation = asked(job, pservers=3)
     take(job, operations.ask(job, operation))
-    with_tables(job).state = job.state.model_copy(update={"phase": Phase.RUNNING})
+    with_tables(job, Mode.ASYNC).state = job.state.model_copy(update={"phase": Phase.RUNNING})
     step(job)
     done = job.operations.records["op-1"]
     assert (done.state, job.spec.pservers, job.migration) == (OperationState.FAILED, 2, None)
     assert "strategy restart" in done.reason
 
 
-def test_slots_of_tables_do_not_move_for_a_better_balance_alone() -> None:
-    job = with_tables(job_of())
+def test_slots_of_such_tables_do_not_move_for_a_better_balance_alone() -> None:
+    job = with_tables(job_of(), Mode.ASYNC)
     job.slots = SlotMap(version=1, owners=(0,) * 127 + (1,))
     assert resize.predict(job, resize.wanted(job, 3, None, Strategy.LIVE)).groups == 0

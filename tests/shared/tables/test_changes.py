@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shared.tables.chain import Chain
 from shared.tables.removed import LEAST_KEPT, RemovedIds
+from shared.tables.sharded import ShardedTable
 from shared.tables.snapshot import SlotGroup, TableSnapshot, new_lock
 from shared.tables.table import RowsOfIds, Table, joined, living
 from tests.shared.tables.test_snapshot import SLOTS, contents, copy_of, step, table_of
@@ -98,7 +99,7 @@ def test_too_many_removed_ids_are_not_kept(rows: int, most: int) -> None:
 
 
 def test_rows_that_moved_in_or_out_leave_nothing_to_build_on() -> None:
-    table = Table(spec_of(EXACT[0]), SLOTS)
+    table = ShardedTable(spec_of(EXACT[0]), SLOTS)
     table.step(np.arange(5), np.ones((5, 3), np.float32))
     table.drop_slots(np.array([0]))
     assert TableSnapshot(table, new_lock()).changes_since(1) is None

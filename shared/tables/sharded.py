@@ -1,0 +1,146 @@
+"""A table whose slots belong to several processes, and move between them.
+
+source   parts of all its slots, while it steps --> frozen: `before` of them, and what those rows are now --> drop_slots
+target   rows are put into slots that are `apart` --> what the last step changed is put right --> the slots are its own
+
+Rows that a step changes while their slot is read may be read before or after it: the last step names them all in `before`, and they are
+sent again. So the reader needs no copy of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.records.layout import TableSpec
+from shared.tables.hashing import slots_of
+from shared.tables.kernels import cells as cell_loops
+from shared.tables.kernels import parts
+from shared.tables.memory import Floats, Numbers, Words, places_of
+from shared.tables.table import Flags, RowsOfIds, Table, joined
+
+
+class ShardedTable(Table):
+    """`apart`: bool (slots,), of which the rows are at another version than the table, or belong to another process still: they are not counted,
+    not swept, and in no snapshot."""
+
+    def __init__(self, spec: TableSpec, slot_count: int, version: int = 0) -> None:
+        super().__init__(spec, slot_count, version)
+        self.apart: Flags = np.zeros(slot_count, np.bool_)
+
+    def counts_by_slot(self) -> Numbers:
+        return np.where(self.apart, 0, self._cells.used)
+
+    def count_in(self, slots: Flags) -> int:
+        """Rows of these slots, those that are apart, too."""
+        return int(self._cells.used[slots].sum())
+
+    def _sweeps(self) -> Iterator[None]:
+        yield from self._sweep_all([slot for slot in self._swept(self.version) if not self.apart[slot]])
+
+    def begin_at(self, version: int) -> None:
+        """No rows are its own yet, so what is known of the version before is complete."""
+        self.version, self._before = version, [joined([], self.width)]
+
+    def put_sketch(self, slots: Numbers, counts: npt.NDArray[np.uint8]) -> None:
+        """Counts of ids without a row that come: uint8 (slots, cells)."""
+        if self.sketch is not None:
+            self.sketch[slots], self.sketch_stamps[slots] = counts, self.version + 1
+
+    def join_before(self, changed: RowsOfIds | None) -> None:
+        """What the last step changed in slots that came, as it was; None: not known, so the version before cannot be read."""
+        self._before = None if self._before is None or changed is None else [*self._before, changed]
+
+    def catch_up(self, slots: Flags, ids: Numbers, gradients: Floats | None, lr: float | None = None) -> Iterator[None]:
+        """The step that the table has made already, for slots that lack it; after `prepare`, as `steps`. They are not apart any more."""
+        if gradients is not None:
+            yield from self._advance(ids, gradients, lr)
+        self.apart[slots] = False
+        yield from self._sweep_all([slot for slot in self._swept(self.version) if slots[slot]])
+
+    # ------------------------------------------------------------ slots that leave
+
+    def read_in_parts(self, slot: int, at_once: int) -> Iterator[RowsOfIds]:
+        """The rows of a slot, so many at a time, in no order that means anything. Steps may be made meanwhile: see the module."""
+        ids, words = self._cells.of_slot(slot)
+        for first in range(0, len(ids), at_once):
+            some = slice(first, first + at_once)
+            yield RowsOfIds(ids[some], words[some], self._rows.read(places_of(words[some])))
+
+    def rows_of(self, ids: Numbers) -> RowsOfIds:
+        """Those of the ids that have one; copies."""
+        places, words = self._find(ids)
+        there = places >= 0
+        return RowsOfIds(ids[there], words[there], self._rows.read(places[there]))
+
+    def before_of(self, slots: Flags) -> RowsOfIds | None:
+        """The part of `before` in these slots."""
+        before = self.before
+        return None if before is None else before.where(self.are_in(slots, before.ids))
+
+    def are_in(self, slots: Flags, ids: Numbers) -> Flags:
+        found: Flags = slots[slots_of(ids, self.spec.seed, self.slot_count)]
+        return found
+
+    def drop_slots(self, slots: Numbers) -> None:
+        """They belong to another process now."""
+        self.removed.lose(self.version)
+        for slot in slots.tolist():
+            if self.leaving and not self.apart[slot]:
+                self._tell(self.read_slot(slot))
+            _, words = self._cells.of_slot(slot)
+            self._rows.give_back(places_of(words))
+            self._cells.clear([slot])
+            self._forget_oldest(slot)
+            self.apart[slot] = False
+            if self.sketch is not None:
+                self.sketch[slot] = self.sketch_stamps[slot] = 0
+
+    # ------------------------------------------------------------ slots that come
+
+    def put(self, rows: RowsOfIds) -> None:
+        """Rows that come, some of which may be there already. Each id once."""
+        places, _ = self._find(rows.ids)
+        fresh, cells = np.flatnonzero(places < 0), self._cells
+        if len(fresh):
+            more = np.zeros(self.slot_count, np.int64)
+            cell_loops.count_by_slot(rows.ids[fresh], cells.seed, more)
+            for _ in cells.reserve(more):
+                pass
+            self._rows.reserve(len(fresh) + len(self._admitted))  # a step may be prepared, and needs its room
+            places[fresh] = self._rows.take(len(fresh))
+        self._rows.write(places, rows.content)
+        words = (rows.words & ~parts.ROW_MASK) | (places + 1).astype(np.uint64)
+        cell_loops.put_words(cells.addresses, cells.capacities, cells.used, cells.seed, rows.ids, words)
+        for slot in np.unique(slots_of(rows.ids, self.spec.seed, self.slot_count)).tolist():
+            self._forget_oldest(slot)
+
+    def remove(self, ids: Numbers) -> None:
+        """Those of the ids that have a row."""
+        places, _ = self._find(ids)
+        gone, cells = ids[places >= 0], self._cells
+        slots = slots_of(gone, self.spec.seed, self.slot_count)
+        for slot in np.unique(slots).tolist():
+            mine = gone[slots == slot]
+            cell_loops.remove(cells.addresses[slot], int(cells.capacities[slot]), cells.seed, mine)
+            cells.used[slot] -= len(mine)
+            self._forget_oldest(slot)
+        self._rows.give_back(places[places >= 0])
+
+    def remove_expired(self, slots: Flags, version: int) -> None:
+        """What the step to `version` gives back of these slots."""
+        for slot in self._swept(version):
+            if slots[slot]:
+                _, words = self._cells.remove_expired(slot, version - 1, self._ttl)
+                self._rows.give_back(places_of(words))
+
+    def _forget_oldest(self, slot: int) -> None:
+        if self._oldest is not None:
+            self._oldest.forget(slot)
+
+    def _find(self, ids: Numbers) -> tuple[Numbers, Words]:
+        places, words = np.empty(len(ids), np.int64), np.empty(len(ids), np.uint64)
+        cell_loops.find_words(self._cells.addresses, self._cells.capacities, self._cells.seed, ids, places, words)
+        return places, words
