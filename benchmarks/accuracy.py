@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -61,7 +62,7 @@ class Found:
 
 def train(row: Row, seed: int, epochs: int, folder: Path) -> tuple[float, float]:
     """Accuracy on the test images, and the loss of the last steps (without the scale)."""
-    options = {
+    options: dict[str, object] = {
         "mode": row.mode,
         "gradient-dtype": row.gradients,
         "parameter-dtype": row.parameters,
@@ -71,16 +72,25 @@ def train(row: Row, seed: int, epochs: int, folder: Path) -> tuple[float, float]
         "seed": seed,
         "data-dir": folder / f"{seed}",
     }
-    command = [sys.executable, "-m", "trireme", "run", str(SCRIPT), "--json", "--no-check"]
-    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
     if row.feedback is not None:
-        command += ["--set", f"error_feedback={str(row.feedback).lower()}"]
-    environment = os.environ | {"GRADIENT_SCALE": str(row.scale)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_S, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed with {done.returncode}:\n{done.stderr}")
-    result = json.loads(done.stdout)
+        options["set"] = f"error_feedback={str(row.feedback).lower()}"
+    result = json.loads(said(trireme_run(SCRIPT, options), {"GRADIENT_SCALE": str(row.scale)}, RUN_S))
     return result["metrics"]["accuracy"], result["loss"] / row.scale
+
+
+def trireme_run(script: Path, options: Mapping[str, object]) -> list[str]:
+    """The command, whose answer is JSON."""
+    command = [sys.executable, "-m", "trireme", "run", str(script), "--json", "--no-check"]
+    return command + [part for name, value in options.items() for part in (f"--{name}", str(value))]
+
+
+def said(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> str:
+    """What the command writes to stdout. Raises SystemExit if it fails."""
+    everything = {**os.environ, **environment}
+    done = subprocess.run(command, env=everything, capture_output=True, text=True, timeout=limit_s, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed with {done.returncode}:\n{done.stderr}{done.stdout}")
+    return done.stdout
 
 
 def measure(name: str, seeds: list[int], epochs: int) -> Found:

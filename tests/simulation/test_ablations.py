@@ -30,7 +30,7 @@ SHOWN = {
     "results": (Mode.SYNC, Dispatch.MASTER, 0.0, 9),
     "order of steps": (Mode.SYNC, Dispatch.MASTER, 0.0, 54),
     "lanes without ids": (Mode.SYNC, Dispatch.MASTER, 0.0, 0),
-    "rows before the ledger": (Mode.ASYNC, Dispatch.MASTER, 0.0, 0),
+    "rows before the ledger": (Mode.ASYNC, Dispatch.MASTER, 0.0, 1),
     "pushes without rows": (Mode.ASYNC, Dispatch.MASTER, 0.0, 1),
     "rows in checkpoints": (Mode.SYNC, Dispatch.MASTER, 0.0, 0),
     "wait for rows": (Mode.SYNC, Dispatch.MASTER, 0.0, 0),
