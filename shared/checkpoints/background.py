@@ -1,6 +1,6 @@
 """Threads for blocking work: parts of checkpoints are written in the background of training, other work is urgent.
 
-write_part -> one thread of the lowest priority, with rests        load, write_manifest, remove -> the other threads
+narrow, write_part -> one thread of the lowest priority, with rests        load, write_manifest, remove -> the other threads
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from shared.checkpoints import writer
+from shared.checkpoints import deltas, writer
 from shared.runtime import clock
 from shared.storage.tensor_file import Summary
 
@@ -70,6 +70,8 @@ class Background:
         loop = asyncio.get_running_loop()
         if function is writer.write_part:
             return await loop.run_in_executor(self._writing, self._write_part, *arguments)
+        if function is deltas.narrow:
+            return await loop.run_in_executor(self._writing, function, *arguments)
         return await loop.run_in_executor(self._urgent, function, *arguments)
 
     def _write_part(self, *arguments: Any) -> Summary:

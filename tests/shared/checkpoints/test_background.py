@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from shared.checkpoints import background as module
-from shared.checkpoints import writer
+from shared.checkpoints import deltas, writer
 from shared.checkpoints.background import NICENESS, REST, Abandoned, Background, Pace
 from shared.storage import files, tensor_file
 
@@ -36,6 +36,8 @@ async def test_only_parts_are_written_at_a_lower_priority(monkeypatch):
         assert await background(niceness) == before
         monkeypatch.setattr(writer, "write_part", niceness)
         assert await background(writer.write_part, "url", {}, None) == [NICENESS, NICENESS]
+        monkeypatch.setattr(deltas, "narrow", niceness)
+        assert await background(deltas.narrow, None, None) == [NICENESS, NICENESS]
         assert niceness() == before
     finally:
         background.close()
