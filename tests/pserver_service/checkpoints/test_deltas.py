@@ -101,6 +101,18 @@ def test_the_first_checkpoint_after_a_rollback_to_another_number_of_servers_is_w
     run_scenario(scenario)
 
 
+def test_after_a_rollback_to_the_start_nothing_builds_on_what_the_job_left(tmp_path):
+    async def scenario():
+        cluster = await opened(tmp_path, keep_checkpoints=9)
+        await cluster.checkpointed(0, 4)
+        [first] = [ref for ref in (await cluster.latest()).kept if not ref.step]
+        await cluster.roll_back(checkpoint=first.uuid)
+        await cluster.checkpointed(0, 1)
+        check(cluster, (await cluster.latest()).kept[:1], 3)
+
+    run_scenario(scenario)
+
+
 def damage(cluster: TableCluster, ref: CheckpointRef, *, lost: bool) -> None:
     [file] = Path(stored.folder(cluster.storage, ref.uuid)).glob("pserver-1.*")
     content = bytearray(file.read_bytes())

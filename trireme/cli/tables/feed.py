@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from shared.checkpoints import stored
-from shared.errors import CallerError, Conflict, DeadlineExceeded, InvalidArgument, NotFound, PeerError
+from shared.errors import (
+    CallerError,
+    CheckpointUnusable,
+    Conflict,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    PeerError,
+)
 from shared.records import JobSpec
 from shared.records.checkpoints import CheckpointRef, Manifest
 from shared.runtime import clock, ids
@@ -88,19 +96,23 @@ def feed(job: str | None, data_dir: Path | None, url: str | None, out: str, ever
         while goes_on:
             began = clock.monotonic()
             goes_on = asyncio.run(_checkpointed(job, data_dir, url, every_s))
+            written = None
             try:
                 written = write_next(spec, folder, None, None)
-            except NotFound:
+            except (
+                NotFound,
+                CheckpointUnusable,
+                OSError,
+            ) as error:  # a newer checkpoint may have taken the place of what was read
                 if not goes_on:
                     raise
-                written = None
+                say(f"nothing is written now: {error}")
             if written is not None:
                 count += 1
                 if not as_json:
                     _tell(written, out)
             if goes_on:
-                clock_wait = max(0.0, began + every_s - clock.monotonic())
-                asyncio.run(asyncio.sleep(clock_wait))
+                asyncio.run(asyncio.sleep(max(0.0, began + every_s - clock.monotonic())))
         return {"job": spec.job, "folder": folder, "written": count}, exit_codes.OK
 
     return answer(work, as_json=as_json)

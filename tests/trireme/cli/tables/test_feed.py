@@ -18,6 +18,7 @@ from tests.pserver_service.checkpoints.cluster import run_scenario
 from tests.pserver_service.checkpoints.tables import SPECS, TableCluster
 from tests.trireme.cli.test_checkpoint import write_run
 from trainer_agent.tables.files import read_table
+from trireme.cli import checkpoint
 from trireme.cli.tables import feed
 from trireme.cli.tables.written import write_checkpoint_tables
 
@@ -144,3 +145,23 @@ def test_a_feed_whose_last_checkpoint_is_gone_begins_again_with_all_rows(capsys,
         "user": 12,
     }
     assert content(tmp_path / "now") == content(trained / "export-12")
+
+
+def test_list_tells_base_from_delta_and_verify_reads_what_each_builds_on(capsys, tmp_path, trained):
+    shutil.copytree(trained / "data", tmp_path / "data")
+    folder = tmp_path / "data" / parts.JOB
+    write_run(folder, "s.py")
+    rows = asked(capsys, checkpoint.list_checkpoints(None, folder.parent, as_json=True))[1]["checkpoints"]
+    assert [(row["step"], row["kind"], row["deltas"]) for row in rows[:4]] == [
+        (12, "delta", 2), (11, "delta", 1), (10, "base", 0), (9, "delta", 3),
+    ]  # fmt: skip
+    assert [row["needed_bytes"] for row in rows[:3]] == [sum(row["bytes"] for row in rows[n:3]) for n in range(3)]
+    code, answer = asked(capsys, checkpoint.verify(None, folder.parent, None, as_json=True))
+    assert (code, {row["damage"] for row in answer["checkpoints"]}) == (0, {None})
+    [file] = (folder / "checkpoints" / rows[1]["checkpoint"]).glob("pserver-0*")
+    file.write_bytes(file.read_bytes()[:-1])
+    code, answer = asked(capsys, checkpoint.verify(None, folder.parent, None, as_json=True))
+    assert (code, [row["step"] for row in answer["checkpoints"] if row["damage"]]) == (1, [12, 11])
+    assert checkpoint.list_checkpoints(None, folder.parent, as_json=False) == 0
+    head, newest, *_ = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert (head[4:6], newest[4]) == (["kind", "MiB"], "delta")
