@@ -165,3 +165,14 @@ def test_list_tells_base_from_delta_and_verify_reads_what_each_builds_on(capsys,
     assert checkpoint.list_checkpoints(None, folder.parent, as_json=False) == 0
     head, newest, *_ = (line.split() for line in capsys.readouterr().out.splitlines())
     assert (head[4:6], newest[4]) == (["kind", "MiB"], "delta")
+
+
+def test_the_feed_of_a_job_that_has_ended_gets_its_last_checkpoint(capsys, tmp_path, trained):
+    shutil.copytree(trained / "data", tmp_path / "data")
+    folder, out = tmp_path / "data" / parts.JOB, tmp_path / "feed"
+    write_run(folder, "s.py")
+    (folder / "result.json").write_text(json.dumps({"job": parts.JOB, "phase": "COMPLETED"}), encoding="utf-8")
+    for written in (1, 0):
+        code, answer = asked(capsys, feed.feed(None, folder.parent, None, str(out), 30.0, as_json=True))
+        assert (code, answer["written"]) == (0, written)
+    assert json.loads((out / "00000000" / "done.json").read_text())["step"] == 12
