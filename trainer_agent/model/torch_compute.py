@@ -330,9 +330,7 @@ class TorchCompute:
     # ------------------------------------------------------------ after training
 
     async def evaluate(self, records: Records, seed: int = 0, *, pinned: bool = False) -> dict[str, float]:
-        if not pinned:
-            return await self._in_thread(self._evaluate, records, seed)
-        return await self._in_thread(self._evaluate_pinned, records, seed)
+        return await self._in_thread(self._evaluate_pinned if pinned else self._evaluate, records, seed)
 
     def _evaluate(self, records: Records, seed: int) -> dict[str, float]:
         with self.tables.reading():
@@ -383,13 +381,17 @@ class TorchCompute:
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run in the executor. If cancelled, it returns only when the thread no longer uses the vectors. What kept the script from its rows is
         raised as it is: it is no error of the script."""
+        reads = work != self.minibatch.prepare  # that runs beside a forward pass
+        if reads:  # not in the thread: it may be given up before it has one
+            self.tables.rows.begin()
         future = asyncio.get_running_loop().run_in_executor(self._executor, partial(work, *arguments))
         try:
             return await asyncio.shield(future)
         except UserCodeError as error:
             raise self.tables.rows.failure or error from None
         except asyncio.CancelledError:
-            self.tables.rows.give_up()
+            if reads:
+                self.tables.rows.give_up()
             while not future.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([future])

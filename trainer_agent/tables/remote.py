@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
@@ -26,31 +27,32 @@ Lookup = Callable[[Sequence[Numbers]], Awaitable[Sequence[npt.NDArray[np.float32
 
 
 class RemoteRows:
-    """A RowSource. `tables`: names of the model's."""
+    """A RowSource. `tables`: names of the model's. `at_hand`: what needs no lookup."""
 
     def __init__(self, tables: Sequence[str]) -> None:
         self._tables = tables
-        self._at_hand: AtHand = ()
+        self.at_hand: AtHand = ()
         self._told: set[int] = set()
         self._lookup: Lookup | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._asked: concurrent.futures.Future[Sequence[npt.NDArray[np.float32]]] | None = None
-        self._given_up = False
+        self._given_up = threading.Event()
         self.failure: Exception | None = None
 
     def read_by(self, lookup: Lookup) -> None:
         """From now on, in the running event loop."""
         self._lookup, self._loop = lookup, asyncio.get_running_loop()
 
-    def begin(self, at_hand: AtHand = ()) -> None:
-        """A forward pass begins."""
-        self._given_up, self.failure, self._at_hand = False, None, at_hand
+    def begin(self) -> None:
+        """A forward pass will begin; called in the event loop."""
+        self._given_up.clear()
+        self.failure = None
 
     def lookup(self, table: int, ids: Numbers) -> npt.NDArray[np.float32]:
         """Raises what the lookup raises; NotReady if it is given up."""
-        if not self._at_hand or not len(self._at_hand[table][0].ids):
+        if not self.at_hand or not len(self.at_hand[table][0].ids):
             return self._asked_for(table, ids)
-        named, rows = self._at_hand[table]
+        named, rows = self.at_hand[table]
         known = named.ids
         if len(known) == len(ids) and np.array_equal(known, ids):
             return rows.copy()  # another layer may have the same ids
@@ -72,9 +74,11 @@ class RemoteRows:
         nothing = np.empty(0, np.int64)
         asked = [ids if number == table else nothing for number in range(len(self._tables))]
         try:
-            if self._given_up:
+            if self._given_up.is_set():
                 raise NotReady("the minibatch was given up")
             self._asked = asyncio.run_coroutine_threadsafe(_awaited(self._lookup, asked), self._loop)
+            if self._given_up.is_set():  # in this moment
+                self._asked.cancel()
             return self._asked.result()[table]
         except concurrent.futures.CancelledError:
             raise NotReady("the minibatch was given up") from None
@@ -86,7 +90,7 @@ class RemoteRows:
 
     def give_up(self) -> None:
         """The forward pass that waits ends with an error; called in the event loop."""
-        self._given_up = True
+        self._given_up.set()
         if (asked := self._asked) is not None:
             asked.cancel()
 

@@ -51,7 +51,7 @@ class TrainedTables:
 
             none = np.empty(0, np.int64)
             self.lane = tuple(LaneRows(none, np.empty((0, table.dim), np.float32), 0) for table in self.specs)
-            self.rows.begin(at_hand)
+            self.rows.at_hand = at_hand
             self._named = [named for named, _ in at_hand]
 
     @contextmanager
@@ -77,7 +77,7 @@ class TrainedTables:
         if not self.specs:
             yield
             return
-        self.rows.begin()
+        self.rows.at_hand = ()
         with self._layers.reading(self.rows):
             yield
 
