@@ -14,7 +14,7 @@ from shared.etcd.reading import must_read
 from shared.records import JobSpec, Phase
 from shared.records.checkpoints import CheckpointLatest, Manifest
 from tests.end_to_end.local_cluster import cluster_of, ended, spec_of
-from tests.end_to_end.test_tables import restarted
+from tests.end_to_end.test_tables import resized
 from trainer_agent.tables import deltas
 from trainer_agent.tables.files import write_tables
 from trireme.cli.tables import feed
@@ -93,7 +93,7 @@ def test_a_base_and_20_deltas_go_on_at_another_number_of_servers_and_feed_servin
         async with cluster_of(job_in(tmp_path), tmp_path) as cluster:
             feeding = asyncio.create_task(asyncio.to_thread(fed, await cluster.master_url(), out))
             await with_deltas(cluster, 2, DELTAS)
-            await restarted(cluster, 3)
+            await resized(cluster, 3, "restart")
             await with_deltas(cluster, 3, 2)
             found = await trained(cluster)
             assert await feeding == 0
