@@ -127,7 +127,8 @@ def _become(request: Request, connection: socket.socket, out: int, err: int) -> 
         os.setpgid(0, 0)
         deadline = clock.monotonic() + ADOPTION_S
         while os.getppid() != request.parent and clock.monotonic() < deadline:
-            select.select([], [], [], 0.001)
+            if select.select([connection], [], [], 0.001)[0]:
+                os._exit(FAILED)  # whoever asked has ended: nothing comes before the number below is sent
         die_with(request.parent)
         connection.sendall(str(os.getpid()).encode())
         if connection.recv(len(GO)) != GO:
