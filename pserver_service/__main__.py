@@ -39,17 +39,6 @@ def main() -> int:
     return service.run(lambda stopping: _serve(settings, stopping), drain_s=limit_s)
 
 
-async def _prepare_tables() -> None:
-    """In a thread of the same priority: it has the interpreter's lock for much of the time."""
-
-    def compile_them() -> None:
-        from shared.tables.first_use import compile_loops  # noqa: PLC0415  numba takes a second to be loaded
-
-        compile_loops()
-
-    await asyncio.to_thread(compile_them)
-
-
 async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     import torch  # noqa: PLC0415
 
@@ -59,6 +48,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     from pserver_service.member import Member  # noqa: PLC0415
     from pserver_service.membership.index import OwnIndex, own_number  # noqa: PLC0415
     from pserver_service.pserver import Pserver  # noqa: PLC0415
+    from pserver_service.table_loops import compile_in_thread  # noqa: PLC0415
     from shared.checkpoints.background import Background  # noqa: PLC0415
     from shared.keys import Keys  # noqa: PLC0415
     from shared.membership.directory import Directory  # noqa: PLC0415
@@ -89,7 +79,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
             directory = Directory(etcd, Keys(settings.job, settings.root))
             own_index = OwnIndex(etcd, directory, record, own_number(settings.name))
             connect = partial(HttpHandoff, token=settings.own_token, tls=settings.tls.client())
-            pserver.prepare_tables = _prepare_tables
+            pserver.prepare_tables = compile_in_thread
             member = Member(PserverContext(etcd, directory, pserver, own_index, background, connect))
             service.ready(record.url)
             service.settled()

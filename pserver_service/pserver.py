@@ -19,6 +19,7 @@ from pserver_service.core.clipping import Clipping
 from pserver_service.core.progress import progress_of
 from pserver_service.core.saved_ledger import AsyncSnapshot
 from pserver_service.core.store import Store
+from pserver_service.table_loops import PrepareTables, compile_when_used
 from shared.blocks.buffers import Allocate, Buffer, BufferPool
 from shared.checkpoints.schedule import Schedule
 from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, NotReady, StaleGeneration, StepTorn, WrongOwner
@@ -85,7 +86,7 @@ class Pserver(BlockServer):
         self.in_doubt: Callable[[], bool] = lambda: False
         self.take_handoff: TakeHandoff = _no_handoffs
         self.on_restored: Callable[[], None] = lambda: None
-        self.prepare_tables: Callable[[], Awaitable[None]] | None = None
+        self.prepare_tables: PrepareTables = compile_when_used
         self.directory: Directory | None = None
         self._max_wait_s = max_wait_s
         self._allocate = allocate
@@ -107,8 +108,7 @@ class Pserver(BlockServer):
             raise WrongOwner(msg)
         if self._is_same(header):
             return
-        if header.layout.tables and self.prepare_tables is not None:
-            await self.prepare_tables()
+        await self.prepare_tables(header.layout)
         self._fence(header)
         store = Store(header, self.schedule, self.new_pool(), self.clipping)
         async for item, payload in blocks:

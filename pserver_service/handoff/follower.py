@@ -163,9 +163,8 @@ class SlotFollower:
         a step that those of the group have made; BadFrame.
         """
         self._pserver.check(header)
-        layout = self._directory.layout
-        if layout is not None and layout.tables and self._pserver.prepare_tables is not None:
-            await self._pserver.prepare_tables()
+        if (layout := self._directory.layout) is not None:
+            await self._pserver.prepare_tables(layout)
         arriving = self._arriving_of(header)
         with closing(arriving.reserve(header.coming)) as reserving:
             began = clock.monotonic()

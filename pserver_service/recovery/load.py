@@ -49,8 +49,7 @@ async def _load(context: PserverContext, ref: CheckpointRef) -> tuple[Store, dic
         layout, slots, spec = directory.layout, directory.slots, directory.spec
         if layout is None or slots is None or spec is None:
             raise PeerError("the layout or the slot map is not there yet")
-        if layout.tables and pserver.prepare_tables is not None:
-            await pserver.prepare_tables()
+        await pserver.prepare_tables(layout)
         try:
             place = (pserver.index, slots, pserver.schedule, pserver.new_pool(), pserver.clipping)
             found: tuple[Store, dict[str, int]] = await context.offload(

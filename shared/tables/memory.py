@@ -43,6 +43,11 @@ def places_of(words: Words) -> Numbers:
     return (words & parts.ROW_MASK).astype(np.int64) - 1
 
 
+def with_places(words: Words, places: Numbers) -> Words:
+    """The same marks, of rows with these numbers."""
+    return (words & ~parts.ROW_MASK) | (places + 1).astype(np.uint64)
+
+
 class Rows:
     """`width` float32 a row, in chunks. A row's number stays its own until it is given back."""
 

@@ -17,9 +17,8 @@ import numpy.typing as npt
 from shared.records.layout import TableSpec
 from shared.tables.hashing import slots_of
 from shared.tables.kernels import cells as cell_loops
-from shared.tables.kernels import parts
-from shared.tables.memory import Floats, Numbers, Words, places_of
-from shared.tables.table import Flags, RowsOfIds, Table, joined
+from shared.tables.memory import Floats, Numbers, Words, places_of, with_places
+from shared.tables.table import Flags, RowsOfIds, Table, chosen_by_slot, joined
 
 
 class ShardedTable(Table):
@@ -112,7 +111,7 @@ class ShardedTable(Table):
             self._rows.reserve(len(fresh) + len(self._admitted))  # a step may be prepared, and needs its room
             places[fresh] = self._rows.take(len(fresh))
         self._rows.write(places, rows.content)
-        words = (rows.words & ~parts.ROW_MASK) | (places + 1).astype(np.uint64)
+        words = with_places(rows.words, places)
         cell_loops.put_words(cells.addresses, cells.capacities, cells.used, cells.seed, rows.ids, words)
         for slot in np.unique(slots_of(rows.ids, self.spec.seed, self.slot_count)).tolist():
             self._forget_oldest(slot)
@@ -121,10 +120,8 @@ class ShardedTable(Table):
         """Those of the ids that have a row."""
         places, _ = self._find(ids)
         gone, cells = ids[places >= 0], self._cells
-        slots = slots_of(gone, self.spec.seed, self.slot_count)
-        for slot in np.unique(slots).tolist():
-            mine = gone[slots == slot]
-            cell_loops.remove(cells.addresses[slot], int(cells.capacities[slot]), cells.seed, mine)
+        for slot, mine in chosen_by_slot(gone, self.spec.seed, self.slot_count):
+            cell_loops.remove(cells.addresses[slot], int(cells.capacities[slot]), cells.seed, gone[mine])
             cells.used[slot] -= len(mine)
             self._forget_oldest(slot)
         self._rows.give_back(places[places >= 0])

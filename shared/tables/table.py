@@ -24,7 +24,7 @@ from shared.tables.kernels import cells as cell_loops
 from shared.tables.kernels import parts
 from shared.tables.kernels import rows as row_loops
 from shared.tables.leaving import Counts, Oldest, forget_counts, shared_out, swept, without_room
-from shared.tables.memory import Cells, Floats, Numbers, Rows, Words, places_of
+from shared.tables.memory import Cells, Floats, Numbers, Rows, Words, places_of, with_places
 from shared.tables.needs import SKETCH_CELLS, SKETCH_DEPTH
 from shared.tables.removed import RemovedIds
 from shared.tables.updates import INITS, first_state, init_scale, initial_values, kind_of, scalars_of
@@ -83,14 +83,19 @@ def joined(parts: list[RowsOfIds], width: int) -> RowsOfIds:
     return RowsOfIds(ids[order], words[order], content[order])
 
 
-def by_slot(rows: RowsOfIds, seed: int, slot_count: int, together: int = 1) -> Iterator[tuple[int, RowsOfIds]]:
-    """The rows of each slot (or of so many `together`) that has some, slots ascending, in the order that they have in `rows`."""
-    if not len(rows):
+def chosen_by_slot(ids: Numbers, seed: int, slot_count: int, together: int = 1) -> Iterator[tuple[int, Numbers]]:
+    """Of each slot (or of so many `together`) that has some of the ids: which of them, in their order. Slots ascend."""
+    if not len(ids):
         return
-    slots = slots_of(rows.ids, seed, slot_count) // together
+    slots = slots_of(ids, seed, slot_count) // together
     order = np.argsort(slots if slot_count > 1 << 16 else slots.astype(np.uint16), kind="stable")  # these faster
     numbers, starts = np.unique(slots[order], return_index=True)
-    for slot, chosen in zip(numbers.tolist(), np.split(order, starts[1:]), strict=True):
+    yield from zip(numbers.tolist(), np.split(order, starts[1:]), strict=True)
+
+
+def by_slot(rows: RowsOfIds, seed: int, slot_count: int, together: int = 1) -> Iterator[tuple[int, RowsOfIds]]:
+    """The rows of each slot (or of so many `together`) that has some, slots ascending, in the order that they have in `rows`."""
+    for slot, chosen in chosen_by_slot(rows.ids, seed, slot_count, together):
         yield slot, rows.where(chosen)
 
 
@@ -388,7 +393,7 @@ class Table:
         self._rows.reserve(len(rows))
         for slot, mine in by_slot(rows, self.spec.seed, self.slot_count):
             places = self._rows.take(len(mine))
-            words = (mine.words & ~parts.ROW_MASK) | (places + 1).astype(np.uint64)
+            words = with_places(mine.words, places)
             self._rows.write(places, mine.content)
             self._cells.replace(slot, mine.ids, words)
             if self._oldest is not None:

@@ -259,7 +259,7 @@ class TableRows:
         """That of rows which were loaded."""
         self._main.version = version
         for table in self.tables:
-            table.version = version
+            table.start_at(version)
 
     def copies(self) -> list[TableSnapshot]:
         """Of all tables at their version; the caller closes them."""

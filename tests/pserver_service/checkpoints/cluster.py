@@ -193,16 +193,19 @@ class PserverCluster(Cluster):
         """None if the node died or froze before it could take it."""
         if not await self.informed(node):
             return None
-        gradients = parts.gradient(self.layout, step, lane)
         header: PushHeader = parts.push_header(step, lane, generation=self.state.generation)
         if asked is not None and header.lane_zero is not None:
             header = header.model_copy(update={"lane_zero": header.lane_zero.model_copy(update={"asked": asked})})
+        return await node.pserver.push(header, stream(self.items(node, step, lane)))
+
+    def items(self, node: Node, step: int, lane: int) -> list[tuple[PushBlock, Any]]:
+        """What a trainer pushes to this parameter server of a lane."""
+        gradients = parts.gradient(self.layout, step, lane)
         assert node.pserver.store is not None
-        items = [
+        return [
             (PushBlock(block=n, lanes=(lane, lane + 1), count=3 + lane), parts.bytes_view(gradients[n]))
             for n in node.pserver.store.blocks
         ]
-        return await node.pserver.push(header, stream(items))
 
     @property
     def stores(self) -> list[Store]:

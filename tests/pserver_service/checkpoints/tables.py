@@ -9,15 +9,14 @@ import numpy as np
 
 from pserver_service.core.store import Store
 from shared.records.layout import ROWS, RowInit, RowOptimizer, TableSpec
-from shared.records.step import CheckpointAsked
 from shared.tables.hashing import owned_slots, slots_of
 from shared.tables.lanes import LaneRows, mean_over_lanes
 from shared.tables.payload import joined as payload_of
 from shared.tables.snapshot import to_records
 from shared.tables.table import Table, joined
-from shared.wire.messages import PushBlock, PushHeader
+from shared.wire.messages import PushBlock
 from tests.pserver_service.checkpoints import parts
-from tests.pserver_service.checkpoints.cluster import Node, PserverCluster, stream
+from tests.pserver_service.checkpoints.cluster import Node, PserverCluster
 
 INIT = RowInit(kind="uniform", scale=0.1)
 ADAM, ADAGRAD = RowOptimizer(kind="adam", lr=0.1), RowOptimizer(kind="adagrad", lr=0.1)
@@ -72,26 +71,15 @@ class TableCluster(PserverCluster):
     def __init__(self, storage: str, pservers: int = 2, **spec: Any) -> None:
         super().__init__(storage, pservers, LAYOUT, **{"checkpoint_every_steps": 1, **spec})
 
-    async def push(self, node: Node, step: int, lane: int, asked: CheckpointAsked | None = None) -> Any:
-        if not await self.informed(node):
-            return None
-        gradients = parts.gradient(self.layout, step, lane)
-        header: PushHeader = parts.push_header(step, lane, generation=self.state.generation)
-        if asked is not None and header.lane_zero is not None:
-            header = header.model_copy(update={"lane_zero": header.lane_zero.model_copy(update={"asked": asked})})
-        place, count = (lane, lane + 1), 3 + lane
-        items = [
-            (PushBlock(block=n, lanes=place, count=count), parts.bytes_view(gradients[n]))
-            for n in node.pserver.store.blocks
-        ]
+    def items(self, node: Node, step: int, lane: int) -> list[tuple[PushBlock, Any]]:
         ids, rows = [], []
         for spec, every in zip(SPECS, ids_of(step, lane), strict=True):
             own = owned_slots(self.slots.owners, node.pserver.index)[slots_of(every, spec.seed, LAYOUT.slot_count)]
             ids.append(every[own])
             rows.append(gradients_of(step, lane, spec, every)[own])
         counts = tuple(len(some) for some in ids)
-        items.append((PushBlock(block=ROWS, lanes=place, count=count, rows=counts), payload_of(ids, rows)))
-        return await node.pserver.push(header, stream(items))
+        of_rows = PushBlock(block=ROWS, lanes=(lane, lane + 1), count=3 + lane, rows=counts)
+        return [*super().items(node, step, lane), (of_rows, payload_of(ids, rows))]
 
     async def checkpointed(self, first: int, last: int) -> None:
         """Steps [first, last), each with its checkpoint."""
