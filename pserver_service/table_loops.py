@@ -1,0 +1,27 @@
+"""The loops of embedding tables are compiled before rows are made here (shared/tables/first_use.py), while the event loop goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from shared.records.layout import Layout
+
+PrepareTables = Callable[[Layout], Awaitable[None]]
+"""Awaited before rows of tables are made for a job of this layout."""
+
+
+async def compile_in_thread(layout: Layout) -> None:
+    """In a thread of the same priority: it has the interpreter's lock for much of the time."""
+    if layout.tables:
+        await asyncio.to_thread(_compile)
+
+
+async def compile_when_used(_layout: Layout) -> None:
+    """Where nobody waits for the event loop meanwhile."""
+
+
+def _compile() -> None:
+    from shared.tables.first_use import compile_loops  # noqa: PLC0415  numba takes a second to be loaded
+
+    compile_loops()
