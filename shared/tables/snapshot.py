@@ -182,7 +182,7 @@ class TableSnapshot:
             self._kept_bytes, self._loose_bytes = self._kept_bytes + self._loose_bytes, 0
         seed, count = self.spec.seed, len(self._counts)
         for part, rows in by_slot(joined(loose, self.width), seed, count, KEPT_SLOTS):
-            if part >= slot // KEPT_SLOTS:
+            if part >= self._next // KEPT_SLOTS:  # what changes lies in slots that are looked at only, not read yet
                 self._kept.setdefault(part, []).append(rows)
             else:
                 self._kept_bytes -= rows.bytes

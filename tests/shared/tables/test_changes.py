@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from shared.tables.chain import Chain
 from shared.tables.removed import LEAST_KEPT, RemovedIds
 from shared.tables.sharded import ShardedTable
-from shared.tables.snapshot import SlotGroup, TableSnapshot, new_lock
+from shared.tables.snapshot import KEPT_SLOTS, SlotGroup, TableSnapshot, new_lock
 from shared.tables.table import RowsOfIds, Table, joined, living
 from tests.shared.tables.test_snapshot import SLOTS, contents, copy_of, step, table_of
 from tests.shared.tables.test_table import EXACT, spec_of
@@ -105,3 +106,37 @@ def test_rows_that_moved_in_or_out_leave_nothing_to_build_on() -> None:
     assert TableSnapshot(table, new_lock()).changes_since(1) is None
     table.step(np.arange(5), np.ones((5, 3), np.float32))
     assert TableSnapshot(table, new_lock()).changes_since(2) is not None
+
+
+class LockOfTurns:
+    """As the lock of a thread that reads; `between` happens in front of each turn."""
+
+    def __init__(self, between: Callable[[], None]) -> None:
+        self._between, self._held = between, False
+
+    def __enter__(self) -> None:
+        if not self._held:
+            self._held = True
+            self._between()
+
+    def __exit__(self, *_: object) -> None:
+        self._held = False
+
+
+def test_steps_while_changes_are_counted_lose_no_row_of_slots_that_were_counted_already() -> None:
+    """With more slots than what is kept is sorted into at first."""
+    table, ids = Table(spec_of(EXACT[0]), 4 * KEPT_SLOTS), np.arange(1000)
+    table.step(ids, np.ones((1000, 3), np.float32))
+    since = table.version
+    table.step(ids[::2], np.ones((500, 3), np.float32))
+    others = iter([*(ids[first::100] for first in range(100)), *[ids[:10]] * 1000])
+    snapshot = TableSnapshot(table, LockOfTurns(lambda: table.step(next(others), np.ones((10, 3), np.float32))))
+    now = joined([table.read_slot(slot) for slot in table.slots()], table.width)
+    changes = snapshot.changes_since(since)
+    assert changes is not None
+    assert changes.counts.sum() == 500
+    snapshot.narrow(changes)
+    found = joined([snapshot.read(group) for group in snapshot.groups()], table.width)
+    snapshot.close()
+    in_order = found.where(np.argsort(found.ids))
+    assert contents([in_order], table.width) == contents([now.where(now.ids % 2 == 0)], table.width)
