@@ -14,6 +14,7 @@ from pserver_service.handoff.follower import SlotFollower
 from pserver_service.handoff.sender import HandOver
 from pserver_service.recovery.rejoin import Rejoin
 from pserver_service.recovery.rollback import Rollback
+from pserver_service.recovery.start_rows import StartRowsReader
 from shared.checkpoints.schedule import Schedule
 
 
@@ -26,8 +27,9 @@ class Member:
         self.drain = Drain(context, self.checkpointer)
         self.rollback, self.rejoin = Rollback(context), Rejoin(context)
         self.follower = SlotFollower(context)
+        self.start_rows = StartRowsReader(context)
         saving = self.checkpointer, PausedCopy(context), Independent(context)
-        self._parts = (*saving, self.rollback, self.rejoin, HandOver(context))
+        self._parts = (*saving, self.rollback, self.rejoin, self.start_rows, HandOver(context))
 
     async def serve(self, stopping: asyncio.Event, claim_wait_s: float, drain_seconds: float) -> bool:
         """True: it was asked to stop, has drained (drain.py) and released the index. False: the index is lost. Raises as `run`."""
@@ -53,6 +55,7 @@ class Member:
         self._own_index.fits = self._pserver.fits
         self._pserver.directory = self._directory
         self._pserver.take_handoff = self.follower.take
+        self._pserver.start_rows = self.start_rows.rows
         self._pserver.on_restored = self.follower.follow
         self._directory.observers.append(self.follower.follow)
         self._pserver.on_torn = lambda torn: self._own_index.set(torn=torn)

@@ -19,7 +19,7 @@ from pserver_service.core.clipping import Clipping
 from pserver_service.core.progress import progress_of
 from pserver_service.core.saved_ledger import AsyncSnapshot
 from pserver_service.core.store import Store
-from pserver_service.table_loops import PrepareTables, compile_when_used
+from pserver_service.table_loops import PrepareTables, StartRows, compile_when_used, no_rows_yet
 from shared.blocks.buffers import Allocate, Buffer, BufferPool
 from shared.checkpoints.schedule import Schedule
 from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, NotReady, StaleGeneration, StepTorn, WrongOwner
@@ -62,7 +62,7 @@ class Pserver(BlockServer):
     and `checkpoint`: of the parameters, see JobState. `directory`: the job as etcd has it, set with the index; it says who may push, and how far fence and
     term may rise. `allocate`: where the memory of blocks comes from. `on_torn` is called when the parameters are lost. `take_handoff`: takes blocks of other
     parameter servers. `hands_over`: blocks and what it promised about them are on their way to another one. `on_restored` is called when `restore` has loaded
-    parameters: the slot map may be newer. `loading`: a checkpoint is being read. `prepare_tables` is awaited before rows are made here."""
+    parameters: the slot map may be newer. `loading`: a checkpoint is being read. `prepare_tables` is awaited before rows are made here; `start_rows` gives the first ones."""
 
     def __init__(
         self,
@@ -87,6 +87,7 @@ class Pserver(BlockServer):
         self.take_handoff: TakeHandoff = _no_handoffs
         self.on_restored: Callable[[], None] = lambda: None
         self.prepare_tables: PrepareTables = compile_when_used
+        self.start_rows: StartRows = no_rows_yet
         self.directory: Directory | None = None
         self._max_wait_s = max_wait_s
         self._allocate = allocate
@@ -100,7 +101,7 @@ class Pserver(BlockServer):
     async def init(self, header: InitHeader, blocks: AsyncIterator[tuple[InitBlock, Payload]]) -> None:
         """Take the initial blocks, all or none. A repetition with the same layout changes nothing.
 
-        Raises LayoutMismatch (another model is loaded), WrongOwner, StaleGeneration, BadFrame, InvalidArgument.
+        Raises LayoutMismatch (another model is loaded), WrongOwner, StaleGeneration, BadFrame, InvalidArgument, NotReady.
         """
         self.check(header)
         if header.pserver != self.index:
@@ -109,8 +110,9 @@ class Pserver(BlockServer):
         if self._is_same(header):
             return
         await self.prepare_tables(header.layout)
+        rows = await self.start_rows(header)
         self._fence(header)
-        store = Store(header, self.schedule, self.new_pool(), self.clipping)
+        store = Store(header, self.schedule, self.new_pool(), self.clipping, rows)
         async for item, payload in blocks:
             if item.state:
                 add_state(store.blocks, item.block, item.state, memoryview(payload))
@@ -124,9 +126,7 @@ class Pserver(BlockServer):
             store.save_first()
             self._serve(store, header.timeline)
             self.look_for_snapshot()
-            log.info(
-                "initialised", index=self.index, mode=store.mode.value, blocks=len(store.blocks), bytes=store.bytes
-            )
+            log.info("initialised", index=self.index, store=repr(store), bytes=store.bytes)
 
     def new_pool(self) -> BufferPool:
         """Memory for the blocks of a new store."""

@@ -42,7 +42,7 @@ class Store:
     (core/moving.py). `slots`: the map by which it has these blocks (None: not known).
 
     `schedule` says which versions are copied for checkpoints (None: none). If the copy before still waits to be taken, the one of the higher
-    rank is kept, and `skipped` counts the other. `clipping`: blocks hold their gradients until the norm of all of them is known. `name`:
+    rank is kept, and `skipped` counts the other. `rows`: of tables, if there are some already. `clipping`: blocks hold their gradients until the norm of all of them is known. `name`:
     tells its values from those of all other stores; set by who serves it. `changes`: how often a buffer got other bits (asynchronous)."""
 
     def __init__(
@@ -51,6 +51,7 @@ class Store:
         schedule: Schedule | None = None,
         pool: BufferPool | None = None,
         clipping: Clipping | None = None,
+        rows: TableRows | None = None,
     ) -> None:
         if header.lanes < 1 or header.lanes & (header.lanes - 1):
             msg = f"lanes is {header.lanes}: expected a power of two"
@@ -59,14 +60,13 @@ class Store:
         self.lanes = header.lanes if header.mode is Mode.SYNC else 1
         self.layout = header.layout
         self.geometry = Geometry(header.layout)
-        self.rows = rows_of(header)
+        self.rows = rows or rows_of(header)
         self.pool = pool or BufferPool()
         self.blocks: dict[int, BlockState] = {}
         self.history = History(header.record, self.lanes)
         self.ledger = Ledger(0)
-        self.skipped = 0
+        self.skipped = self.changes = 0
         self.name = ""
-        self.changes = 0
         self.slots: SlotMap | None = None
         self._schedule = schedule if self.mode is Mode.SYNC else None
         self.clipping = (clipping if self.mode is Mode.SYNC else None) or Clipping(None)

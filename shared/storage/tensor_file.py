@@ -114,11 +114,17 @@ def read(url: str, sink: Sink, checksum: str = DEFAULT_CHECKSUM) -> Summary:
             for start in range(0, entry.bytes, CHUNK_BYTES):
                 count = min(CHUNK_BYTES, entry.bytes - start)
                 piece = scratch[:count] if place is None else place[start : start + count]
-                _fill(file, piece, f"tensor {entry.name!r}")
+                fill(file, piece, f"tensor {entry.name!r}")
                 digest.update(piece)
         if file.read(1):
             raise BadFrame(f"{url} goes on after its last tensor, at byte {size}")
         return Summary(f"{checksum}:{digest.hexdigest()}", size, metadata)
+
+
+def read_header(url: str) -> tuple[dict[str, str], list[Entry], int]:
+    """Metadata, tensors in their order, and the bytes in front of the first. Raises BadFrame for a file of another format, OSError."""
+    with files.open_read(url) as file:
+        return _read_header(file, lambda _: None)
 
 
 def _header(metadata: Mapping[str, str], entries: Sequence[Entry]) -> bytes:
@@ -135,12 +141,12 @@ def _header(metadata: Mapping[str, str], entries: Sequence[Entry]) -> bytes:
 
 def _read_header(file: BinaryIO, seen: Callable[[memoryview], None]) -> tuple[dict[str, str], list[Entry], int]:
     length = memoryview(bytearray(_LENGTH_BYTES))
-    _fill(file, length, "the header's length")
+    fill(file, length, "the header's length")
     count = int.from_bytes(length, "little")
     if count > MAX_HEADER_BYTES:
         raise BadFrame(f"a header of {count} bytes: at most {MAX_HEADER_BYTES} are allowed")
     text = memoryview(bytearray(count))
-    _fill(file, text, "the header")
+    fill(file, text, "the header")
     seen(length)
     seen(text)
     try:
@@ -163,7 +169,8 @@ def _read_header(file: BinaryIO, seen: Callable[[memoryview], None]) -> tuple[di
     return metadata, entries, _LENGTH_BYTES + count
 
 
-def _fill(file: BinaryIO, place: memoryview, what: str) -> None:
+def fill(file: BinaryIO, place: memoryview, what: str) -> None:
+    """Read so many bytes. Raises BadFrame: the file ends before."""
     filled = 0
     while filled < place.nbytes:
         count = file.readinto(place[filled:])  # type: ignore[attr-defined]  # typing's BinaryIO lacks it, files have it

@@ -126,6 +126,16 @@ class ShardedTable(Table):
             self._forget_oldest(slot)
         self._rows.give_back(places[places >= 0])
 
+    def leave_surplus(self) -> int:
+        """Of slots that came with more rows than their share of `max_rows`, those with the least ids leave; answers how many."""
+        if self._oldest is None:
+            return 0
+        surplus = self._cells.used - self._oldest.quotas
+        for slot in np.flatnonzero(surplus > 0).tolist():
+            ids, _ = self._cells.of_slot(slot)
+            self.remove(np.sort(ids)[: int(surplus[slot])])
+        return int(surplus[surplus > 0].sum())
+
     def remove_expired(self, slots: Flags, version: int) -> None:
         """What the step to `version` gives back of these slots."""
         for slot in self._swept(version):

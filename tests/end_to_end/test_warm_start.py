@@ -17,6 +17,7 @@ from tests.end_to_end.local_cluster import same_bits
 from tests.end_to_end.scripts import EVALUATION, OPTIMIZER, SLOWABLE_LOSS, write_script
 from tests.equipment.s3 import S3Server, s3
 from trainer_agent.script.user_module import load
+from trainer_agent.tables.files import read_table
 from trireme import plain
 
 __all__ = ["s3"]
@@ -33,6 +34,23 @@ def scheduler(optimizer):
 """
 EPOCHS = 10
 TAKES_ALL = ("--init-from", "script@24", "--init-optimizer")
+
+
+TABLES = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.user = trireme.nn.Embedding("user", 64, optimizer=trireme.nn.Adam(lr=0.05))
+        self.item = trireme.nn.Embedding("item", 4, optimizer=trireme.nn.Ftrl(lr=0.1), max_rows=1024)
+        self.deep = nn.Linear(64 + 4 + 8, 1)
+
+    def forward(self, x):
+        return self.deep(torch.cat([self.user((x[:, 0] * 1e6).long()), self.item((x[:, 1] * 50).long()), x], 1))
+
+
+def model():
+    return Model()
+"""
 
 
 def begun(trireme: Command, folder: Path, *arguments: object) -> Path:
@@ -94,3 +112,30 @@ def test_a_job_of_a_cluster_takes_the_state_of_another_one(trireme, tmp_path):
         values = torch.load(job["result"]["exports"]["state_dict"], weights_only=True)
     assert file.name == "training.pt"
     assert same_bits(values, alone(script, file, 2))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("options", [("--init-optimizer",), ()])
+def test_rows_of_a_base_and_deltas_start_a_job_with_more_parameter_servers(trireme, tmp_path, options):
+    """To the bits of plain training with the same files."""
+    script = write_script(tmp_path, config=CONFIG, loss=SLOWABLE_LOSS, model=TABLES)
+    (tmp_path / "slow").touch()
+    often = ("--set", "checkpoint_every_steps=1", "--set", "deltas_per_base=100", "--epochs", 6)
+    done = trireme.run("run", script, "--pservers", 2, *often)
+    assert done.code == 0, done.err
+    (tmp_path / "slow").unlink()
+    found = json.loads(trireme.run("checkpoint", "list", "--json").out)["checkpoints"]
+    step = next(one["step"] for one in found if one["kind"] == "delta")
+    started = ("run", script, "--job", "tuned", "--init-from", f"script@{step}", *options, "--pservers", 3)
+    assert trireme.run(*started).code == 0
+    folder = tmp_path / ".trireme" / "tuned"
+    settings = {
+        "init_from": json.loads((folder / "spec.json").read_text())["init_from"],
+        "init_optimizer": bool(options),
+    }
+    user = load(str(script))
+    alone = plain.run(user, plain.plain_spec(user, settings))
+    assert same_bits(torch.load(folder / "export" / "model.pt", weights_only=True), dict(alone.model.state_dict()))
+    for table in alone.tables.stored():
+        job = read_table(str(folder / "export" / "tables" / f"{table.spec.name}.safetensors"))
+        assert (job.ids.tobytes(), job.values.tobytes()) == (table.ids.tobytes(), table.values.tobytes())

@@ -19,23 +19,33 @@ if TYPE_CHECKING:
 
 
 def read_table(
-    storage_url: str, ref: CheckpointRef, manifest: Manifest, spec: TableSpec, most_bytes: int | None = None
+    storage_url: str,
+    ref: CheckpointRef,
+    manifest: Manifest,
+    spec: TableSpec,
+    most_bytes: int | None = None,
+    *,
+    state: bool = False,
 ) -> StoredTable:
-    """Ids and values; all parts are read, and up to twice the bytes of ids and values are in memory. Raises CheckpointUnusable, OSError; TooLarge: these are more
+    """Ids and values, with `state` also that of the optimizer; all parts are read, and up to twice the bytes of ids and values are in memory. Raises CheckpointUnusable, OSError; TooLarge: these are more
     than `most_bytes`."""
-    ids, values, size = [], [], 0
+    ids, values, size, width = [], [], 0, spec.row_words if state else spec.dim
 
     def take(rows: RowsOfIds) -> None:
         nonlocal size
-        size += len(rows) * (8 + 4 * spec.dim)
+        size += len(rows) * (8 + 4 * width)
         if most_bytes is not None and size > most_bytes:
             msg = f"table {spec.name} has more than {most_bytes} bytes of ids and values in checkpoint {ref.uuid} (step {ref.step})"
             raise TooLarge(msg, hint=f"a trainer reads at most {most_bytes}; leave evaluate_every out")
         ids.append(rows.ids)
-        values.append(rows.content[:, : spec.dim].copy())
+        values.append(rows.content[:, :width].copy())
 
-    read_rows(storage_url, ref, manifest, spec, take)
-    return StoredTable(spec, manifest.step, *in_order(ids, values, spec.dim))
+    updates = read_rows(storage_url, ref, manifest, spec, take)
+    found, content = in_order(ids, values, width)
+    if not state:
+        return StoredTable(spec, manifest.step, found, content)
+    rows, states = (np.ascontiguousarray(some) for some in np.split(content, [spec.dim], 1))
+    return StoredTable(spec, manifest.step, found, rows, states, updates)
 
 
 def read_delta(

@@ -32,12 +32,15 @@ LENGTH_BYTES = 8  # of the header, in front of it
 
 @dataclass(frozen=True, slots=True)
 class StoredTable:
-    """The rows of one table at a version. `ids`: int64 (n,), ascending; `values`: float32 (n, dim)."""
+    """The rows of one table at a version. `ids`: int64 (n,), ascending; `values`: float32 (n, dim). `state`: of their optimizer after `updates` steps, float32
+    (n, numbers); None: not kept."""
 
     spec: TableSpec
     version: int
     ids: Numbers
     values: Floats
+    state: Floats | None = None
+    updates: int = 0
 
     def check(self, url: str) -> None:
         """Raises InvalidArgument: what was read from there is no such table."""
@@ -94,9 +97,12 @@ def write_tables(tables: Sequence[StoredTable], directory: str) -> dict[str, str
     urls = {}
     for table in tables:
         url = urls[f"table {table.spec.name}"] = files.join(directory, FOLDER, table.spec.name + SUFFIX)
-        about = json.dumps({"table": table.spec.model_dump(mode="json"), "version": table.version})
+        about, arrays = {"table": table.spec.model_dump(mode="json"), "version": table.version}, {}
+        if table.state is not None:
+            about, arrays = about | {"updates": table.updates}, {"state": table.state}
         # one entry: safetensors writes several in any order, and the same rows are the same bytes
-        files.write_bytes(url, save({"ids": table.ids, "values": table.values}, {"trireme": about}))
+        told = {"trireme": json.dumps(about)}
+        files.write_bytes(url, save({"ids": table.ids, "values": table.values, **arrays}, told))
     return urls
 
 

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shared.checkpoints.start_tables import StartTable, put_rows
 from shared.records.layout import TableSpec
 from shared.tables.grouping import Numbers
 from shared.tables.lanes import LaneRows, mean_over_lanes
 from shared.tables.memory import Floats
+from shared.tables.sharded import ShardedTable
 from shared.tables.table import Table, joined, living
 from trainer_agent.tables.files import StoredTable
 
@@ -21,7 +23,7 @@ class LocalTables:
     """A RowSource that steps. `slot_count`: of the job: limits of tables (max_rows, admit_after) are counted by slots."""
 
     def __init__(self, specs: Sequence[TableSpec], slot_count: int) -> None:
-        self._tables = [Table(spec, slot_count) for spec in specs]
+        self._tables = [ShardedTable(spec, slot_count) for spec in specs]
 
     def __repr__(self) -> str:
         return f"<LocalTables {', '.join(map(repr, self._tables))}>"
@@ -44,6 +46,12 @@ class LocalTables:
                 table.step(np.empty(0, np.int64), None)
             else:
                 table.step(*mean_over_lanes([lane[place]], table.spec.dim), table.spec.optimizer.rate(factor))
+
+    def start_with(self, starts: Sequence[StartTable]) -> None:
+        """Rows of some of the tables, before the first step. Raises InvalidArgument, OSError."""
+        found = {table.spec.name: table for table in self._tables}
+        for start in starts:
+            put_rows(found[start.name], start)
 
     def stored(self) -> tuple[StoredTable, ...]:
         """Copies of all rows."""

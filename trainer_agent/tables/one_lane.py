@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from shared.checkpoints.start_tables import StartTable
 from shared.records.layout import schedule_factor
 from trainer_agent.tables.files import StoredTable
 from trainer_agent.tables.of_model import ModelTables
@@ -37,6 +38,11 @@ class OneLane:
 
             self._tables = LocalTables(self._layers.specs, slot_count)
             self._layers.bind(self._tables)
+
+    def start_with(self, starts: Sequence[StartTable]) -> None:
+        """See LocalTables.start_with."""
+        if self._tables is not None:
+            self._tables.start_with(starts)
 
     @contextmanager
     def minibatch(self, permit: Callable[[torch.Tensor], None]) -> Iterator[Recording]:

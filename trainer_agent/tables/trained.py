@@ -93,14 +93,8 @@ class TrainedTables:
 
 
 def _check(spec: JobSpec, names: list[str]) -> None:
-    problems = {
-        f"skip_after_seconds = {spec.skip_after_seconds}": (
-            spec.mode is Mode.ASYNC and spec.skip_after_seconds is not None,
-            "leave it out: the rows of a silent parameter server can be read from nobody else, so its trainers have to wait",
-        ),
-        f"init_from = {spec.init_from}": (spec.init_from is not None, "leave it out: a job that resumes needs none"),
-    }
-    for what, (there, instead) in problems.items():
-        if there:
-            msg = f"the model has embedding tables ({', '.join(names):.200}), which do not go together with {what} yet"
-            raise InvalidArgument(msg, hint=instead)
+    if spec.mode is Mode.ASYNC and spec.skip_after_seconds is not None:
+        what = f"skip_after_seconds = {spec.skip_after_seconds}"
+        msg = f"the model has embedding tables ({', '.join(names):.200}), which do not go together with {what} yet"
+        hint = "leave it out: the rows of a silent parameter server can be read from nobody else, so its trainers have to wait"
+        raise InvalidArgument(msg, hint=hint)

@@ -63,7 +63,7 @@ def _export(
     manifest = stored.read_manifest(spec.storage, spec.job, ref)
     folder = str(out) if out else files.join(spec.storage, f"export-step-{ref.step}")
     exports = asyncio.run(_write_model(spec, ref, manifest, folder, optimizer=optimizer))
-    exports |= write_checkpoint_tables(spec.storage, ref, manifest, folder, tables)
+    exports |= write_checkpoint_tables(spec.storage, ref, manifest, folder, tables, state=optimizer)
     if not as_json:
         Console(soft_wrap=True).print(f"checkpoint  step {ref.step}, {ref.uuid}", highlight=False)
         for kind, path in exports.items():

@@ -156,12 +156,14 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     device = device_of(spec.device, deterministic=spec.deterministic)
     torch.manual_seed(spec.seed)
     model = checked_model(user.call("model"))
-    if sentence := load_start_values(model, spec).sentence:
-        report(sentence)
+    started = load_start_values(model, spec)
+    if started.sentence:
+        report(started.sentence)
     check_precision(spec.precision, model, device)
     model = model.to(device)
     optimizer = user.call("optimizer", model)
     tables = OneLane(model, spec.seed, spec.slot_count, optimizer)
+    tables.start_with(started.tables)
     schedule = Schedule(user.call("scheduler", optimizer) if user.has("scheduler") else None, spec, user.guard)
     load_start_state(model, optimizer, schedule.scheduler, spec)
     vars(optimizer)["_opt_called"] = True  # a first step that is left out is no mistake in the order of calls

@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 
 def write_checkpoint_tables(
-    storage_url: str, ref: CheckpointRef, manifest: Manifest, directory: str, form: str
+    storage_url: str, ref: CheckpointRef, manifest: Manifest, directory: str, form: str, *, state: bool = False
 ) -> dict[str, str]:
-    """`form`: safetensors, npy, parquet or none. Kind -> URL of each file. One table at a time: its ids and values are in memory up to three times, and all parts are read for each.
+    """`form`: safetensors (with `state` that of the optimizer, too), npy, parquet or none. Kind -> URL of each file. One table at a time: its ids and values are in memory up to three times, and all parts are read for each.
     Raises CheckpointUnusable, OSError."""
     from trainer_agent.tables.checkpoint import read_table  # noqa: PLC0415  loads torch
     from trainer_agent.tables.files import write_tables  # noqa: PLC0415
 
     urls: dict[str, str] = {}
     for spec in manifest.layout.tables if form != "none" else ():
-        table = read_table(storage_url, ref, manifest, spec)
+        table = read_table(storage_url, ref, manifest, spec, state=state and form == "safetensors")
         match form:
             case "npy":
                 urls |= _write_npy(table, directory)
