@@ -88,9 +88,10 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
             check_plateau_metric(spec, metrics)
     tensors = tensors_of(compute.model, groups_of(compute.optimizer))
     left_out = {"notice": compute.started.sentence} if compute.started.sentence else {}
-    return left_out | {
-        "model": {"tensors": tensors, "optimizer": compute.layout.optimizer.model_dump(mode="json")},
-    }
+    layout = compute.layout
+    tables = [table.model_dump(mode="json") for table in layout.tables]
+    model = {"tensors": tensors, "optimizer": layout.optimizer.model_dump(mode="json"), "tables": tables}
+    return left_out | {"model": model}
 
 
 async def _gradient(compute: TorchCompute, minibatch: Records) -> LaneResult:

@@ -1,7 +1,7 @@
 """The facts about a script's model and optimizer that an unfinished job depends on. They are kept in the run's folder and compared
 when the job resumes.
 
-{"tensors": [[kind, name, shape, dtype, group], ...], "optimizer": {"name", "defaults", "groups"}}   (trainer_agent.script.inspect)
+{"tensors": [[kind, name, shape, dtype, group], ...], "optimizer": {"name", "defaults", "groups"}, "tables": [TableSpec, ...]}   (trainer_agent.script.inspect)
 Tensors that are not contiguous have their strides after the group.
 """
 
@@ -11,7 +11,7 @@ import math
 from itertools import zip_longest
 from typing import Any
 
-from shared.records.layout import ELEMENT_BYTES
+from shared.records.layout import ELEMENT_BYTES, TableSpec
 
 FILE = "model.json"  # does not exist if the run was started with --no-check
 KINDS = {"param": "parameter", "buffer": "buffer"}
@@ -32,7 +32,26 @@ def difference(then: Facts | None, now: Facts | None) -> str:
     for old, new in zip_longest(then["tensors"], now["tensors"]):
         if old != new:
             return _tensors(old, new)
-    return _optimizers(then["optimizer"], now["optimizer"])
+    return _optimizers(then["optimizer"], now["optimizer"]) or _tables(then, now)
+
+
+def tables_in(facts: Facts) -> dict[str, TableSpec]:
+    """By name; none in the file of an earlier version, which did not tell of them."""
+    return {table["name"]: TableSpec.model_validate(table) for table in facts.get("tables", ())}
+
+
+def _tables(then: Facts, now: Facts) -> str:
+    if "tables" not in then or "tables" not in now:
+        return ""
+    old, new = tables_in(then), tables_in(now)
+    gone = [f"embedding table {name} does not exist any more" for name in old if name not in new]
+    gone += [f"embedding table {name} is new" for name in new if name not in old]
+    if gone:
+        return " and ".join(gone[:2])
+    changed = [(name, *one) for name, table in old.items() for one in table.differences(new[name])]
+    return "".join(
+        f"{what} of embedding table {name} was {was!r}, now it is {now!r}" for name, what, was, now in changed[:1]
+    )
 
 
 def _tensors(old: list[Any] | None, new: list[Any] | None) -> str:

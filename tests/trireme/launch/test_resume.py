@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from shared.errors import Conflict
 from shared.records import JobSpec
 from shared.records.datasets import TextLines
+from shared.records.layout import RowInit, RowOptimizer, TableSpec
 from trireme.launch import resume
 from trireme.launch.resume import Start
 from trireme.launch.run_folder import write_json
@@ -62,7 +64,15 @@ def test_other_settings_are_refused_with_both_values_and_what_to_do(tmp_path, ph
     assert "--fresh" in caught.value.hint
 
 
+def table(name: str, dim: int = 16, lr: float = 0.1) -> dict[str, Any]:
+    made = TableSpec(
+        name=name, dim=dim, optimizer=RowOptimizer(kind="adam", lr=lr), init=RowInit(kind="constant", scale=0)
+    )
+    return made.model_dump(mode="json")
+
+
 MODEL = {
+    "tables": [table("user")],
     "tensors": [["param", "0.weight", [16, 8], "torch.float32", 0], ["param", "0.bias", [16], "torch.float32", 0]],
     "optimizer": {"name": "Adam", "defaults": {"lr": 0.1, "fused": None}, "groups": [{"lr": 0.1}]},
 }
@@ -93,6 +103,12 @@ MODEL = {
             {"optimizer": MODEL["optimizer"] | {"groups": [{"lr": 0.2}]}},
             "the optimizer's lr was 0.1, now it is 0.2 (group 0)",
         ),
+        (
+            {"tables": [table("item")]},
+            "embedding table user does not exist any more and embedding table item is new",
+        ),
+        ({"tables": [table("user", dim=8)]}, "dim of embedding table user was 16, now it is 8"),
+        ({"tables": [table("user", lr=0.2)]}, "optimizer.lr of embedding table user was 0.1, now it is 0.2"),
     ],
 )
 def test_an_unfinished_job_whose_model_or_optimizer_changed_is_refused_and_left_as_it_is(tmp_path, changed, message):
@@ -104,7 +120,13 @@ def test_an_unfinished_job_whose_model_or_optimizer_changed_is_refused_and_left_
     assert caught.value.message == f"job ctr in {tmp_path} is unfinished and its model has changed: {message}"
     assert "restore the script" in caught.value.hint
     assert resume.read_previous_run(tmp_path) == previous
-    for model in (MODEL, None, MODEL | {"optimizer": MODEL["optimizer"] | {"defaults": {"lr": 0.1, "new": 1}}}):
+    unknown = {name: facts for name, facts in MODEL.items() if name != "tables"}
+    for model in (
+        MODEL,
+        None,
+        unknown,
+        MODEL | {"optimizer": MODEL["optimizer"] | {"defaults": {"lr": 0.1, "new": 1}}},
+    ):
         assert resume.decide(previous, spec_of(), "digest", tmp_path, fresh=False, model=model).start is Start.RESUME
     fresh = resume.decide(previous, spec_of(), "another", tmp_path, fresh=True, model=MODEL | changed)
     assert fresh.start is Start.NEW
