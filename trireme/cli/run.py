@@ -27,6 +27,7 @@ from trireme.cli.history.metrics import loss_chart
 from trireme.cli.history.script_output import ScriptOutput
 from trireme.cli.history.trackers import check_trackers, finish_trackers
 from trireme.cli.start_file import with_start_file
+from trireme.cli.tables.start import memory_bytes, memory_of_tables
 from trireme.existing_etcd import access_of
 from trireme.launch import resume, run_folder, run_storage
 from trireme.launch.cluster import HOST, LocalCluster
@@ -152,6 +153,8 @@ async def run_job(request: RunRequest) -> int:
                 print(json.dumps(previous.result) if request.as_json else summary_text(previous.result))  # noqa: T201
                 return exit_codes.OK
             spec = spec if plan.start is resume.Start.NEW else resumed
+            for line in memory_of_tables(inspection.model, spec, memory_bytes()):
+                print(line, file=sys.stderr)  # noqa: T201
             await run_storage.check(spec.storage, lambda sentence: print(sentence, file=sys.stderr))  # noqa: T201
             resumes = plan.start is resume.Start.RESUME
             if access is not None:

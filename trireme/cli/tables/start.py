@@ -1,0 +1,70 @@
+"""What `trireme run` says of the memory that embedding tables with `max_rows` will take, before it starts anything."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import psutil
+
+from shared.records import JobSpec, Mode
+from shared.tables.needs import SNAPSHOT_BYTES, needs_of
+from trireme.launch.model_facts import Facts, tables_in
+
+SHOWN = 8
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
+
+
+def memory_bytes() -> int:
+    """That processes on this machine, or in this container, may use together."""
+    total = psutil.virtual_memory().total
+    with contextlib.suppress(OSError, ValueError):  # "max": no limit
+        return min(total, int(CGROUP_LIMIT.read_text()))
+    return total
+
+
+def memory_of_tables(model: Facts | None, spec: JobSpec, here: int) -> list[str]:
+    """Lines for the user; none if no table has `max_rows`. `here`: bytes of memory that all parameter servers of the job, which are on this machine, share."""
+    tables = [table for table in tables_in(model or {}).values() if table.max_rows is not None]
+    if not tables:
+        return []
+    lanes = spec.lanes if spec.mode is Mode.SYNC else 1
+    needs = {
+        table.name: needs_of(table, -(-(table.max_rows or 0) // spec.pservers), 0, spec.slot_count, lanes)
+        for table in tables
+    }
+    lines = []
+    for table in tables[:SHOWN]:
+        needed = needs[table.name]
+        size = needed.rows + needed.cells + needed.limits
+        of_all, each = table.max_rows or 0, size / needed.count
+        lines.append(
+            f"table {table.name}: at most {of_all:,} rows of {each:,.0f} bytes, {_gb(size * spec.pservers)}{_servers(spec, size)}"
+        )
+    if len(tables) > SHOWN:
+        lines.append(f"and {len(tables) - SHOWN} more tables")
+    rows = sum(each.rows + each.cells + each.limits for each in needs.values())
+    other = next(iter(needs.values())).other
+    kept = min(SNAPSHOT_BYTES, sum(each.rows + 16 * each.count for each in needs.values()))
+    least, most = spec.pservers * (rows + other), spec.pservers * (rows + other + kept)
+    lines.append(
+        f"full tables take {_gb(least)}, and up to {_gb(most)} while a checkpoint is written; this machine has {_gb(here)}"
+    )
+    if least > here:
+        lines.append(
+            f"warning: full tables do not fit into this machine's memory (they need {_gb(least)}, there are {_gb(here)}): parameter servers will be killed when they "
+            "have grown so far; lower max_rows or dim, take an optimizer with less state, or train on more machines (trireme up)"
+        )
+    elif most > here:
+        lines.append(
+            f"warning: full tables may not fit into this machine's memory while a checkpoint is written (they need {_gb(most)}, there are {_gb(here)})"
+        )
+    return lines
+
+
+def _servers(spec: JobSpec, size: int) -> str:
+    return f", {_gb(size)} at each of {spec.pservers} parameter servers" if spec.pservers > 1 else ""
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.2f} GB" if size >= 1e7 else f"{size / 1e6:,.2f} MB"
