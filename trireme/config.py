@@ -58,6 +58,7 @@ class Config:
     checkpoint_every_epochs: int | None = None
     keep_checkpoints: int | None = None
     deltas_per_base: int | None = None
+    snapshot_bytes: int | None = None
     evaluate_every: int | str | None = None
     keep_best: str | None = None
     stop_early: str | dict[str, Any] | None = None

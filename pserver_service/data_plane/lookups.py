@@ -259,7 +259,9 @@ class RowTurns:
     def _start(self, store: Store, before: int, steps: Iterator[None]) -> None:
         if self._pserver.store is not store:
             return
-        rows = tables_in(store)
+        rows, directory = tables_in(store), self._pserver.directory
+        if directory is not None and directory.spec is not None:  # a job that is started again may have another one
+            rows.kept.most_bytes = directory.spec.snapshot_bytes
         if rows.kept.may_step(rows.snapshots, clock.monotonic()):
             self._go_on(store, before, steps)
         else:

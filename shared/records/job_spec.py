@@ -22,6 +22,7 @@ EvaluateEvery = Annotated[int, Field(ge=1, lt=2**63)] | Literal["epoch"]
 MAX_MEMBERS = 100_000  # of each kind
 MAX_TASKS = 8  # of each stage
 _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
+SNAPSHOT_BYTES = 1 << 30
 INITIAL_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")  # of `init_from`
 TRAINING_FILE = "training.pt"  # of an export with the state of the optimizer
 RENAMED = {
@@ -185,6 +186,7 @@ class JobSettings(Record):
     deltas_per_base: int = Field(
         default=10, ge=0, le=100, description="Checkpoints in a row that save of tables only changed rows; 0: none."
     )
+    snapshot_bytes: int = Field(default=SNAPSHOT_BYTES, ge=1 << 20, lt=2**63)
     evaluate_every: EvaluateEvery | None = None
     keep_best: str | None = None
     stop_early: StopEarly | None = None

@@ -19,7 +19,6 @@ SKETCH_DEPTH, SKETCH_CELLS = 4, 1024  # of each slot
 QUEUE_SHARE, QUEUE_BYTES = 8, 12  # one row in so many is in its slot's queue of the oldest
 LANE_COPIES = 3  # of a lane's gradients: as they come, as they wait, and what is free for the next
 TEMPORARY_BYTES = 48  # for an id of a step
-SNAPSHOT_BYTES = 1 << 30  # of rows that steps keep while a checkpoint is written
 OTHER_BYTES = 64 << 20  # compiled loops, buffers of connections, pages that are begun
 
 

@@ -45,7 +45,7 @@ PROPERTIES = {
     "column_types": "Types of columns by name, where the beginning of the first file misleads.",
     "columns": "Names of the columns; null: all of them, or the files' stems.",
     "grad_norm": "Norm of the step's whole gradient, before it is clipped; null: not known.",
-    "init_from": "Path or URL, which members can read, of a file with the values that parameters and buffers start with (safetensors, or a state_dict); rows of embedding tables lie beside it, in tables/; null: those that the script gives.", "init_partial": "Values in that file which do not fit the model are left out.", "init_optimizer": "The optimizer and the scheduler start with their state in that file, which torch.save has written.",
+    "snapshot_bytes": "Synchronous: bytes of rows of embedding tables that steps keep at each parameter server while a checkpoint is written; beyond them a step waits for it.", "init_from": "Path or URL, which members can read, of a file with the values that parameters and buffers start with (safetensors, or a state_dict); rows of embedding tables lie beside it, in tables/; null: those that the script gives.", "init_partial": "Values in that file which do not fit the model are left out.", "init_optimizer": "The optimizer and the scheduler start with their state in that file, which torch.save has written.",
     "kept": "Whether the job has metrics by step at all.",
     "SeriesPoint.epoch": "Epoch of these steps, from 0; null: points are by step.",
     "MetricsTaken.next": "The first step whose metrics are not known; null: that is not known yet.",

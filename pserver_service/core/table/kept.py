@@ -1,6 +1,6 @@
 """How many rows steps may keep for snapshots that are being written: beyond a number of bytes they wait until some are written.
 
-kept <= SNAPSHOT_BYTES: the next step begins        more: it waits, as long as slots are written        LIMIT_S without any: given up
+kept <= snapshot_bytes of the job: the next step begins        more: it waits, as long as slots are written        LIMIT_S without any: given up
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.errors import InvalidArgument
-from shared.tables.needs import SNAPSHOT_BYTES
+from shared.records.job_spec import SNAPSHOT_BYTES
 from shared.tables.snapshot import TableSnapshot
 
 LIMIT_S = 30.0

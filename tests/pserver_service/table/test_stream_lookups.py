@@ -14,14 +14,19 @@ from pserver_service.core.table import kept
 from pserver_service.core.table.rows import TableRows
 from pserver_service.data_plane import lookups
 from shared.errors import BadFrame, CallerError, InvalidArgument, NotReady
-from shared.records import Mode, SlotMap
+from shared.etcd import Etcd
+from shared.keys import Keys
+from shared.membership.directory import Directory
+from shared.records import JobState, Mode, SlotMap, TrainerList
 from shared.records.layout import ROWS
 from shared.tables.payload import joined, rows_in
 from shared.wire.messages import LedgerQuery, PushBlock, TableRequest
 from shared.wire.verdict import Verdict
+from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.pserver_service.data_plane.servers import TRANSPORTS, server
 from tests.pserver_service.data_plane.streams import streamed
 from tests.pserver_service.jobs import JOB, PLAIN, async_header, layout_of, pull_request, push_header, settled, stream
+from tests.pserver_service.membership.test_index import SPEC
 from tests.pserver_service.table.tables import LAYOUT, NONE, ids, pushed_rows, step_of, values_in, wanted, whole_blocks
 
 __all__ = ["server"]
@@ -221,7 +226,10 @@ async def test_a_step_in_portions_lets_lookups_wait_and_is_forgotten_by_a_roll_b
 async def test_a_step_waits_until_a_snapshot_that_keeps_too_much_is_read_or_given_up(server, monkeypatch):
     await made(server)
     rows = server.pserver.store.rows
-    rows.kept.most_bytes = 50
+    server.pserver.directory = told = Directory(Etcd(SimulatedEtcd().transport("pserver")), Keys(JOB))
+    told.state = JobState(generation=1)
+    told.trainers = TrainerList(generation=1, names=("t",))
+    told.spec = SPEC.model_copy(update={"snapshot_bytes": 50})  # less than a user may choose
     await push(server, 0, step_of(KEYS))
     assert (await rows_at(server, 1, *KEYS, wait_s=20))[0] == "OK"
     copies = rows.copies()

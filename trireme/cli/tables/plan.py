@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
+from shared.records.job_spec import SNAPSHOT_BYTES
 from shared.records.layout import RowInit, RowOptimizer, TableSpec
-from shared.tables.needs import SNAPSHOT_BYTES, needs_of
+from shared.tables.needs import needs_of
 from trireme.cli import exit_codes
 
 OPTIMIZERS: dict[str, RowOptimizer] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from shared.records import JobSpec, Mode
-from shared.tables.needs import SNAPSHOT_BYTES, needs_of
+from shared.tables.needs import needs_of
 from trireme.launch.model_facts import Facts, tables_in
 
 SHOWN = 8
@@ -45,7 +45,8 @@ def memory_of_tables(model: Facts | None, spec: JobSpec, here: int) -> list[str]
         lines.append(f"and {len(tables) - SHOWN} more tables")
     rows = sum(each.rows + each.cells + each.limits for each in needs.values())
     other = next(iter(needs.values())).other
-    kept = min(SNAPSHOT_BYTES, sum(each.rows + 16 * each.count for each in needs.values()))
+    every_row = sum(each.rows + 16 * each.count for each in needs.values())
+    kept = min(spec.snapshot_bytes, every_row) if spec.mode is Mode.SYNC else every_row
     least, most = spec.pservers * (rows + other), spec.pservers * (rows + other + kept)
     lines.append(
         f"full tables take {_gb(least)}, and up to {_gb(most)} while a checkpoint is written; this machine has {_gb(here)}"
