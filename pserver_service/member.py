@@ -57,7 +57,7 @@ class Member:
         self._pserver.take_handoff = self.follower.take
         self._pserver.start_rows = self.start_rows.rows
         self._pserver.on_restored = self.follower.follow
-        self._directory.observers.append(self.follower.follow)
+        self._directory.observers += [self.follower.follow, self._own_index.follow]
         self._pserver.on_torn = lambda torn: self._own_index.set(torn=torn)
         assert self._directory.spec is not None
         self._pserver.schedule = Schedule.of(self._directory.spec)

@@ -16,6 +16,7 @@ from pserver_service.core.admission import check_same_model
 from pserver_service.core.blocks import add_state
 from pserver_service.core.calls import BlockServer, OpenPull, OpenPush, Payload, check_pull
 from pserver_service.core.clipping import Clipping
+from pserver_service.core.held import learn_norm
 from pserver_service.core.progress import progress_of
 from pserver_service.core.saved_ledger import AsyncSnapshot
 from pserver_service.core.store import Store
@@ -293,8 +294,7 @@ class Pserver(BlockServer):
         if request.generation < self.timeline:
             return PullEnd(code="GONE", message=f"the job was rolled back in generation {self.timeline}: join again")
         check_pull(store, request, self.index)
-        if request.norm is not None and request.norm.timeline == self.timeline:
-            store.learn_norm(request.norm.step, request.norm.norm)
+        learn_norm(store, request.norm, self.timeline)
         self.counters.pulls += 1
         deadline = clock.monotonic() + min(max(request.wait_s, 0.0), self._max_wait_s)
         return OpenPull(self, store, request, deadline, arrived)

@@ -117,6 +117,8 @@ class Agent:
         if not await self._fits_job():
             return LEASE_LOST
         await self._membership.register(self._directory.keys, self._spec.lease_ttl_s)
+        name, view = self._member.trainer, self._directory
+        view.observers.append(lambda: self._membership.follow(listed=name in view.trainers))
         async with SingleErrorGroup() as group:
             beside = [group.create_task(self._reports.run()), group.create_task(self._evaluator.run())]
             if self._spec.mode is Mode.ASYNC:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from pserver_service.core.blocks import BlockState
+from pserver_service.core.held import do_rows_wait, settle, settle_rows
 from pserver_service.core.store import Store
 from pserver_service.core.table.arrivals import take_arrived
 from shared.blocks.buffers import Buffer
@@ -89,9 +90,8 @@ class BlockServer:
         """`before`: the version they had; it is still theirs if some of them are late."""
         rows = store.rows
         assert rows is not None
-        waits = store.clipping.holds and store.history.norm(rows.version - 1) is None
-        if rows.version > before and not (waits and store.blocks):
-            store.stepped(rows)  # else the first block that is settled fixes the record, with the norm
+        if rows.version > before:
+            settle_rows(store)
         for wake in tuple(self.lookups):
             wake()
         if rows.version > before:
@@ -233,7 +233,7 @@ class OpenPull:
         while self._due:
             number = self._due.popleft()
             found = store.pull(number, wanted)
-            if found is Verdict.TOO_EARLY and store.settle(number):
+            if found is Verdict.TOO_EARLY and settle(store, number):
                 self._server.stepped(number, store.blocks[number].version)
                 found = store.pull(number, wanted)
             if found is Verdict.WRONG_OWNER:
@@ -267,6 +267,10 @@ class OpenPull:
             return None if self._unheld else self._held_end()
         if store.rows is not None and not store.rows.are_by(self._slots, store.slots):
             return PullEnd(code="WRONG_OWNER", message=f"slot map {self._slots} does not say whose rows are here")
+        if do_rows_wait(store, wanted):
+            if not settle_rows(store):
+                return self._held_end()
+            self._server.look_for_snapshot()
         version = self._lowest if wanted is None else wanted
         record = self._record
         if record is None or record.version != version:
@@ -283,11 +287,11 @@ class OpenPull:
         )
 
     def _held_end(self) -> PullEnd:
-        """All data of the missing blocks is there."""
-        version = min(self._store.blocks[number].version for number in self._missing)  # ROWS is among the unheld ones
+        """All data of the missing blocks is there; or none is missing, and the rows' step waits."""
+        version = min((self._store.blocks[each].version for each in self._missing), default=-1)  # ROWS is an unheld one
         return PullEnd(
             code="HELD",
-            message=f"{len(self._missing)} blocks wait for the norm of the whole gradient",
+            message=f"{len(self._missing) or 'no'} blocks, and the record of the version, wait for the norm of the whole gradient",
             known=self._known,
             squares=squares_at(self._store.blocks, sorted(self._missing), version),
             timeline=self._server.timeline,

@@ -9,7 +9,6 @@ first, at all parameter servers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -51,13 +50,10 @@ class Results:
         return len(self._by_step)
 
     def add(self, result: StepResult) -> None:
-        """In the order of steps; again only if the norm was lacking. The oldest ones are dropped if there are too many."""
-        known = self._by_step.get(result.step)
-        if known is not None and (known.grad_norm is not None or result.grad_norm is None):
+        """In the order of steps. The oldest ones are dropped if there are too many."""
+        if result.step in self._by_step:
             return
         self._by_step[result.step] = result
-        if known is not None:
-            return
         self._values += len(result.metrics)
         while len(self._by_step) > MOST_RESULTS or self._values > MOST_VALUES:
             self._drop(next(iter(self._by_step)))
@@ -154,16 +150,10 @@ class History:
         return record.lane_zero if record else None
 
     def learn_norm(self, step: int, norm: float) -> None:
-        """The first one counts. Of a step under way, or of one that only rows of tables have made here, which need no norm."""
-        if (record := self._records.get(step + 1)) is None:
+        """Of a step under way; the first one counts."""
+        if step + 1 not in self._records:
             notes = self._notes.setdefault(step, Notes())
             notes.grad_norm = norm if notes.grad_norm is None else notes.grad_norm
-        elif record.grad_norm is None:
-            result = record.result
-            if result is not None and math.isfinite(norm):
-                result = result.model_copy(update={"grad_norm": norm})
-                self.results.add(result)
-            self._records[step + 1] = record.model_copy(update={"grad_norm": norm, "result": result})
 
     def norm(self, step: int) -> float | None:
         """The norm of the step's whole gradient, if it is known."""
@@ -224,13 +214,11 @@ class History:
 
     def take(self, handed: HandedHistory) -> None:
         """Know what another parameter server knows, whose blocks come here."""
-        known = (*self.results.of(0), *handed.results)
-        self.results = Results(sorted(known, key=lambda result: (result.step, result.grad_norm is None)))
+        own = {result.step: result for result in (*handed.results, *self.results.of(0))}
+        self.results = Results(own[step] for step in sorted(own))
         for record in handed.records:
             self._records.setdefault(record.version, record)
             self._notes.pop(record.version - 1, None)
-            if record.grad_norm is not None:  # rows of tables may have made the step here without it
-                self.learn_norm(record.version - 1, record.grad_norm)
         for each in handed.notes:
             if each.step + 1 in self._records:
                 continue

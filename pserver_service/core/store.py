@@ -70,7 +70,7 @@ class Store:
         self.slots: SlotMap | None = None
         self._schedule = schedule if self.mode is Mode.SYNC else None
         self.clipping = (clipping if self.mode is Mode.SYNC else None) or Clipping(None)
-        self._held_step = -1  # the last one that a block was held in
+        self.held_step = -1  # the last one that a block was held in
         self.snapshot: Snapshot | None = None
         self._before: Snapshot | None = None  # a complete one that waits, too: neither may be left out
         self._first_version = self._considered = header.record.version
@@ -237,13 +237,13 @@ class Store:
             if before == push.header.step and item.lanes not in push.noted:
                 push.noted.add(item.lanes)
                 self.history.note(push.header, push.positions, item.lanes, push.results.get(item.lanes))
-            step, options = push.header.step, self._options(push.header.step, state.place)
+            step, options = push.header.step, self.options(push.header.step, state.place)
             measured, content = self.clipping.measures(step), (value, item.count, options, memory, item.dtype)
             verdict = state.push(step, item.lanes, *content, lent=lent, measured=measured)
             if state.version != before:
                 self.stepped(state)
             elif state.held:
-                self._held_step = state.version
+                self.held_step = state.version
             return verdict
         index = self._positions[item.block]
         verdict = self.ledger.judge(push.header, push.task, index)
@@ -259,22 +259,6 @@ class Store:
                 own.release()
             self.ledger.enter(push.header, push.task, index)
         return verdict
-
-    def learn_norm(self, step: int, norm: float) -> None:
-        """Of the step's whole gradient, for the blocks that are held in it. Raises InvalidArgument."""
-        if self.clipping.holds and step == self._held_step:
-            self.clipping.check(step, norm)
-            self.history.learn_norm(step, norm)
-
-    def settle(self, number: int) -> bool:
-        """Step a block that is held, if the norm is known; answers whether it was stepped."""
-        state = self.blocks[number]
-        norm = self.history.norm(state.version) if state.held else None
-        if norm is None:
-            return False
-        state.settle(self.clipping.factor(norm), self._options(state.version, state.place))
-        self.stepped(state)
-        return True
 
     def stepped(self, part: BlockState | TableRows) -> None:
         """It has just reached its version."""
@@ -387,7 +371,7 @@ class Store:
         push.judged[lanes] = verdict
         return verdict
 
-    def _options(self, step: int, place: Block) -> Options:
+    def options(self, step: int, place: Block) -> Options:
         """The options of the block's group in `step`. Lane 0's push brings them, so they are known when the tree is complete."""
         group = self.layout.segments[place.segment].group
         if group < 0:

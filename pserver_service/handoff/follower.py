@@ -107,7 +107,8 @@ class SlotFollower:
         of_rows = {group.rows.version for group in groups if group.rows is not None}
         version = min((*of_rows, *(moved.version for group in groups for moved in group.blocks)), default=0)
         records = {record.version: record for group in groups for record in group.history.records}
-        record = records.get(version, StepRecord(version=version, positions=()))
+        last = max((known for known in records if known <= version), default=None)  # rows may be ahead of their record
+        record = StepRecord(version=version, positions=()) if last is None else records[last]
         header = self._header(layout, record)
         store = Store(header, self._pserver.schedule, self._pool, self._pserver.clipping)
         store.seal()

@@ -113,6 +113,14 @@ class OwnIndex(OwnKey[PserverMember]):
         self.record = self.record.model_copy(update={"since": self._claimed})
         return [self._is_free(), Compare.mod(key, "==", found.mod_revision)]
 
+    def follow(self) -> None:
+        """After each change of the directory's view."""
+        seen = self._directory
+        holder = seen.pservers.get(self.record.index)
+        mine = holder is not None and holder.incarnation == self.record.incarnation
+        if not mine and seen.revision >= self._created:
+            self.look()
+
     async def unwanted(self) -> None:
         """Returns when the job does not want this index any more: it was started again with fewer parameter servers, after this
         one had claimed its index. A lower index may be free."""

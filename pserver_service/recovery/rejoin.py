@@ -1,7 +1,7 @@
 """Asynchronous: this pserver replaces one that died while the others go on. It loads its newest checkpoint and serves.
 
 index claimed, job initialised, no parameters -> newest usable checkpoint -> `restored` in ps/<index> -> counted -> serve
-                                                    `-> none left: `restored` says why, and the master fails the job
+                                                    `-> all are damaged: `restored` says why, and the master fails the job
 
 Its ledger is older than the others'. Trainers whose pushes come too early resume where it stands. What it lacks of closed
 tasks is lost; the master counts that from `restored`. It takes no push before that: a task that a push to it finished would be
@@ -15,7 +15,7 @@ import asyncio
 from pserver_service.context import LOOK_S, StateFollower
 from pserver_service.core.store import Store
 from pserver_service.recovery.load import PAUSE_S, kept_checkpoints, load_checkpoint
-from shared.errors import CheckpointUnusable, PeerError
+from shared.errors import CheckpointUnusable, NotReady, PeerError
 from shared.records import JobState, Mode, Phase, Restored
 from shared.records.checkpoints import CheckpointLatest, OwnCheckpoints
 from shared.runtime import ids, telemetry
@@ -66,26 +66,28 @@ class Rejoin(StateFollower):
             await self._directory.changed(self._directory.revision, LOOK_S)
 
     async def _load(self, timeline: int) -> tuple[Store, Restored]:
-        """The newest usable checkpoint, and what to say of it. Raises CheckpointUnusable if there is none, PeerError."""
-        coordinated = self.context.spec.checkpoint_kind == "coordinated"
-        refs = await kept_checkpoints(self.context, CheckpointLatest if coordinated else OwnCheckpoints)
-        damaged: list[str] = []
-        for ref in refs:
+        """The newest usable checkpoint, and what to say of it. Raises CheckpointUnusable if none can be used, also none that is written
+        meanwhile; PeerError, also while there is none at all: whether one comes, or the job starts over or fails, is the leader's to say."""
+        kind = CheckpointLatest if self.context.spec.checkpoint_kind == "coordinated" else OwnCheckpoints
+        damaged: dict[str, str] = {}
+        while refs := [ref for ref in await kept_checkpoints(self.context, kind) if ref.uuid not in damaged]:
             try:
-                store, positions = await load_checkpoint(self.context, ref)
+                store, positions = await load_checkpoint(self.context, refs[0])
             except CheckpointUnusable as error:
                 log.warning("checkpoint_unusable", index=self._pserver.index, message=error.message)
-                damaged.append(error.message)
+                damaged[refs[0].uuid] = error.message
                 continue
             return store, Restored(
                 timeline=timeline,
-                checkpoint=ref.uuid,
+                checkpoint=refs[0].uuid,
                 rejoined=True,
                 positions=positions,
                 blocks=len(store.numbers),
-                damaged="; ".join(damaged),
+                damaged="; ".join(damaged.values()),
             )
-        found = f"{len(damaged)} cannot be used: {'; '.join(damaged)}" if damaged else "there is none yet"
+        if not damaged:
+            raise NotReady(f"there is no checkpoint of pserver-{self._pserver.index} yet")
+        found = f"{len(damaged)} cannot be used: {'; '.join(damaged.values())}"
         raise CheckpointUnusable(f"no checkpoint of pserver-{self._pserver.index} is left: {found}")
 
     def _is_current(self, state: JobState) -> bool:

@@ -1,6 +1,6 @@
 """One leased key that only this process writes, kept equal to a wanted record.
 
-    claim (create = 0) ─► hold: renew the lease, write what was `set` ─► revoked, or another's: lost
+    claim (create = 0) ─► hold: renew the lease, write what was `set` ─► revoked, deleted, or another's: lost
                            └─ lease over by the local clock ─► in doubt: ask etcd, until it answers
                                 mine ─► new lease   gone, nobody has the place ─► created again   another's ─► lost
 
@@ -51,7 +51,7 @@ class OwnKey(Generic[R]):
         self._created = self._claimed = 0  # revisions at which etcd created the key: now, and by `claim`
         self._etcd_down = False
         self._told_away = False
-        self._released = self._lost = False
+        self._released = self._lost = self._gives_up = False
         self._changed = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -114,7 +114,8 @@ class OwnKey(Generic[R]):
                 await over.keep_alive()
                 self._lost = self._lost or self._released or not await self._renew_lease(over)
                 self._told_away = False
-            writing.cancel()
+            if not self._gives_up:  # else it ends by itself
+                writing.cancel()
         if not self._released:
             log.error("key_lost", key=self.key, incarnation=self.record.incarnation)
 
@@ -122,6 +123,12 @@ class OwnKey(Generic[R]):
         """Change the wanted record; `hold` writes it, again while etcd is away."""
         self.record = self.record.model_copy(update=fields)
         self._changed.set()
+
+    def look(self) -> None:
+        """By what is known of the job the key is gone or another's: `hold` asks etcd. Whoever deleted it may not have revoked the lease: it died in
+        between, or its answer was lost and another process had the place before it asked again."""
+        if self._lease is not None and self._lease.alive:  # else etcd is asked anyway
+            self._changed.set()
 
     async def write(self, **fields: Any) -> bool:
         """Change the record and write it now; False: the key is lost. Raises PeerError, LeaseLost (also while the lease is being
@@ -191,9 +198,10 @@ class OwnKey(Generic[R]):
 
     async def _give_up(self, lease: Lease) -> None:
         """The key is gone or another's although the lease is alive: it was deleted. `hold` ends, so that the process starts anew."""
-        self._lost = True
-        with contextlib.suppress(PeerError):
-            await lease.revoke()
+        self._lost = self._gives_up = True
+        with contextlib.suppress(PeerError, TimeoutError):
+            async with asyncio.timeout(RELEASE_S):
+                await lease.revoke()
 
     async def _renew_lease(self, over: Lease) -> bool:
         """A new lease under the key if it is still this process's, or nobody's because the old one ran out. False: it is lost."""

@@ -15,14 +15,17 @@ import pytest
 from master_service.core.decisions import resize
 from master_service.core.placement import slot_moves as moves
 from master_service.core.state.job import Job
+from pserver_service.core import calls
 from pserver_service.core.blocks import BlockState
+from pserver_service.core.held import settle_rows
+from pserver_service.core.store import Store
 from shared.records import Mode
 from shared.records.assignments import Handed, Migration
 from shared.records.operations import OperationState, ResizePhase
 from tests.equipment.cluster.network import STEADY, conditions_of
 from tests.equipment.replaced import replaced
 from tests.simulation.compute import Speed
-from tests.simulation.plans import OperatorRequest, Plan, RequestKind, ResizeKill, Victim, plan_of
+from tests.simulation.plans import Fault, FaultKind, OperatorRequest, Plan, RequestKind, ResizeKill, Victim, plan_of
 from tests.simulation.run import Outcome, simulate
 
 SMALL_GROUP_BYTES = 1600  # so that a resize of the small model moves several groups
@@ -169,6 +172,27 @@ def test_without_the_migrations_name_what_was_handed_over_for_another_one_counts
 @pytest.mark.parametrize("mode", list(Mode))
 def test_without_the_freeze_pushes_are_lost_between_the_last_copy_and_the_new_owner(mode):
     _is_missed(lambda: replaced(BlockState, "takes", lambda *_: True), mode)
+
+
+def test_without_rows_that_wait_for_the_norm_a_job_goes_back_to_a_step_without_it():
+    """A parameter server that has rows and no blocks made the record of a step before it knew the norm, and wrote the manifest."""
+
+    def at_once(store: Store) -> bool:
+        if store.blocks or store.rows is None:
+            return settle_rows(store)
+        store.stepped(store.rows)
+        return True
+
+    death = Fault(6.0, FaultKind.KILL_PSERVER, lasts_s=0.1, noticed=True, pick=0.9)
+    for seed in (11, *range(11)):
+        plan = growing(seed, Mode.SYNC)
+        job = replace(plan.job, tables=True, clip_grad_norm=0.5, epochs=2)
+        plan = replace(plan, job=job, checkpoint_every=1, faults=(death,), conditions=replace(STEADY, high_s=0.02))
+        with replaced(calls, "settle_rows", at_once), replaced(Plan, "bound_s", property(lambda _: 20.0)):
+            broken = played(plan).violations
+        if any("grad_norm is stored of steps" in line for line in broken) and not played(plan).violations:
+            return
+    pytest.fail("no norm was missing without it")
 
 
 def _is_missed(ablation: Callable, mode: Mode, *kills: ResizeKill) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from shared.lanes import Interval, aligned_intervals
 from shared.records.operations import CheckpointRequest
-from shared.records.step import CheckpointAsked, LanePosition, StepRecord, StepResult
+from shared.records.step import CheckpointAsked, LanePosition, StepRecord
 
 
 def positions_of_step(positions: Sequence[LanePosition]) -> tuple[LanePosition, ...]:
@@ -62,14 +62,6 @@ def agreed(records: Iterable[StepRecord | None]) -> StepRecord | None:
     if first.lane_zero is None or all(record.asked == first.asked for record in found):
         return first
     return first.model_copy(update={"lane_zero": first.lane_zero.model_copy(update={"asked": None})})
-
-
-def fuller(results: tuple[StepResult, ...], others: tuple[StepResult, ...]) -> tuple[StepResult, ...]:
-    """Those that begin with an earlier step, of what two parameter servers say of steps; with a norm if either knows it: one that has no blocks does not."""
-    if not results or (others and others[0].step < results[0].step):
-        results, others = others, results
-    with_norm = {result.step: result for result in others if result.grad_norm is not None}
-    return tuple(with_norm.get(result.step, result) if result.grad_norm is None else result for result in results)
 
 
 def nodes_to_compute(missing: Sequence[int]) -> list[Interval]:

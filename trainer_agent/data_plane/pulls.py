@@ -15,7 +15,7 @@ from shared.records.layout import ELEMENT_BYTES
 from shared.records.step import StepRecord, StepResult
 from shared.wire.lending import NOTHING
 from shared.wire.messages import PulledBlock, PullEnd, PullRequest
-from trainer_agent.core.steps import agreed, fuller
+from trainer_agent.core.steps import agreed
 from trainer_agent.data_plane.peers import OWN_LEASE, Connect, Suspect
 from trainer_agent.data_plane.routing import Routes
 from trainer_agent.data_plane.step_norm import StepNormFinder
@@ -230,7 +230,8 @@ class Pulls(WholeTables):
                 self._norm.learn_of_version(end.timeline, end.record)
             if end.code == "OK" and end.squares:
                 self._norm.measure(end.timeline, end.squares, self._parameters)
-            self.results = fuller(self.results, end.results or ())
+            if end.results and (not self.results or end.results[0].step < self.results[0].step):
+                self.results = end.results
             if len(missing) < before:
                 backoff.reset()
             match end.code:

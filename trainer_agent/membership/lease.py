@@ -1,6 +1,6 @@
 """A trainer's registration: `trainers/<id>` in etcd, under a lease.
 
-    register (create = 0) ─► hold ... revoked ─► lost: exit, come back under a new name
+    register (create = 0) ─► hold ... revoked or deleted ─► lost: exit, come back under a new name
 
 If etcd is silent for longer than the lease, the trainer waits before its next push or pull (`certain`). Its key is its own: it is
 created again if the lease ran out meanwhile. While etcd is down (connections are refused) training goes on.
@@ -20,6 +20,14 @@ log = telemetry.logger("membership")
 
 class Membership(OwnKey[TrainerMember]):
     """The trainer's own key."""
+
+    _listed = False
+
+    def follow(self, *, listed: bool) -> None:
+        """After each change of the view: whether this trainer is among those that the job counts on. One that is no more may have lost its key."""
+        before, self._listed = self._listed, listed
+        if before and not listed:
+            self.look()
 
     @property
     def lease_id(self) -> int:

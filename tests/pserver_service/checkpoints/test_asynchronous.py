@@ -294,6 +294,28 @@ def test_a_replaced_pserver_waits_for_a_storage_that_is_not_reached_and_says_so(
     run_scenario(scenario)
 
 
+def test_a_replaced_pserver_loads_a_checkpoint_that_is_committed_after_it_has_looked(tmp_path):
+    """It said at once that there was none, and the job failed with a checkpoint."""
+
+    async def scenario():
+        cluster = await opened(tmp_path)
+        await paused_checkpoint(cluster, 1)
+        latest = await cluster.committed(1)
+        found = await cluster.etcd.get(KEYS.latest)
+        await cluster.etcd.delete(KEYS.latest)
+        cluster.nodes[1].process.kill()
+        cluster.simulated.forget(cluster.nodes[1].process.name)
+        node = await cluster.start("ps-1-again")
+        await asyncio.sleep(5.0)
+        assert node.own_index.record.restored is None
+        await cluster.etcd.put(KEYS.latest, found.value)
+        await until(lambda: node.own_index.record.restored is not None, "it comes back", 60.0)
+        restored = node.own_index.record.restored
+        assert (restored.error, restored.checkpoint) == ("", latest.uuid)
+
+    run_scenario(scenario)
+
+
 async def own(cluster, index):
     found = await cluster.etcd.get(KEYS.own_checkpoints(index))
     return OwnCheckpoints.model_validate_json(found.value) if found else None

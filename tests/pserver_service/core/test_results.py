@@ -12,7 +12,6 @@ from pserver_service.core.history import History, Results
 from shared.lanes import Interval
 from shared.metric_names import MOST_NAMES
 from shared.records.step import NodeResult, StepRecord, StepResult, joined, result_of, step_result
-from shared.wire.messages import HandedHistory
 from tests.equipment.replaced import replaced
 
 
@@ -71,35 +70,6 @@ def test_results_are_kept_until_they_are_stored_and_bounded() -> None:
         assert steps_of(kept.of(0)) == [4, 5, 6]
         kept.add(result(7, values=7))
         assert steps_of(kept.of(0)) == [6, 7]
-
-
-def test_a_step_that_rows_made_without_the_norm_has_it_once_it_is_known() -> None:
-    def made(norm: float | None) -> History:
-        found = History(StepRecord(version=4, positions=()))
-        own = result(4).model_copy(update={"grad_norm": norm})
-        handed = StepRecord(version=5, positions=(), grad_norm=norm, result=own)
-        found.take(HandedHistory(records=(handed,), results=(own,)))
-        return found
-
-    def norms(known: History) -> list[float | None]:
-        record = known.record(5)
-        assert record is not None
-        assert record.result is not None
-        return [
-            known.norm(4),
-            record.grad_norm,
-            record.result.grad_norm,
-            *(each.grad_norm for each in known.results.of(0)),
-        ]
-
-    told, came = made(None), made(None)
-    assert norms(told) == [None] * 4
-    told.learn_norm(4, 2.5)
-    came.take(made(2.5).handed())
-    assert norms(told) == norms(came) == [2.5] * 4
-    came.learn_norm(4, 7.0)
-    came.take(made(None).handed())
-    assert norms(came) == [2.5] * 4, "the first one counts"
 
 
 def test_an_answer_takes_some_of_them() -> None:

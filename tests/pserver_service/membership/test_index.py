@@ -47,7 +47,9 @@ async def candidate(world: SimulatedEtcd, name: str, own: int | None = None):
     member = PserverMember(index=-1, url=f"http://{name}:1", incarnation=name, host="h", pid=1)
     async with asyncio.TaskGroup() as group:
         following = group.create_task(directory.run())
-        yield OwnIndex(etcd, directory, member, own)
+        index = OwnIndex(etcd, directory, member, own)
+        directory.observers.append(index.follow)
+        yield index
         following.cancel()
     await etcd.close()
 
@@ -178,6 +180,35 @@ async def test_a_pserver_whose_lease_is_revoked_is_out(world):
         await etcd.revoke(one.record.lease)
         async with asyncio.timeout(TTL_S):
             await one.hold()
+
+
+@virtual
+async def test_a_pserver_whose_key_is_deleted_is_out_although_its_lease_lives(world):
+    """Whoever evicts it may die before it revokes the lease, or not know that it has: the job waited for a parameter server for ever."""
+    await loses_its_key(world, successor=False)
+
+
+@virtual
+async def test_a_pserver_whose_key_is_deleted_and_another_ones_is_out(world):
+    await loses_its_key(world, successor=True)
+
+
+async def loses_its_key(world, *, successor):
+    etcd = await job(world, 1)
+    async with candidate(world, "a") as one, candidate(world, "b") as two:
+        await one.claim_index(10)
+        holding = asyncio.ensure_future(one.hold())
+        await asyncio.sleep(4 * TTL_S)
+        one.set(trouble="full")
+        await asyncio.sleep(TTL_S)
+        assert (holding.done(), await members(etcd)) == (False, {0: "a"})
+        await etcd.delete(KEYS.pserver(0))
+        if successor:
+            assert await two.claim_index(10) == 0
+        async with asyncio.timeout(1.0):
+            await holding
+        assert await etcd.time_to_live(one.record.lease) == -1
+        assert await members(etcd) == ({0: "b"} if successor else {})
 
 
 @virtual

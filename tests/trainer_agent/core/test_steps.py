@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from shared.lanes import is_aligned
 from shared.records.operations import CheckpointRequest
-from shared.records.step import CheckpointAsked, LanePosition, LaneZero, StepRecord, StepResult
-from trainer_agent.core.steps import agreed, checkpoint_asked, fuller, nodes_to_compute, positions_of_step
+from shared.records.step import CheckpointAsked, LanePosition, LaneZero, StepRecord
+from trainer_agent.core.steps import agreed, checkpoint_asked, nodes_to_compute, positions_of_step
 
 
 def test_a_new_epoch_begins_when_all_lanes_are_exhausted():
@@ -63,14 +63,3 @@ def test_nodes_cover_exactly_the_missing_lanes(lanes):
     nodes = nodes_to_compute(sorted(lanes))
     assert all(is_aligned(*node) for node in nodes)
     assert sorted(lane for node in nodes for lane in range(*node)) == sorted(lanes)
-
-
-def test_results_have_the_norm_that_one_of_two_parameter_servers_knows():
-    def results(**norms):
-        return tuple(StepResult(step=int(name[1:]), epoch=0, grad_norm=norm) for name, norm in norms.items())
-
-    lacking, knowing = results(s3=1.0, s4=None), results(s3=9.0, s4=2.0)
-    assert fuller(lacking, knowing) == results(s3=1.0, s4=2.0)
-    assert fuller((), lacking) == fuller(lacking, ()) == lacking
-    assert fuller(results(s4=2.0), results(s3=None, s4=None)) == results(s3=None, s4=2.0)
-    assert fuller(lacking, results(s4=2.0, s5=3.0)) == results(s3=1.0, s4=2.0)

@@ -43,6 +43,24 @@ async def test_a_trainer_whose_key_is_gone_has_lost_its_place(member):
         await membership.hold()
 
 
+async def test_a_trainer_that_the_job_counts_on_no_more_has_lost_its_place_if_its_key_is_deleted(member):
+    _, etcd, keys, membership = member
+    await membership.register(keys, 2.0)
+    async with asyncio.TaskGroup() as group:
+        holding = group.create_task(membership.hold())
+        for listed in (False, True, False, True):
+            membership.follow(listed=listed)
+            await asyncio.sleep(0.05)
+        assert not holding.done()  # it is only left out of the list: its key is there
+        await etcd.delete(keys.trainer("trainer-0-x"))
+        await asyncio.sleep(1.0)
+        assert not holding.done()  # renewed meanwhile
+        membership.follow(listed=False)
+        async with asyncio.timeout(0.5):
+            await holding
+    assert await etcd.time_to_live(membership.lease_id) == -1
+
+
 async def test_a_key_that_survived_an_outage_of_etcd_gets_a_new_lease(member):
     store, etcd, keys, membership = member
     await membership.register(keys, 2.0)
