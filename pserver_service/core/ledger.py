@@ -3,7 +3,7 @@
     open(next per block) --every block has every minibatch--> closed (one bit per task) --epoch is old--> counts only
 
 Rows of embedding tables are like blocks, slot by slot. Slots that have had the same minibatches share a position behind those of the
-blocks: at first all of them; after slots came from several parameter servers, those of each.
+blocks: at first all of them; after slots came from several parameter servers, those that were even at that moment.
 
 A push of minibatches [start, end): start < next is a duplicate, start > next is too early, else it is due.
 A copy of it goes into each part of a checkpoint (`saved`) and comes back from any number of them (`loaded`).
@@ -134,9 +134,10 @@ class Ledger:
         }
         return SavedLedger(epochs, tuple(self._old[epoch] for epoch in sorted(self._old)), self.slots)
 
-    def part(self, positions: Sequence[int]) -> SavedLedger:
-        """A copy for some of the blocks. Counts of duplicates stay here."""
-        saved = self.saved()
+    def part(self, blocks: Sequence[int], slots: int = 0, *, stays: bool = False) -> SavedLedger:
+        """A copy for some of the blocks (their positions), and for the rows of some slots (bits). `stays`: counts of duplicates do not move."""
+        saved, groups = self.saved(), [bits & slots for bits in self.slots]
+        positions = [*blocks, *(place for place, bits in zip(self.rows, groups, strict=True) if bits)]
         epochs = {
             epoch: SavedEpoch(
                 applied=tuple(entry.applied[position] for position in positions),
@@ -145,19 +146,22 @@ class Ledger:
                     for task, held in entry.open.items()
                 },
                 closed=entry.closed,
-                duplicates=0,
+                duplicates=entry.duplicates if stays else 0,
             )
             for epoch, entry in saved.epochs.items()
         }
-        return SavedLedger(epochs, saved.old)
+        return SavedLedger(epochs, saved.old, tuple(bits for bits in groups if bits))
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[SavedLedger, int]]) -> Ledger:
-        """The ledger of blocks that come from several parameter servers: each part with its number of blocks. An epoch that is old
-        for one of them is over, so it is old for all."""
+        """The ledger of blocks and rows that come from several parameter servers: each part with its number of blocks. An epoch that is old
+        for one of them is over, so it is old for all. No slot is in two parts."""
         over = {entry.epoch for saved, _ in parts for entry in saved.old}
-        aligned = [(_without(saved, over), blocks) for saved, blocks in parts if blocks]
-        return cls.loaded([(saved, position) for saved, blocks in aligned for position in range(blocks)])
+        aligned = [(_without(saved, over), blocks) for saved, blocks in parts if blocks or saved.slots]
+        return cls.loaded(
+            [(saved, position) for saved, blocks in aligned for position in range(blocks)],
+            [(saved, blocks + place, bits) for saved, blocks in aligned for place, bits in enumerate(saved.slots)],
+        )
 
     @classmethod
     def loaded(
@@ -237,18 +241,22 @@ def _alike(rows: Sequence[tuple[SavedLedger, int, int]]) -> list[tuple[SavedLedg
     """Slots that have had the same minibatches, together."""
     found: dict[object, tuple[SavedLedger, int, int]] = {}
     for saved, position, bits in rows:
-        history = tuple(
-            (
-                epoch,
-                entry.applied[position],
-                tuple(sorted((task, held.next[position]) for task, held in entry.open.items())),
-                tuple(sorted(entry.closed.items())),
-            )
-            for epoch, entry in sorted(saved.epochs.items())
-        )
+        of_epochs = ((epoch, _history(entry, position)) for epoch, entry in sorted(saved.epochs.items()))
+        history = tuple((epoch, had) for epoch, had in of_epochs if any(had))
         first, place, before = found.get(history, (saved, position, 0))
         found[history] = first, place, before | bits
     return [group for group in found.values() if group[2]]
+
+
+def _history(saved: SavedEpoch, position: int) -> tuple[object, ...]:
+    """What a position has had of an epoch, whether the tasks are closed already or wait for other positions."""
+    done, partly = dict(saved.closed), []
+    for task, held in saved.open.items():
+        if held.next[position] >= (held.minibatches or _ALL):
+            done[task // _CHUNK] = done.get(task // _CHUNK, 0) | 1 << (task % _CHUNK)
+        elif held.next[position]:
+            partly.append((task, held.next[position]))
+    return saved.applied[position], tuple(sorted(partly)), tuple(sorted(entry for entry in done.items() if entry[1]))
 
 
 def _next(saved: SavedEpoch, position: int, task: int) -> int:
@@ -287,4 +295,4 @@ def _without(saved: SavedLedger, over: set[int]) -> SavedLedger:
         detail.duplicates = entry.duplicates
         old[epoch] = _counts_of(epoch, detail)
     kept = {epoch: entry for epoch, entry in saved.epochs.items() if epoch not in over}
-    return SavedLedger(kept, tuple(old[epoch] for epoch in sorted(old)))
+    return SavedLedger(kept, tuple(old[epoch] for epoch in sorted(old)), saved.slots)

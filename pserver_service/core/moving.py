@@ -8,7 +8,8 @@ source   the slot map says so --> `forget`;  or another migration was planned --
 
 Synchronous: a block freezes at its next version, when nothing has been pushed for the step after it. So nothing accumulated has to
 move, and pushes for that step wait for the target while pulls of both versions are answered.
-Asynchronous: a block freezes at once; its part of the ledger moves with it.
+Asynchronous: all rows are sent first, while pushes step them (table/moving_on_arrival.py). Then everything freezes at once, between two
+pushes, and its part of the ledger moves with it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from pserver_service.core.ledger import Ledger
 from pserver_service.core.saved_ledger import SavedLedger
 from pserver_service.core.store import Store
+from pserver_service.core.table.arrivals import bits_of
 from shared.blocks.buffers import Buffer, BufferPool, bytes_of
 from shared.blocks.narrow import DTYPES
 from shared.errors import BadFrame
@@ -79,25 +81,26 @@ class LeavingBlocks:
         return tuple(parts)
 
     def begin(self) -> None:
-        """From now on it freezes at the next possible moment."""
-        for state in self._blocks:
-            if self._store.mode is Mode.ASYNC:
-                state.frozen = True
-            else:
-                state.freeze_at = state.version + 1
-                self._early[state.place.number] = state.version, state.current.retain()
+        """Synchronous: from now on it freezes at the next possible moment. Asynchronous: with `freeze`."""
+        for state in self._blocks if self._store.mode is Mode.SYNC else ():
+            state.freeze_at = state.version + 1
+            self._early[state.place.number] = state.version, state.current.retain()
         if self._rows is not None:
             self._rows.begin()
+
+    def freeze(self) -> None:
+        """As it is."""
+        for state in self._blocks:
+            state.frozen = True
+        if self._rows is not None:
+            self._rows.freeze()
 
     def freeze_idle(self) -> None:
         """No step is made: all of it freezes as it is. If a step is under way, it freezes when that is whole, all of it: pushes to the first would
         wait for the last."""
         idle = self._rows is None or self._rows.idle
         if idle and self.even and not any(state.tree.nodes for state in self._blocks):
-            for state in self._blocks:
-                state.frozen = True
-            if self._rows is not None:
-                self._rows.freeze()
+            self.freeze()
 
     def early(self) -> Parts:
         """What the target will need and may be sent before it is frozen: the values that the next version's `previous` will be, and all rows."""
@@ -131,9 +134,10 @@ class LeavingBlocks:
         return ((), 0) if self._rows is None else (self._rows.described(), self._rows.version)
 
     def ledger(self) -> SavedLedger:
-        """Asynchronous: of these blocks, in the order of `described`."""
+        """Asynchronous: of these blocks, in the order of `described`, and of the rows of these slots."""
         positions = {number: position for position, number in enumerate(self._store.blocks)}
-        return self._store.ledger.part([positions[state.place.number] for state in self._blocks])
+        slots = 0 if self._rows is None else bits_of(self._rows.slots)
+        return self._store.ledger.part([positions[state.place.number] for state in self._blocks], slots)
 
     def thaw(self) -> None:
         """It stays here."""
@@ -148,6 +152,8 @@ class LeavingBlocks:
         for _, values in self._early.values():
             values.release()
         self._early = {}
+        if self._rows is not None:
+            self._rows.release()
 
 
 def _part_of_state(number: int, name: str, tensor: torch.Tensor) -> HandoffPart:
@@ -272,6 +278,9 @@ class ArrivingBlocks:
                 f"{len(blocks)} blocks of {len(self._places)} are said to be whole; values are missing of {lacking[:4]}"
             )
             raise BadFrame(msg)
+        if self.rows is not None and self.rows.on_arrival and sum(ledger.slots) != bits_of(self.slots):
+            named, expected = sum(ledger.slots), bits_of(self.slots)
+            raise BadFrame(f"the ledger has rows of slots {named:#x} (bits): the group is of {expected:#x}")
         self.blocks, self.history, self.ledger, self.whole = blocks, history, ledger, True
         for arrived in self._arrived.values():
             arrived.release_vacant()
@@ -301,9 +310,9 @@ def _empty(part: HandoffPart, elements: int) -> torch.Tensor:
     return torch.empty(() if part.scalar else (elements,), dtype=DTYPES[part.dtype])
 
 
-def adopt(store: Store, groups: Collection[ArrivingBlocks]) -> None:
-    """In place: blocks that moved here."""
-    own = store.ledger.saved(), len(store.blocks)
+def adopt(store: Store, groups: Collection[ArrivingBlocks], own_slots: Collection[int] = ()) -> None:
+    """In place: blocks that moved here, and rows of their slots. `own_slots`: those that were here before."""
+    own = store.ledger.part(range(len(store.blocks)), bits_of(own_slots), stays=True), len(store.blocks)
     arrived = [(group.ledger, len(group.blocks)) for group in groups]
     for group in groups:
         group.adopt_into(store)
@@ -312,12 +321,14 @@ def adopt(store: Store, groups: Collection[ArrivingBlocks]) -> None:
         store.ledger = Ledger.joined([own, *arrived])
 
 
-def forget(store: Store, numbers: Collection[int], slots: Collection[int] = ()) -> None:
-    """In place: blocks that moved away, and the rows of these slots."""
+def forget(
+    store: Store, numbers: Collection[int], slots: Collection[int] = (), own_slots: Collection[int] = ()
+) -> None:
+    """In place: blocks that moved away, and the rows of these slots. `own_slots`: those that stay."""
     if store.rows is not None:
         store.rows.drop(np.array(sorted(slots), np.int64))
     staying = [position for position, number in enumerate(store.blocks) if number not in numbers]
-    ledger = store.ledger.part(staying)
+    ledger = store.ledger.part(staying, bits_of(own_slots), stays=True)
     for number in numbers:
         store.blocks.pop(number).let_go()
     store.renumber()

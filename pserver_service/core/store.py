@@ -133,8 +133,8 @@ class Store:
         return [*self.blocks, *[ROWS] * (self.rows is not None)]
 
     @property
-    def parts(self) -> int:  # that a push may name for each lane
-        return max(1, len(self.numbers))
+    def parts(self) -> int:  # that a push may name for each lane: by a newer slot map, there may be more than are here
+        return self.geometry.blocks + (self.rows is not None)
 
     @property
     def lowest(self) -> int:
@@ -293,7 +293,7 @@ class Store:
 
     def keep_copy(self, copied: AsyncSnapshot) -> bool:
         """To be taken, instead of one that waits. False if an update came in between: then the copy is of no single instant, and not kept."""
-        if copied.updates != self._versions:
+        if copied.updates != self._versions or copied.slots != self.slots:
             return False
         if self.snapshot is not None:
             self.skipped += 1

@@ -83,12 +83,12 @@ class SlotFollower:
         store.slots = slots
         with_rows = store.rows is not None and had != mine
         if lost or (with_rows and had - mine):
-            forget(store, lost, had - mine)
+            forget(store, lost, had - mine, had & mine)
         if gained or (with_rows and mine - had):
             groups = self._arrived(mine - had, gained)
             if with_rows and not had:
                 self._begin_rows(store, groups)
-            adopt(store, groups)
+            adopt(store, groups, had & mine)
         if with_rows:
             store.rows.since = slots.version  # type: ignore[union-attr]
         if lost or with_rows:
@@ -191,7 +191,7 @@ class SlotFollower:
         self._pserver.lookups.append(stepped.set)
         try:
             async with asyncio.timeout(LAG_S):
-                while self._has_slots() and header.rows_version > rows.rows.newest:
+                while self._has_slots() and rows.lags(header.rows_version):
                     stepped.clear()
                     await stepped.wait()
         except TimeoutError:
@@ -221,13 +221,15 @@ class SlotFollower:
         if not layout.tables:
             return None
         from pserver_service.core.table.moving import ArrivingRows  # noqa: PLC0415  loads numba
+        from pserver_service.core.table.moving_on_arrival import ArrivingOnArrival  # noqa: PLC0415
 
         if self._rows is None and self._pserver.store is not None:
             into = self._pserver.store.rows
         else:
             into = self._rows = self._rows or rows_of(self._header(layout, StepRecord(version=0, positions=())))
         assert into is not None
-        return ArrivingRows(into, group.slots)
+        asynchronous = self._context.spec.mode is Mode.ASYNC
+        return (ArrivingOnArrival if asynchronous else ArrivingRows)(into, group.slots)
 
     def _check_expected(self, header: HandoffHeader, arriving: ArrivingBlocks) -> None:
         if self._arriving.get((header.migration, header.group)) is not arriving:

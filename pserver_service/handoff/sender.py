@@ -1,6 +1,7 @@
 """A pserver hands groups of its blocks over to others, one after the other, as the job's migration says.
 
 group due -> target: memory is there -> between two steps -> values sent while it is served -> each block freezes at its next version -> the rest sent -> target: HAVE
+             (asynchronous: rows sent while it is served -> all of it freezes at once -> the rest sent)
           -> `handed` in ps/<index> -> the leader writes the slot map -> forgotten (follower.py)
              `-> the leader plans another migration, or none -> thawed
 
@@ -175,6 +176,8 @@ class HandOver:
         await self._until_even(moving)
         moving.blocks.begin()
         await self._send(moving, moving.blocks.early)
+        if moving.store.mode is Mode.ASYNC:
+            moving.blocks.freeze()
         await self._until_frozen(moving)
         self._pserver.hands_over = True
         await self._send(moving, moving.blocks.rest, whole=True)
@@ -267,8 +270,9 @@ def _rows(store: Store, group: Group) -> LeavingRows | None:
     if store.rows is None:
         return None
     from pserver_service.core.table.moving import LeavingRows  # noqa: PLC0415  loads numba
+    from pserver_service.core.table.moving_on_arrival import LeavingOnArrival  # noqa: PLC0415
 
-    return LeavingRows(store.rows, group.slots)
+    return (LeavingOnArrival if store.mode is Mode.ASYNC else LeavingRows)(store.rows, group.slots)
 
 
 def _seconds_since(moment: float | None) -> float:

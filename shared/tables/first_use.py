@@ -38,6 +38,7 @@ def compile_loops() -> None:
             copy.put_rows(some)
             copy.put(copy.rows_of(some.ids))
             copy.remove(some.ids[:1])
+        copy.restamp(np.ones(SLOTS, np.bool_), 1)
         copy.drop_slots(np.arange(SLOTS))
 
 

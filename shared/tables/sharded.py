@@ -48,6 +48,13 @@ class ShardedTable(Table):
         if self.sketch is not None:
             self.sketch[slots], self.sketch_stamps[slots] = counts, self.version + 1
 
+    def restamp(self, slots: Flags, later: int) -> None:
+        """Rows of these slots, by so many versions (negative: earlier, at most to version 0)."""
+        cells = self._cells
+        for slot in np.flatnonzero(slots & (cells.used > 0)).tolist() if later else ():
+            cell_loops.restamp(cells.addresses[slot], int(cells.capacities[slot]), later)
+            self._forget_oldest(slot)
+
     def join_before(self, changed: RowsOfIds | None) -> None:
         """What the last step changed in slots that came, as it was; None: not known, so the version before cannot be read."""
         self._before = None if self._before is None or changed is None else [*self._before, changed]

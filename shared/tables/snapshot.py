@@ -18,7 +18,7 @@ import numpy as np
 
 from shared.errors import InvalidArgument
 from shared.tables.kernels import parts
-from shared.tables.memory import Numbers
+from shared.tables.memory import Numbers, Words
 from shared.tables.table import RowsOfIds, Table, by_slot, joined, stamps_of
 
 KEPT_SLOTS = 32
@@ -101,10 +101,12 @@ class TableSnapshot:
             return None
         ttl, counts, expired = self.spec.evict_after_steps, np.zeros_like(self._counts), []
         for slot in np.flatnonzero(self._counts).tolist():
-            with self._lock:
-                ids, words = self._table.words_of_slot(slot)
+            ids, words = self._cells_of(slot)
+            kept = self._kept_of(slot)
+            if sum(map(len, kept)) == self._counts[slot]:
+                ids, words = ids[:0], words[:0]  # see `read`
             here = ids[stamps_of(words) <= self.version]
-            kept = [rows.where(~np.isin(rows.ids, here)) for rows in self._kept_of(slot)]
+            kept = [rows.where(~np.isin(rows.ids, here)) for rows in kept]
             stamps = stamps_of(words)
             ids, stamps = ids[stamps <= self.version], stamps[stamps <= self.version]
             ids, stamps = (
@@ -156,8 +158,7 @@ class TableSnapshot:
         for slot in range(group.first, group.last):
             if not self._counts[slot]:
                 continue
-            with self._lock:
-                ids, words = self._table.words_of_slot(slot)
+            ids, words = self._cells_of(slot)
             stamps = stamps_of(words)
             chosen = (stamps <= self.version) & (stamps > self._after)
             rows = self._table.with_content(ids[chosen], words[chosen])
@@ -166,7 +167,9 @@ class TableSnapshot:
                 raise self._problem
             if kept:
                 whole = joined(kept, self.width)
-                rows = joined([rows.where(~np.isin(rows.ids, whole.ids)), whole], self.width)
+                if len(whole) < self._counts[slot]:
+                    whole = joined([rows.where(~np.isin(rows.ids, whole.ids)), whole], self.width)
+                rows = whole  # a slot that left and came back may have other rows with stamps as old as these
             self._next = slot + 1
             self._kept_bytes -= sum(rows.bytes for rows in self._ready.pop(slot, ()))
             assert len(rows) == self._counts[slot], (slot, len(rows), self._counts[slot])
@@ -174,6 +177,10 @@ class TableSnapshot:
         return RowsOfIds(
             *(np.concatenate(each) for each in zip(*((r.ids, r.words, r.content) for r in found), strict=True))
         )
+
+    def _cells_of(self, slot: int) -> tuple[Numbers, Words]:
+        with self._lock:
+            return self._table.words_of_slot(slot)
 
     def _kept_of(self, slot: int) -> list[RowsOfIds]:
         """What steps until now have kept of a slot; none is under way. For the thread that reads."""

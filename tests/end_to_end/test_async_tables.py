@@ -17,6 +17,7 @@ from shared.tables.hashing import slots_of, table_seed
 from tests.end_to_end.local_cluster import cluster_of, ended, reach_step, spec_of
 from tests.end_to_end.scripts import RECORDS
 from tests.end_to_end.test_async_recovery import applied, reach_checkpoint
+from tests.end_to_end.test_tables import resized
 from trainer_agent.tables.files import read_table
 from trireme.launch.cluster import LocalCluster
 
@@ -55,13 +56,13 @@ def counting(folder: Path, **changes: object) -> JobSpec:
     return spec
 
 
-async def assert_once(cluster: LocalCluster, state: JobState) -> None:
-    """By the ledgers, and by the rows themselves."""
+async def assert_once(cluster: LocalCluster, state: JobState, *, resized: bool = False) -> None:
+    """By the ledgers, and by the rows themselves. `resized`: slots brought along what their parameter servers had lost, so these lack at most that."""
     assert state.phase is Phase.COMPLETED, state
     lost = {int(index): count for index, count in state.result.losses.lost.items()}
     assert state.result.losses.skipped == {}
     for index, (lowest, highest) in (await applied(cluster)).items():
-        at_most = cluster.spec.checkpoint_kind == "independent"
+        at_most = cluster.spec.checkpoint_kind == "independent" or resized
         assert highest <= MINIBATCHES <= lowest + lost.get(index, 0)
         assert at_most or lowest + lost.get(index, 0) == MINIBATCHES
     table = read_table(state.result.exports["table seen"])
@@ -105,6 +106,30 @@ async def test_a_killed_parameter_server_with_checkpoints_of_its_own(tmp_path):
         cluster.kill("pserver-0", signal.SIGKILL)
         await assert_once(cluster, await ended(cluster))
         assert cluster.deaths["pserver-0"]
+
+
+async def test_live_resizes_under_training_cost_no_minibatch(tmp_path):
+    async with cluster_of(counting(tmp_path, pservers=1, slow_s=0.3), tmp_path) as cluster:
+        await reach_step(cluster, 3)
+        await resized(cluster, 3, "live")
+        await resized(cluster, 2, "live")
+        state = await ended(cluster)
+        assert (state.timeline, state.result.losses.lost, cluster.deaths) == (0, {}, {})
+        await assert_once(cluster, state)
+        assert set(cluster.directory.slots.owners) == {0, 1}
+
+
+@pytest.mark.parametrize("victim", ["pserver-0", "pserver-1"], ids=["the source dies", "the target dies"])
+async def test_a_live_resize_goes_on_after_a_death(tmp_path, victim):
+    async with cluster_of(counting(tmp_path, pservers=1, slow_s=0.4), tmp_path) as cluster:
+        await reach_checkpoint(cluster, 1)
+        await resized(cluster, 3, "live", victim=victim)
+        await resized(cluster, 2, "live")
+        state = await ended(cluster)
+        assert cluster.deaths[victim]
+        assert state.timeline == 0, "the others went on"
+        await assert_once(cluster, state, resized=True)
+        assert set(cluster.directory.slots.owners) == {0, 1}
 
 
 async def test_everything_killed_and_gone_on_with_another_number_of_parameter_servers(tmp_path):

@@ -280,8 +280,10 @@ def _ledgers(cluster: SimulatedCluster) -> Iterator[str]:
         sum(-(-len(tasks[number]) // job.minibatch) for number in trained_tasks(job, epoch, ended))
         for epoch in range(job.epochs)
     ]
+    value = cluster.simulated.value(cluster.keys.slots)
+    owners = SlotMap.model_validate_json(value).owners if value is not None else ()
     for index, store in cluster.stores():
-        if not store.numbers:
+        if not store.numbers or index not in owners:  # it has nothing, or all of its slots have moved away
             continue
         counts = {entry.epoch: entry for entry in store.ledger.counts()}
         lost, skipped = _lossy(cluster).get(index, (0, 0))

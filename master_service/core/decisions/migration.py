@@ -7,18 +7,10 @@ from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, DesirePservers
 from master_service.core.state.job import Job
-from shared.records import Mode, SlotMap
+from shared.records import SlotMap
 from shared.records.assignments import Group, Handed, Migration
 from shared.records.operations import Operation
 from shared.records.pauses import Losses
-
-ROWS_STAY = "embedding tables and is asynchronous: a live resize of the parameter servers cannot move such rows yet"
-RESTART_MOVES = "use strategy restart (trireme scale --restart): the rows move through a checkpoint"
-
-
-def keeps_rows(job: Job) -> bool:
-    """Whether it has rows of embedding tables that cannot move while it trains."""
-    return job.spec.mode is Mode.ASYNC and job.members.layout is not None and bool(job.members.layout.tables)
 
 
 def rows_bytes(job: Job) -> dict[int, int]:

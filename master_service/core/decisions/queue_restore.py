@@ -55,13 +55,13 @@ def cut_in(manifest: Manifest, slots: SlotMap | None) -> CutQueue:
 
 
 def moved_losses(losses: Losses, manifest: Manifest, slots: SlotMap) -> Losses:
-    """Of other parameter servers than at the cut: each lacks at most what all together lacked that had some of its blocks."""
+    """Of other parameter servers than at the cut: each lacks at most what all together lacked that had some of its blocks, or rows of its slots."""
     owners = manifest.slots.owners
     if owners == slots.owners or losses == Losses():
         return losses
     before: dict[int, set[str]] = defaultdict(set)
-    for block in manifest.layout.blocks():
-        slot = slot_of(block.number, manifest.layout.slot_count)
+    filled = (slot_of(block.number, manifest.layout.slot_count) for block in manifest.layout.blocks())
+    for slot in range(manifest.layout.slot_count) if manifest.layout.tables else filled:
         before[slots.owners[slot]].add(str(owners[slot]))
     moved = Losses()
     for index, former in sorted(before.items()):

@@ -73,8 +73,6 @@ def wanted(job: Job, trainers: int | None, pservers: int | None, strategy: Strat
     if found.pservers != spec.pservers and not saves_on_demand(spec):
         msg = f"job {name} has {spec.checkpoint_kind} checkpoints, which load only with as many parameter servers as before"
         raise Conflict(msg, hint="use coordinated checkpoints, or resize the trainers only")
-    if _moves_rows(job, found):
-        raise Conflict(f"job {name} has {migrations.ROWS_STAY}", hint=migrations.RESTART_MOVES)
     return found
 
 
@@ -147,9 +145,6 @@ def advance(job: Job, operation: Operation, stamp: str) -> Decision[None]:
     assert resize is not None
     if state.phase.final:
         reason = f"the job is {state.phase}: {state.reason}"
-        return _end(job, operation, ResizePhase.FAILED, reason, stamp, Conflict.code)
-    if resize.phase is ResizePhase.PLANNED and _moves_rows(job, resize):  # it was asked for before the model was known
-        reason = f"the job has {migrations.ROWS_STAY}: {migrations.RESTART_MOVES}"
         return _end(job, operation, ResizePhase.FAILED, reason, stamp, Conflict.code)
     if resize.phase is ResizePhase.PLANNED:
         return _begin(job, operation) if state.phase is Phase.RUNNING and job.members.init_done else Decision(None)
@@ -381,14 +376,7 @@ def _groups(job: Job, pservers: int) -> tuple[Group, ...]:
     layout, slots = job.members.layout, job.slots
     if layout is None or slots is None or not job.members.init_done:
         return ()
-    if migrations.keeps_rows(job) and pservers == max(slots.owners) + 1:
-        return ()  # nothing moves for a better balance alone
     return moves.planned_groups(layout, job.spec.mode, slots, pservers, migrations.rows_bytes(job))
-
-
-def _moves_rows(job: Job, resize: Resize) -> bool:
-    """Whether rows that cannot would have to."""
-    return resize.strategy is Strategy.LIVE and migrations.keeps_rows(job) and bool(_groups(job, resize.pservers))
 
 
 def _missing(job: Job, resize: Resize) -> list[int]:

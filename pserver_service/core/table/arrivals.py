@@ -1,13 +1,14 @@
 """Asynchronous: rows of a push are applied when they arrive, to each slot once.
 
 push of minibatches [start, end) ─► due by the ledger of their slots ─► applied, entered ─► the next version of the tables
+                                                              `─► frozen: MOVING, and nothing has happened
 
 A push counts for all slots, also for those without an id in it: whoever asks the ledger which minibatches are there hears the same of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,13 +30,20 @@ def every_slot(slot_count: int) -> int:
     return (1 << slot_count) - 1
 
 
+def bits_of(slots: Iterable[int]) -> int:
+    return sum(1 << slot for slot in set(slots))
+
+
 def take_arrived(
     rows: TableRows, ledger: Ledger, push: Push, ids: Sequence[Ids], gradients: Sequence[Rows], count: int
 ) -> Verdict:
     """In place: `rows` and `ledger`. `ids`, `gradients`: of each table, of slots that are here. `count`: records that the gradients are of. DUPLICATE: all
-    slots have the minibatches; a refusal: some of them do not take them, the others have taken them."""
+    slots have the minibatches; MOVING: some lack them, and no row takes any now; another refusal: some of them do not take them, the others have
+    taken them."""
     verdicts = [ledger.judge(push.header, push.task, position) for position in ledger.rows]
     due = [place for place, verdict in enumerate(verdicts) if verdict is Verdict.APPLIED]
+    if due and rows.frozen:
+        return Verdict.MOVING
     if due:
         if len(due) < len(verdicts):
             ids, gradients = _of_slots(rows, [ledger.slots[place] for place in due], ids, gradients)

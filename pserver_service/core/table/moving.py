@@ -47,8 +47,8 @@ def flags_of(slots: Collection[int], slot_count: int) -> Flags:
 
 
 class LeavingRows:
-    """The rows of some slots of a parameter server, as `MovingSlots` of core/moving.py. `thaw` them if they stay; the rows that stay thaw when
-    the slots are dropped."""
+    """The rows of some slots of a parameter server, as `LeavingBlocks` of core/moving.py. `thaw` them if they stay; the rows that stay thaw when
+    the slots are dropped. `release` them at the end, whatever became of them."""
 
     def __init__(self, rows: TableRows, slots: Collection[int]) -> None:
         self._rows, self._slots = rows, sorted(slots)
@@ -56,6 +56,10 @@ class LeavingRows:
 
     def __repr__(self) -> str:
         return f"<LeavingRows of {len(self._slots)} slots{', frozen' if self.frozen else ''}>"
+
+    @property
+    def slots(self) -> list[int]:
+        return self._slots
 
     @property
     def version(self) -> int:
@@ -90,13 +94,17 @@ class LeavingRows:
         for number, table in enumerate(self._rows.tables):
             before = table.before_of(self._flags)
             if before is not None:
-                yield from _portions(number, table, RowPart.BEFORE, before)
-                yield from _portions(number, table, RowPart.NOW, table.rows_of(before.ids))
-            if table.sketch is not None:
-                at_once = max(1, PART_BYTES // table.sketch.shape[1])
-                for first in range(0, len(self._slots), at_once):
-                    counts = table.sketch[self._slots[first : first + at_once]]
-                    yield _part(number, RowPart.SKETCH, first, "uint8"), counts.data.cast("B")
+                yield from portions(number, table, RowPart.BEFORE, before)
+                yield from portions(number, table, RowPart.NOW, table.rows_of(before.ids))
+            yield from self._sketches(number, table)
+
+    def _sketches(self, number: int, table: ShardedTable) -> Parts:
+        if table.sketch is None:
+            return
+        at_once = max(1, PART_BYTES // table.sketch.shape[1])
+        for first in range(0, len(self._slots), at_once):
+            counts = table.sketch[self._slots[first : first + at_once]]
+            yield _part(number, RowPart.SKETCH, first, "uint8"), counts.data.cast("B")
 
     def described(self) -> tuple[MovedTable, ...]:
         return tuple(
@@ -107,10 +115,15 @@ class LeavingRows:
     def thaw(self) -> None:
         self._rows.freeze_at = None
 
+    def release(self) -> None:
+        """Nothing of it is sent any more."""
+
 
 class ArrivingRows:
     """The target's end: `take` the parts, `complete` them, `adopt` them; or `release`. `rows`: of this parameter server, which get them; its tables may
-    be without any version yet."""
+    be without any version yet. `on_arrival`: of an asynchronous job."""
+
+    on_arrival = False
 
     def __init__(self, rows: TableRows, slots: Collection[int]) -> None:
         self.rows, self.version = rows, 0
@@ -152,10 +165,14 @@ class ArrivingRows:
         else:
             self._rest[part.table, part.name, part.first] = records.copy()
 
+    def lags(self, version: int) -> bool:
+        """Whether the rows here lack a step that those of the group, at `version`, have made."""
+        return version > self.rows.newest
+
     def complete(self, tables: tuple[MovedTable, ...], version: int, *, joins: bool) -> None:
         """The source says what the parts make. `joins`: the rows here have no version yet. Raises BadFrame: something is missing; NotReady: the rows here
         have to make a step first, which those of the group have made."""
-        if not joins and version > self.rows.newest:
+        if not joins and self.lags(version):
             raise NotReady(
                 f"rows here are at version {self.rows.newest}, those of the group at {version}: send them again"
             )
@@ -185,15 +202,18 @@ class ArrivingRows:
 
     def adopt(self) -> None:
         """They are rows of the tables from now on. Each of them has been told at which version (`TableRows.begin_at`)."""
-        for number, (table, updates) in enumerate(zip(self.rows.tables, self._updates, strict=True)):
-            for (of, first), counts in self._sketches.items():
-                if of == number:
-                    table.put_sketch(self._slots[first : first + len(counts)], counts)
-            table.removed.lose(table.version)
+        self._put_sketches()
+        for table, updates in zip(self.rows.tables, self._updates, strict=True):
             if self.version == table.version:
                 table.updates = updates
-        self._rest, self._sketches = {}, {}
         self.rows.adopt(self._flags, self.version, self._before)
+
+    def _put_sketches(self) -> None:
+        for (number, first), counts in self._sketches.items():
+            self.rows.tables[number].put_sketch(self._slots[first : first + len(counts)], counts)
+        for table in self.rows.tables:
+            table.removed.lose(table.version)
+        self._rest, self._sketches = {}, {}
 
     def release(self) -> None:
         """Nothing of it is needed."""
@@ -214,7 +234,7 @@ def _part(table: int, name: RowPart, first: int, dtype: str = "int64") -> Handof
     return HandoffPart(block=ROWS, name=name, dtype=dtype, table=table, first=first)
 
 
-def _portions(number: int, table: ShardedTable, name: RowPart, rows: RowsOfIds) -> Parts:
+def portions(number: int, table: ShardedTable, name: RowPart, rows: RowsOfIds) -> Parts:
     at_once = _at_once(table)
     for first in range(0, len(rows), at_once):
         yield _part(number, name, first), _payload(rows.where(slice(first, first + at_once)))

@@ -296,6 +296,13 @@ class TableRows:
             self._main.slots &= ~slots
             self._late.append(_Part(slots.copy(), version))
 
+    def adopt_at_once(self, slots: Flags, version: int) -> None:
+        """Asynchronous: slots whose rows are in the tables, apart, stamped by a parameter server at `version`. They are as old here as they were there."""
+        with self._lock:
+            for table in self.tables:
+                table.restamp(slots, table.version - version)
+                table.apart[slots] = False
+
     def drop(self, slots: Numbers) -> None:
         """They belong to another parameter server now; the others go on."""
         assert not self.stepping

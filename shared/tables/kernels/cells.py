@@ -14,6 +14,7 @@ from shared.tables.kernels.parts import (
     AHEAD,
     EMPTY,
     ROW_MASK,
+    STAMP_SHIFT,
     cells_at,
     compiled,
     fetch_cell,
@@ -264,6 +265,17 @@ def cells_of(address, capacity, keys, words):
             words[found] = own[2 * i + 1]
             found += 1
     return found
+
+
+@compiled
+def restamp(address, capacity, later):
+    """All cells of a slot get stamps that are later by so many versions; not below 0."""
+    own = cells_at(address, capacity)
+    marks = (np.uint64(1) << STAMP_SHIFT) - np.uint64(1)
+    for i in range(capacity):
+        word = own[2 * i + 1]
+        if word != EMPTY:
+            own[2 * i + 1] = (np.uint64(max(0, stamp_of(word) + later)) << STAMP_SHIFT) | (word & marks)
 
 
 @compiled

@@ -10,7 +10,7 @@ from master_service.core.decisions import queue_restore
 from master_service.leadership.master import Master
 from shared.records import Mode, Phase, Restored, SlotMap, TaskMeta
 from shared.records.checkpoints import CheckpointRef, Manifest
-from shared.records.layout import Segment
+from shared.records.layout import RowInit, RowOptimizer, Segment, TableSpec
 from shared.records.pauses import Losses
 from shared.runtime import clock
 from shared.slots import spread
@@ -298,3 +298,17 @@ def test_losses_move_with_the_blocks_to_other_parameter_servers() -> None:
     ):
         moved = queue_restore.moved_losses(losses, manifest, SlotMap(version=2, owners=spread(128, pservers)))
         assert (moved.lost, moved.skipped) == (lost, skipped), pservers
+
+
+def test_losses_of_rows_move_with_slots_that_have_no_block() -> None:
+    one_block = (Segment(kind="param", dtype="float32", elements=64, group=0),)
+    table = TableSpec(
+        name="user", dim=4, optimizer=RowOptimizer(kind="sgd", lr=0.1), init=RowInit(kind="constant", scale=0.0)
+    )
+    for tables, lost in (((), {"0": 5}), ((table,), {"0": 5, "1": 5})):
+        manifest = Manifest.model_construct(
+            slots=SlotMap(version=1, owners=(0,) * 128),
+            layout=LAYOUT.model_copy(update={"segments": one_block, "tables": tables}),
+        )
+        moved = queue_restore.moved_losses(Losses(lost={"0": 5}), manifest, SlotMap(version=2, owners=spread(128, 2)))
+        assert moved.lost == lost

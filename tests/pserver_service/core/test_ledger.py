@@ -171,3 +171,56 @@ async def test_ranges_that_make_no_sense_are_refused(task, start, end, minibatch
     with pytest.raises(BadFrame, match="expected a task number and 0 <= start < end <= minibatches"):
         await pserver.push(async_header(task, start, end, minibatches), stream(item(0, torch.ones(4))))
     assert payload_of(torch.ones(1)) == b"\x00\x00\x80?"
+
+
+def had(*pushes: tuple[int, int], slots: tuple[int, ...], minibatches: int = 2) -> Ledger:
+    """A ledger of rows alone, whose slots have had these (task, minibatch)."""
+    ledger = Ledger(0, slots)
+    for task, start in pushes:
+        for position in ledger.rows:
+            assert applied(ledger, async_header(task, start, start + 1, minibatches), position) is Verdict.APPLIED
+    return ledger
+
+
+def test_slots_bring_what_they_have_had_and_keep_a_position_of_their_own_while_it_differs():
+    source, target = had((0, 0), (0, 1), (1, 0), slots=(0b1111,)), had((0, 0), slots=(0b110000,))
+    both = Ledger.joined([(target.part((), 0b110000, stays=True), 0), (source.part((), 0b11), 0)])
+    assert both.slots == (0b110000, 0b11)
+    assert [applied(both, async_header(0, 1, 2, 2), position) for position in both.rows] == ["APPLIED", "DUPLICATE"]
+    assert [applied(both, async_header(1, 0, 1, 2), position) for position in both.rows] == ["APPLIED", "DUPLICATE"]
+    assert [both.next_of(0, task) for task in (0, 1)] == [LedgerAnswer(closed=True), LedgerAnswer(next=1)]
+    again = Ledger.joined([(both.part((), 0b110011, stays=True), 0)])
+    assert again.slots == (0b110011,)  # they are even now
+    staying = Ledger.joined([(source.part((), 0b1100, stays=True), 0)])
+    assert (staying.slots, staying.next_of(0, 1)) == ((0b1100,), LedgerAnswer(next=1))
+
+
+def test_slots_that_have_had_the_same_are_alike_though_a_task_waits_for_others_at_one_of_them():
+    ahead = Ledger(1, (0b1,))
+    for start in (0, 1):
+        applied(ahead, async_header(0, start, start + 1, 2), 1)  # its block has had nothing
+    closed = had((0, 0), (0, 1), slots=(0b10,))
+    assert Ledger.joined([(ahead.part((), 0b1), 0), (closed.part((), 0b10), 0)]).slots == (0b11,)
+
+
+def test_rows_that_move_into_an_epoch_that_is_over_elsewhere_have_counts_of_it_only():
+    source, target = had((0, 0), (0, 1), slots=(0b1,)), Ledger(0, (0b10,))
+    for epoch in range(3):
+        for start in (0, 1):
+            applied(target, async_header(0, start, start + 1, 2, epoch=epoch), 0)
+    for epoch in (1, 2):
+        applied(source, async_header(0, 0, 1, 2, epoch=epoch), 0)
+    joined = Ledger.joined([(target.part((), 0b10, stays=True), 0), (source.part((), 0b1), 0)])
+    assert [entry.epoch for entry in joined.counts()] == [0, 1, 2]
+    assert joined.slots == (0b10, 0b1)
+    assert joined.next_of(0, 0).closed
+    assert (joined.next_of(1, 0), joined.next_of(2, 0)) == (LedgerAnswer(next=1), LedgerAnswer(next=1))
+
+
+def test_counts_of_duplicates_stay_where_they_were_counted():
+    ledger = had((0, 0), slots=(0b11,))
+    applied(ledger, async_header(0, 0, 1, 2), 0)
+    counted = [
+        Ledger.joined([(ledger.part((), 0b1, stays=stays), 0)]).counts()[0].duplicates for stays in (True, False)
+    ]
+    assert counted == [1, 0]

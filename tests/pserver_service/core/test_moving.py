@@ -176,6 +176,8 @@ def test_the_ledger_moves_with_its_block_and_each_minibatch_still_counts_once() 
         assert target.store is not None
         leaving = LeavingBlocks(source.store, MOVED)
         leaving.begin()
+        assert not leaving.frozen
+        leaving.freeze()
         assert leaving.frozen
         assert (await push(source, 6, 1)).refused[0].code == "MOVING"
         hand_over(source, target, leaving)
@@ -195,6 +197,17 @@ def test_the_ledger_moves_with_its_block_and_each_minibatch_still_counts_once() 
                 0,
                 2,
             )
+
+    asyncio.run(main())
+
+
+def test_a_push_by_a_newer_slot_map_may_name_blocks_that_are_not_here_yet() -> None:
+    async def main() -> None:
+        target = empty()
+        _, blocks = target.memory_for(push_header(0))
+        answer = await make_step(target, 0)
+        assert {each.code for each in answer.refused} == {"WRONG_OWNER"}
+        assert blocks == 2 * 4 * len(SIZES)  # of all lanes, and some room
 
     asyncio.run(main())
 
