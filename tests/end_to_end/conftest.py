@@ -7,15 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from shared.security.socket_folders import sweep
 from tests.end_to_end.command import Command, command_in
 from tests.end_to_end.local_cluster import FORK_SERVERS, cluster_of, completed, spec_of
 from tests.end_to_end.once import made_once
+from trireme.launch.run_folder import PREFIX
 
 
 @pytest.fixture
 def trireme(tmp_path: Path) -> Iterator[Command]:
     with command_in(tmp_path) as command:
         yield command
+    sweep(PREFIX)  # the folders of sockets of launchers that the test killed
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,9 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 import socket
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 from shared.errors import NotFound
 from shared.runtime import clock
 from shared.security import private_files
+from shared.security.socket_folders import SocketFolder, sweep
 from trireme.launch.disk_space import told_if_full
 from trireme.settings import UsageError
 from trireme.validation import allowed_name
@@ -29,7 +28,7 @@ RUN_FILE = "run.json"  # what other commands need to find the run
 TIME_FILE = "time.json"
 KEEP_S = 2.0
 SOCKETS = "sockets"
-PREFIX = "trireme-"
+PREFIX = "trireme-run-"
 
 
 @contextlib.contextmanager
@@ -171,19 +170,17 @@ def other_runs(run_dir: Path) -> list[str]:
 @contextlib.contextmanager
 def sockets(run_dir: Path) -> Iterator[Path]:
     """A new folder for UNIX sockets, removed afterwards. It is a temporary folder, because the path of a socket may have only
-    107 bytes; DATA_DIR/JOB/sockets links to it. A folder that a killed run left behind is removed first."""
+    107 bytes; DATA_DIR/JOB/sockets links to it. Folders that killed runs of this user left behind are removed first, whatever they were of."""
+    sweep(PREFIX)
     link = run_dir / SOCKETS
-    if link.is_symlink():
-        if link.readlink().name.startswith(PREFIX):
-            shutil.rmtree(link.readlink(), ignore_errors=True)
-        link.unlink()
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    link.unlink(missing_ok=True)
+    folder = SocketFolder(PREFIX)
     try:
-        link.symlink_to(folder)
-        yield folder
+        link.symlink_to(folder.path)
+        yield folder.path
     finally:
         link.unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.remove()
 
 
 def check_port(host: str, port: int) -> None:

@@ -93,7 +93,12 @@ def test_event_files_have_each_step_once(tmp_path: Path, torn: bool) -> None:
     assert [event.step for event in reader.Tensors("trireme/attempt")] == [1, 2]
 
 
-def test_event_files_on_a_storage_without_folders_are_sent_as_a_whole() -> None:
+def test_event_files_on_a_storage_without_folders_are_sent_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "tempfile.tempdir", str(tmp_path)
+    )  # the tracker that dies leaves its folder; a process of its own has none else
     folder = "memory://digits-of-trackers"
     log_with_a_death(folder, "tensorboard")
     names = files.names(f"{folder}/tensorboard")
@@ -145,7 +150,8 @@ def test_a_wandb_run_goes_on_offline_and_what_was_cut_off_is_sent_under_its_numb
     )
     for attempt in ("1", "2"):
         arguments = [sys.executable, "-c", script, str(tmp_path), attempt]
-        subprocess.run(arguments, check=True, timeout=60, env={**os.environ, "PYTHONPATH": str(Path.cwd())})
+        own = {"PYTHONPATH": str(Path.cwd()), "TMPDIR": str(tmp_path)}  # wandb leaves folders in the temporary one
+        subprocess.run(arguments, check=True, timeout=60, env={**os.environ, **own})
     rows = [row for file in sorted((tmp_path / "wandb").rglob("*.wandb")) for row in wandb_rows(file)]
     by_number = {row["_step"]: (row["trireme_step"], row["loss"]) for row in rows}
     assert by_number == {step: (step, pytest.approx(1 / (step + 1))) for step in range(STEPS)}

@@ -6,11 +6,10 @@ import asyncio
 import os
 import socket
 import stat
-import tempfile
-from pathlib import Path
 
 import pytest
 
+from shared.security.socket_folders import SocketFolder
 from trireme.launch import run_folder
 from trireme.settings import UsageError
 from trireme.view.child_events import ChildEvent, EventFile, restarts_in
@@ -52,12 +51,17 @@ def test_sockets_lie_in_a_short_private_folder_that_no_end_of_a_run_leaves_behin
 
 
 def test_sockets_of_a_killed_run_are_swept_at_the_next_start(tmp_path):
-    left = Path(tempfile.mkdtemp(prefix="trireme-"))
-    (left / "pserver-0.sock").touch()
-    (tmp_path / "sockets").symlink_to(left)
-    with run_folder.sockets(tmp_path) as folder:
-        assert not left.exists()
-        assert not list(folder.iterdir())
+    """Whatever job they were of; those of a run that goes on stay."""
+    killed, going_on = SocketFolder(run_folder.PREFIX), SocketFolder(run_folder.PREFIX)
+    (killed.path / "pserver-0.sock").touch()
+    (tmp_path / "sockets").symlink_to(killed.path)
+    killed.lock.close()
+    try:
+        with run_folder.sockets(tmp_path) as folder:
+            assert [killed.path.exists(), going_on.path.exists()] == [False, True]
+            assert (tmp_path / "sockets").samefile(folder)
+    finally:
+        going_on.remove()
 
 
 def test_a_port_in_use_is_told():
