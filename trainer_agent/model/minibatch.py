@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import random
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -31,6 +29,7 @@ from trainer_agent.model.compute import Ready, Records
 from trainer_agent.model.devices import autocast
 from trainer_agent.model.finite import check_gradients, check_loss
 from trainer_agent.model.flat import Plan, Vector
+from trainer_agent.model.random_seed import seed_everything
 from trainer_agent.model.unshared_state import UnsharedState
 from trainer_agent.own_loop.turns import OwnLoop
 
@@ -351,13 +350,6 @@ def means_of(sums: Mapping[str, float]) -> dict[str, float]:
     """Of the sums that `sums_of` gave for all minibatches."""
     records = sums.get("records")
     return {name: total / records for name, total in sums.items() if name != "records"} if records else dict(sums)
-
-
-def seed_everything(seed: int) -> None:
-    """All generators that a forward pass or a collate may use."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  user code uses the global generator
 
 
 def on_device(batch: Any, device: torch.device) -> Any:

@@ -1,11 +1,12 @@
 # mypy: disallow_untyped_defs=False, disallow_untyped_calls=False, disallow_untyped_decorators=False, check_untyped_defs=False, warn_return_any=False
-"""Loops over gradients: sums over an id's occurrences, and means over lanes."""
+"""Loops over gradients and their ids: sums over an id's occurrences, and means over lanes."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from shared.tables.kernels.parts import (
+    ABSENT,
     AHEAD,
     compiled,
     fetch,
@@ -27,6 +28,39 @@ def segment_sums(order, starts, gradients, out):
             more = gradients[order[i]]
             for j in range(dim):
                 out[k, j] += more[j]
+
+
+@compiled
+def merge(left, right, i, j, out, k, most):
+    """Goes on with the union of two int64 arrays that ascend, each id once: from `left[i]` and `right[j]` on into `out[k]` and behind it, at most `most`
+    ids. Answers (i, j, k) afterwards."""
+    last = min(k + most, len(out))
+    while k < last and i < len(left) and j < len(right):
+        a, b = left[i], right[j]
+        out[k] = min(a, b)
+        i += a <= b
+        j += b <= a
+        k += 1
+    while k < last and i < len(left):
+        out[k] = left[i]
+        i += 1
+        k += 1
+    while k < last and j < len(right):
+        out[k] = right[j]
+        j += 1
+        k += 1
+    return i, j, k
+
+
+@compiled
+def places_among(own, first, ids, places):
+    """Where each of `ids` is in `own` (both int64, ascending), or ABSENT, into `places` (int64). `own[first]` is the first that can be there, and all from
+    there up to the last of `ids` are among these. Answers `first` for ids behind them."""
+    for i in range(len(ids)):
+        here = first < len(own) and own[first] == ids[i]
+        places[i] = first if here else ABSENT
+        first += here
+    return first
 
 
 @compiled

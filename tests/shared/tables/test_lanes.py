@@ -43,7 +43,8 @@ def test_a_lane_without_an_id_counts_as_zero(data: Any) -> None:
         assert ids.tolist() == sorted({key for lane in lanes for key in lane.ids.tolist()})
 
 
-def test_more_ids_than_are_handled_at_once() -> None:
+def test_more_ids_than_are_handled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.tables.lanes.MERGED_AT_ONCE", 1000)
     rng = np.random.default_rng(2)
     lanes = [LaneRows(np.unique(rng.integers(0, 30_000, 9_000)), np.empty(0, np.float32), 5) for _ in range(4)]
     for lane in lanes:
