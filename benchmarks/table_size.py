@@ -9,7 +9,6 @@ for versions: while rows change it is told so at once.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import multiprocessing
 import re
 import socket
@@ -108,7 +107,7 @@ class Client:
         segment = Segment(kind="param", dtype="float32", elements=64, group=0)
         self.spec, self.version = spec, 0
         self.layout = Layout(segments=(segment,), block_bytes=256, digest="d", optimizer=optimizer, tables=(spec,))
-        self.runner = asyncio.Runner(loop_factory=new_loop)
+        self._loop = new_loop()
         member = PserverMember(
             index=0, url="http://127.0.0.1:1", incarnation="ps", host=socket.gethostname(), pid=0, uds=f"{uds}-0"
         )
@@ -123,10 +122,10 @@ class Client:
 
         record = StepRecord(version=0, positions=(LanePosition(lane=0),))
         header = InitHeader(job=JOB, generation=0, mode="sync", lanes=1, layout=self.layout, pserver=0, record=record)
-        self.runner.run(self._port.init(header, blocks()))
+        self._loop.run_until_complete(self._port.init(header, blocks()))
 
     def step(self, ids: np.ndarray, gradients: np.ndarray) -> None:
-        self.runner.run(self._step(ids, gradients))
+        self._loop.run_until_complete(self._step(ids, gradients))
 
     async def _step(self, ids: np.ndarray, gradients: np.ndarray) -> None:
         from shared.records.layout import ROWS
@@ -161,12 +160,12 @@ class Client:
         from shared.wire.messages import LookupRequest
 
         request = LookupRequest(job=JOB, generation=0, version=version, rows=(len(ids),), wait_s=wait_s)
-        end, rows = self.runner.run(self._port.lookup(request, joined([ids])))
+        end, rows = self._loop.run_until_complete(self._port.lookup(request, joined([ids])))
         return end.code, rows_in(rows, (len(ids),), [self.spec.dim], ids=False)[0] if end.code == "OK" else None
 
     def close(self) -> None:
-        self.runner.run(self._port.close())
-        self.runner.close()
+        self._loop.run_until_complete(self._port.close())
+        self._loop.close()
 
 
 class Reader:

@@ -73,7 +73,7 @@ class Table:
 
     def read_once(self, ids):
         different, places = np.unique(ids, return_inverse=True)
-        return self.read(different)[places]
+        return np.take(self.read(different), places, axis=0)
 
     def push(self, ids, gradients):
         self.executor.run(self.training, feed={"ids": ids.reshape(-1, 1), "gradients": gradients})
