@@ -116,8 +116,8 @@ class OpenPush:
         return f"<OpenPush {self._applied} applied, {self._duplicate} duplicate, {len(self._refused)} refused>"
 
     def apply(self, item: PushBlock, payload: Payload, memory: Buffer | None = None) -> None:
-        """The payload is used during the call only; a writable one may be overwritten. `memory`: the buffer that starts with
-        it; it is retained if the payload has to wait for others."""
+        """The payload of a block is used during the call only; a writable one may be overwritten. `memory`: the buffer that starts with
+        it; it is retained if the payload has to wait for others. A writable payload of rows without `memory` is kept: it is ours."""
         server, counters = self._server, self._server.counters
         view = memoryview(payload).cast("B")
         stale = server.is_stale(self._header.generation)
@@ -163,7 +163,10 @@ class OpenPush:
         self._server.counters.bytes_pushed += view.nbytes
         before = state.version if state else 0
         if item.block == ROWS:
-            return self._take_rows(item, view)
+            kept = (
+                memory is None and not view.readonly
+            )  # others may write into what is read only here, ids that were checked too
+            return self._take_rows(item, view if kept else memoryview(bytearray(view)))
         verdict = store.apply(self._push, item, view, memory)
         if state is not None and state.version != before:
             self._server.stepped(item.block, state.version)
@@ -172,7 +175,7 @@ class OpenPush:
         return verdict
 
     def _take_rows(self, item: PushBlock, payload: memoryview) -> Verdict:
-        """Gradients of rows of the embedding tables: of a lane, or of an asynchronous push."""
+        """Gradients of rows of the embedding tables: of a lane, or of an asynchronous push. The payload is kept."""
         store, (lane, after) = self._store, item.lanes
         rows, step, on_arrival = store.rows, self._header.step, store.mode is Mode.ASYNC
         if rows is None or item.rows is None or after != lane + 1 or item.count < 0:

@@ -48,6 +48,7 @@ from shared.wire.messages import (
     TableRequest,
 )
 from shared.wire.round_robin import RoundRobin
+from shared.wire.row_memory import AnswerMemory
 from shared.wire.stream import PATH, UPGRADE, unbuffered
 
 PSERVER = web.AppKey("pserver", Pserver)
@@ -58,10 +59,11 @@ MESSAGE_BYTES = 16 << 20  # of a message without blocks: a pull names its blocks
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The streams that are open, and their turns to work."""
+    """The streams that are open, their turns to work, and what they lend of lookups."""
 
     open: set[PserverStream] = field(default_factory=set)
     turns: RoundRobin = field(default_factory=RoundRobin)
+    answers: AnswerMemory = field(default_factory=AnswerMemory)
 
 
 STREAMS = web.AppKey("streams", Streams)
@@ -182,7 +184,9 @@ async def stream(request: web.Request) -> web.StreamResponse:
         access.admit(asked, Role.MEMBER)
 
     limits, streams = request.app[TIME_LIMITS], request.app[STREAMS]
-    upgraded = PserverStream(request.app[PSERVER], streams.turns, limits.stall_s, limits.idle_s, lost, check_token)
+    upgraded = PserverStream(
+        request.app[PSERVER], streams.turns, streams.answers, limits.stall_s, limits.idle_s, lost, check_token
+    )
     upgraded.take_over(transport)
     streams.open.add(upgraded)
     try:

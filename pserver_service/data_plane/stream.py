@@ -19,10 +19,12 @@ from shared.blocks.buffers import Buffer
 from shared.errors import BadFrame, DeadlineExceeded, PeerError, TooLarge, TriremeError
 from shared.records.layout import ROWS
 from shared.runtime import clock, telemetry
+from shared.tables.payload import MOST_BYTES
 from shared.wire import codec
 from shared.wire.lending import NOTHING, Offers, Place, place_in
 from shared.wire.messages import LookupEnd, LookupIds, LookupRequest, PullEnd, PullRequest, PushBlock, PushHeader
 from shared.wire.round_robin import RoundRobin
+from shared.wire.row_memory import AnswerMemory
 from shared.wire.server_memory import ServerMemory
 from shared.wire.shared_memory import peer_of
 from shared.wire.stream import BURST_BYTES, HEAD_COST_BYTES, FrameStream
@@ -62,13 +64,14 @@ class _Pull:
 
 
 class PserverStream(FrameStream):
-    """`turns`: of all streams of the pserver. `stall_s`, `idle_s`: see http_frames.TimeLimits. `over` is called when the
+    """`turns`, `answers`: of all streams of the pserver. `stall_s`, `idle_s`: see http_frames.TimeLimits. `over` is called when the
     connection is lost. `check_token` is called now and then; it raises TriremeError once the peer's token was revoked."""
 
     def __init__(
         self,
         pserver: Pserver,
         turns: RoundRobin,
+        answers: AnswerMemory,
         stall_s: float,
         idle_s: float,
         over: Callable[[], None],
@@ -87,7 +90,9 @@ class PserverStream(FrameStream):
         self._referred: memoryview | None = None  # its payload, if it lies in the trainer's memory
         self._ahead: deque[tuple[_Push, PushBlock, memoryview]] = deque()  # such payloads that are not applied yet
         self._lookups = StreamLookups(pserver, self._send_rows, self._refuse, lambda: self._is_writable)
-        self._memory = ServerMemory(lambda: peer_of(self.transport and self.transport.get_extra_info("socket")))
+        self._memory = ServerMemory(
+            lambda: peer_of(self.transport and self.transport.get_extra_info("socket")), answers
+        )
         self._watchdog = asyncio.get_running_loop().call_later(stall_s / 2, self._watch)
 
     def __repr__(self) -> str:
@@ -116,19 +121,17 @@ class PserverStream(FrameStream):
             raise BadFrame(msg)
         if push.pushing is None or push.memory is None:
             return None
-        rows = item.block == ROWS
         most = push.pushing.most_bytes(item, push.memory.view.nbytes)
-        if at is not None:
-            self._referred = self._memory.payload(at, size)
-            size = self._referred.nbytes
+        referred = self._memory.payload(at, size) if at is not None else None
+        size = size if referred is None else referred.nbytes
         if size > most or not push.blocks_left:
             msg = f"a payload of {size} bytes with {push.blocks_left} blocks left: at most {most} bytes each"
             raise TooLarge(msg)
         push.blocks_left -= 1
-        if at is not None:
+        if referred is not None:
+            self._referred = referred
             return NOTHING
-        memory = memoryview(bytearray(size)) if rows else push.memory.view
-        return memory if size == memory.nbytes else memory[:size]
+        return memoryview(bytearray(size)) if item.block == ROWS else push.memory.view[:size]
 
     def on_block(self, payload: memoryview) -> None:
         if self._item is None:
@@ -138,12 +141,9 @@ class PserverStream(FrameStream):
         assert push.pushing is not None
         assert push.memory is not None
         assert item is not None
-        if self._referred is not None:
-            self.apply_later(push, item, self._referred)
+        if self._referred is not None or item.block == ROWS:  # rows come behind the block that tells the step's result
+            self.apply_later(push, item, payload if self._referred is None else self._referred)
             self._referred = None
-            return
-        if item.block == ROWS:  # behind its blocks: the first of them tells the result of the step
-            self.apply_later(push, item, payload)
             return
         push.pushing.apply(item, payload, push.memory)
         if push.memory.references > 1:  # it waits in the tree, so the next block is received elsewhere
@@ -184,9 +184,18 @@ class PserverStream(FrameStream):
 
     def _send_rows(self, number: int, found: memoryview | LookupEnd) -> None:
         if not isinstance(found, LookupEnd):
-            self.send(codec.encode_block({"id": number, "lookup": True}, found.nbytes), found)
+            head, lent = {"id": number, "lookup": True}, self._memory.lend_rows(number, found)
+            if lent is None:
+                self.send(codec.encode_block(head, found.nbytes), found)
+            else:
+                self._refer(lent[0], codec.encode_block({**head, "at": lent[1]}, 0))
             found = LookupEnd(code="OK")
         self.send_map({"id": number, "end": True, "message": codec.plain(found)})
+
+    def _refer(self, offers: Offers, head: bytes) -> None:
+        if offers.offers:
+            self.send_map(codec.plain(offers))
+        self.send_head(head)
 
     def _begin_push(self, number: int, header: PushHeader) -> None:
         push = self._pushes[number] = _Push(number)
@@ -260,7 +269,8 @@ class PserverStream(FrameStream):
     def _share(self, number: int, message: codec.Fields) -> None:
         try:
             store = self._pserver.loaded()
-            offers = self._memory.share(codec.read(Offers, message), store.homes(), store.layout.vector_bytes)
+            most = max(store.layout.vector_bytes, MOST_BYTES if store.rows is not None else 0)
+            offers = self._memory.share(codec.read(Offers, message), store.homes(), most)
         except TriremeError as error:
             self._refuse(number, error)
         else:
@@ -310,10 +320,7 @@ class PserverStream(FrameStream):
                     self.send(head_of(number, block, dtype, size), buffer.view)
                     self._release()
                 else:
-                    offers, at = lent
-                    if offers.offers:
-                        self.send_map(codec.plain(offers))
-                    self.send_head(head_of(number, block, dtype, 0, at))
+                    self._refer(lent[0], head_of(number, block, dtype, 0, lent[1]))
 
     def _arrived(self, number: int) -> None:
         """A block that a pull waits for has its version (called in the middle of a push)."""

@@ -109,6 +109,10 @@ class BufferPool:
         self.allocated_bytes += buffer.view.nbytes
         return buffer
 
+    def has_free(self, dtype: str, elements: int) -> bool:
+        """Whether `take` needs no new memory."""
+        return bool(self._free[dtype, elements])
+
     def put_back(self, buffer: Buffer) -> None:
         """Called by the last `release`."""
         self._free[buffer.kind].append(buffer)

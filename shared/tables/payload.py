@@ -7,7 +7,7 @@ Rows may be cast to bfloat16 or float16, as blocks are (shared/blocks/narrow.py)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -38,10 +38,22 @@ def size_of(counts: Sequence[int], dims: Sequence[int], *, ids: bool, rows: bool
     return size
 
 
-def joined(ids: Sequence[Ids], rows: Sequence[Rows] = (), dtype: Narrow | None = None) -> memoryview:
-    """The payload. Raises OverflowError: a value is beyond float16."""
-    sent = [_bytes_of(each) if dtype is None else narrowed(each, dtype) for each in rows]
-    return memoryview(b"".join([*(_bytes_of(each) for each in ids), *sent]))
+def joined(
+    ids: Sequence[Ids],
+    rows: Sequence[Rows] = (),
+    dtype: Narrow | None = None,
+    memory: Callable[[int], memoryview] | None = None,
+) -> memoryview:
+    """The payload. `memory`: gives so many bytes for it. Raises OverflowError: a value is beyond float16."""
+    parts = [_bytes_of(each) for each in ids]
+    parts += [_bytes_of(each) if dtype is None else narrowed(each, dtype) for each in rows]
+    if memory is None:
+        return memoryview(b"".join(parts))
+    whole, first = memory(sum(part.nbytes for part in parts)), 0
+    for part in parts:
+        whole[first : first + part.nbytes] = part
+        first += part.nbytes
+    return whole
 
 
 def _bytes_of(array: Ids | Rows) -> memoryview:

@@ -15,6 +15,7 @@ from shared.blocks.buffers import Buffer
 from shared.errors import BadFrame
 from shared.runtime import clock
 from shared.wire.lending import Borrower, Lender, Offers, Place
+from shared.wire.row_memory import AnswerMemory
 from shared.wire.shared_memory import PAGE_BYTES, Region
 
 WINDOW_BYTES = 8 << 20  # lent to one peer at most: it copies while we compute
@@ -22,10 +23,10 @@ MAX_LENT = 1024  # blocks
 
 
 class ServerMemory:
-    """Of one connection. `peer` gives the process at its other end, or raises why memory cannot be shared with it."""
+    """Of one connection. `peer` gives the process at its other end, or raises why memory cannot be shared with it. `answers`: of the server."""
 
-    def __init__(self, peer: Callable[[], int]) -> None:
-        self._peer = peer
+    def __init__(self, peer: Callable[[], int], answers: AnswerMemory) -> None:
+        self._peer, self._answers = peer, answers
         self._lender = Lender()
         self._borrower: Borrower | None = None
         self._lent: dict[int, deque[Buffer]] = {}
@@ -35,12 +36,12 @@ class ServerMemory:
     def __repr__(self) -> str:
         return f"<ServerMemory: {self._blocks} blocks lent, {self._borrower!r}>"
 
-    def share(self, given: Offers, regions: Iterable[Region], vector_bytes: int) -> Offers:
-        """Map the peer's regions, of at most `vector_bytes` each; returns offers of those of `regions` that it does not know.
+    def share(self, given: Offers, regions: Iterable[Region], most_bytes: int) -> Offers:
+        """Map the peer's regions, of at most `most_bytes` each; returns offers of those of `regions` that it does not know.
         Raises Unauthorized, InvalidArgument, TooLarge: none or only some of its regions are mapped then."""
         if self._borrower is None:
             self._borrower = Borrower(self._peer())
-        self._borrower.learn(given, -(-vector_bytes // PAGE_BYTES) * PAGE_BYTES)
+        self._borrower.learn(given, -(-most_bytes // PAGE_BYTES) * PAGE_BYTES)
         return self._lender.offers(regions)
 
     def payload(self, place: Place, sent: int) -> memoryview:
@@ -60,9 +61,18 @@ class ServerMemory:
         """Whether a block is lent that was not taken yet."""
         return self._blocks > 0
 
-    def lend(self, number: int, buffer: Buffer) -> tuple[Offers, Place] | None:
-        """Where pull `number` finds a retained buffer, which is released here when the peer took it, and the offers that it
-        needs before; None: the buffer has to be sent."""
+    def lend_rows(self, number: int, rows: memoryview) -> tuple[Offers, Place] | None:
+        """Where lookup `number` finds a copy of its rows, as `lend`; None: they have to be sent."""
+        if self._borrower is None or self.full or (buffer := self._answers.copied(rows)) is None:
+            return None
+        lent = self.lend(number, buffer, rows.nbytes)
+        if lent is None:
+            buffer.release()
+        return lent
+
+    def lend(self, number: int, buffer: Buffer, size: int | None = None) -> tuple[Offers, Place] | None:
+        """Where pull `number` finds a retained buffer, or its first `size` bytes; it is released here when the peer took it. With the offers that
+        the peer needs before. None: the buffer has to be sent."""
         if self._borrower is None or buffer.home is None:
             return None
         region, offset = buffer.home
@@ -74,7 +84,7 @@ class ServerMemory:
         self._lent.setdefault(number, deque()).append(buffer)
         self._bytes += buffer.view.nbytes
         self._blocks += 1
-        return new, (memory, offset, buffer.view.nbytes)
+        return new, (memory, offset, buffer.view.nbytes if size is None else size)
 
     def took(self, number: int, count: Any) -> None:
         """Pull `number`, which may have ended, has taken the next `count` blocks that were lent to it. Raises BadFrame."""

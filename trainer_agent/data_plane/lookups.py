@@ -18,6 +18,7 @@ from shared.records.job_spec import Narrow
 from shared.tables.hashing import Ids, slots_of
 from shared.tables.payload import joined, rows_in, size_of
 from shared.wire.messages import LookupEnd, LookupRequest
+from shared.wire.row_memory import GradientMemory
 from trainer_agent.data_plane.peers import OWN_LEASE, Peers
 from trainer_agent.data_plane.routing import Routes
 from trainer_agent.waiting.retry import Backoff
@@ -66,6 +67,10 @@ class Lookups(Peers):
     def _dims(self) -> list[int]:
         return [spec.dim for spec in self._layout.tables]
 
+    @cached_property
+    def _gradient_memory(self) -> GradientMemory:
+        return GradientMemory()
+
     def split_ids(self, routes: Routes, ids: Sequence[Ids]) -> dict[int, list[Chosen]]:
         """Parameter server -> which ids of each table are its own; of all that own slots."""
         everyone = sorted(set(routes.slots))
@@ -86,7 +91,7 @@ class Lookups(Peers):
             ids = [rows.ids[own] for rows, own in zip(lane, chosen, strict=True)]
             gradients = [rows.gradients[own] for rows, own in zip(lane, chosen, strict=True)]
             try:
-                payload = joined(ids, gradients, dtype)
+                payload = joined(ids, gradients, dtype, self._gradient_memory.take)
             except OverflowError as error:
                 what = f"a gradient of rows of embedding tables: {error}"
                 msg = f"{what}; use gradient_dtype bfloat16, or scale the loss down"

@@ -183,11 +183,16 @@ class TrainerStream(FrameStream):
         number, item, at = header
         call = self.calls.get(number)
         if isinstance(item, LookupIds):
+            lent = self.memory.payload(at, size) if at is not None else None
+            size = size if lent is None else lent.nbytes
             if call is None or size > MOST_BYTES:
                 raise BadFrame(f"{self._name} sent {size} bytes of rows that were not asked for")
             self._into = None
-            call.rows = memoryview(bytearray(size))
-            return call.rows
+            call.rows = memoryview(bytearray(size if lent is None else lent))
+            if lent is None:
+                return call.rows
+            self._took(number, call, size)
+            return NOTHING
         if call is None or call.sink is None:
             raise BadFrame(f"{self._name} sent a block that was not asked for")
         lent = self.memory.payload(at, size) if at is not None else None

@@ -174,7 +174,7 @@ class TableRows:
         return not version or slots is None or self.since <= version <= slots.version
 
     def push(self, step: int, lane: int, ids: Sequence[Numbers], gradients: Sequence[Floats], count: int) -> Verdict:
-        """The sums of a lane's gradients by id, which are copied. `count`: records of the lane's minibatch. MOVING: they are frozen."""
+        """The sums of a lane's gradients by id, which are kept. `count`: records of the lane's minibatch. MOVING: they are frozen."""
         lacking, verdict = [], Verdict.DUPLICATE
         for part in (self._main, *self._late):
             judged = part.judge(step, lane)
@@ -191,7 +191,7 @@ class TableRows:
 
     def _of_part(self, part: _Part, ids: Sequence[Numbers], gradients: Sequence[Floats], count: int) -> list[LaneRows]:
         if not self._late:
-            return [LaneRows(some.copy(), rows.copy(), count) for some, rows in zip(ids, gradients, strict=True)]
+            return [LaneRows(some, rows, count) for some, rows in zip(ids, gradients, strict=True)]
         found = []
         for table, some, rows in zip(self.tables, ids, gradients, strict=True):
             own = table.are_in(part.slots, some)

@@ -1,0 +1,93 @@
+"""Memory for rows of embedding tables that the process at the other end of a UNIX stream reads in place.
+
+    server:   answers of lookups, copied here and lent until they are taken      trainer:  gradients of rows, until nobody refers to them any more
+
+Sizes are rounded up to powers of two, so that few kinds of memory serve all. Both have a limit, beyond which payloads go through the stream.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from shared.blocks.buffers import Buffer, BufferPool
+from shared.runtime import telemetry
+from shared.wire.region_allocator import RegionAllocator
+from shared.wire.shared_memory import Region
+
+LEAST_BYTES = 64 << 10  # smaller payloads go through the stream: that is as fast
+MOST_BYTES = 256 << 20  # of a process
+
+log = telemetry.logger("wire.row_memory")
+
+
+def _rounded(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+class AnswerMemory:
+    """Of one server."""
+
+    def __init__(self) -> None:
+        self._pool = BufferPool(RegionAllocator())
+
+    def __repr__(self) -> str:
+        return f"<AnswerMemory {self._pool!r}>"
+
+    def copied(self, payload: memoryview) -> Buffer | None:
+        """A buffer that begins with a copy of the payload, for the caller to release. None: it has to be sent."""
+        if payload.nbytes < LEAST_BYTES:
+            return None
+        kind = "float32", _rounded(payload.nbytes) // 4
+        if not self._pool.has_free(*kind) and self._pool.allocated_bytes + 4 * kind[1] > MOST_BYTES:
+            return None
+        buffer = self._pool.take(*kind)
+        buffer.view[: payload.nbytes] = payload
+        return buffer
+
+
+class GradientMemory:
+    """Of one trainer: regions of one payload each."""
+
+    def __init__(self) -> None:
+        self._regions: list[Region] = []
+        self._possible = True
+
+    def __repr__(self) -> str:
+        return f"<GradientMemory {len(self._regions)} regions, {self._bytes >> 10} KiB>"
+
+    def take(self, size: int) -> memoryview:
+        """Memory of `size` bytes; it is its own as long as something refers to it. Private memory where there is no other."""
+        region = self._region(_rounded(size)) if size >= LEAST_BYTES else None
+        return memoryview(bytearray(size)) if region is None else memoryview(region)[:size]
+
+    @property
+    def _bytes(self) -> int:
+        return sum(map(len, self._regions))
+
+    def _region(self, size: int) -> Region | None:
+        self._regions = [region for region in self._regions if not region.lost]  # somebody may read them still
+        for place in range(len(self._regions)):
+            region = self._regions[place]
+            # referred to by the list, the name here and the argument: by no view, and by no push whose end is not known
+            if len(region) == size and sys.getrefcount(region) == 3:
+                self._regions.append(self._regions.pop(place))
+                return region
+        self._make_room(size)
+        if not self._possible or self._bytes + size > MOST_BYTES:
+            return None
+        try:
+            self._regions.append(Region.create(size))
+        except OSError as error:
+            self._possible = False
+            log.info("memory_not_shared", cause=f"{type(error).__name__}: {error}")
+            return None
+        return self._regions[-1]
+
+    def _make_room(self, size: int) -> None:
+        """Forget regions of other sizes that nobody refers to, those that were not used for longest first."""
+        place = 0
+        while self._bytes + size > MOST_BYTES and place < len(self._regions):
+            if sys.getrefcount(self._regions[place]) == 2:
+                del self._regions[place]
+            else:
+                place += 1
