@@ -5,12 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pserver_service.core.calls import BlockServer, OpenPush
+from pserver_service.core.store import Store
 from pserver_service.core.table.rows import TableRows
 from shared.errors import BadFrame
-from shared.records import SlotMap
+from shared.records import Mode, SlotMap
 from shared.tables.hashing import slots_of
 from shared.wire.verdict import Verdict
-from tests.pserver_service.table.tables import LAYOUT, NONE, SPECS, ids, ones, values_in
+from tests.pserver_service.jobs import init_header, push_header
+from tests.pserver_service.table.tables import LAYOUT, NONE, SPECS, ids, ones, pushed_rows, values_in
 
 
 def pushed(rows: TableRows, step: int, lane: int, *keys: np.ndarray, value: float = 1.0) -> Verdict:
@@ -78,14 +81,21 @@ def test_rows_can_be_read_while_room_is_made_for_new_ones_but_not_while_they_cha
     assert [rows.judge(version) for version in (0, 1, 2)] == [Verdict.GONE, None, None]
 
 
-def test_what_was_pushed_may_be_overwritten_by_its_sender():
-    rows, keys = TableRows(LAYOUT, 1, 0), [ids(1), ids(2)]
-    gradients = ones(keys)
-    rows.push(0, 0, keys, gradients, 2)
-    for array in (*keys, *gradients):
-        array[:] = 77
-    list(rows.steps())
-    assert found(rows, 1, ids(1), ids(2)) == [[[-0.5] * 2], [[-0.5] * 3]]
+@pytest.mark.parametrize("referred", [True, False], ids=["in the trainer's memory", "in memory for the next block"])
+def test_what_was_pushed_may_be_overwritten_afterwards(referred):
+    server = BlockServer(lambda: None)
+    server.store = store = Store(init_header(LAYOUT.model_copy(update={"segments": ()}), Mode.SYNC, 1))
+    store.seal()
+    item, payload = pushed_rows(0, ids(1), ids(2))
+    written = bytearray(payload)
+    buffer = None if referred else store.pool.take("float32", len(written) // 4)
+    pushing = OpenPush(server, store, push_header(0, [0]))
+    server.step_rows = lambda _: None
+    pushing.apply(item, memoryview(written).toreadonly() if referred else memoryview(written), buffer)
+    assert pushing.answer().refused == ()
+    written[:] = bytes(len(written))
+    list(store.rows.steps())
+    assert found(store.rows, 1, ids(1), ids(2)) == [[[-0.5] * 2], [[-0.5] * 3]]
 
 
 def test_only_ids_of_its_own_slots_are_owned():
