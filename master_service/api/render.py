@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from master_service.api.pages import offset_of, page_of
 from master_service.api.resources import (
@@ -252,6 +253,9 @@ async def checkpoint_details(master: Master, checkpoint_id: str) -> CheckpointDe
         epoch=max((position.epoch for position in manifest.record.positions), default=0),
         pservers=len(manifest.parts),
         size_bytes=sum(part.bytes for part in manifest.parts),
+        needed_bytes=sum(manifest.files.values()),
+        bases=manifest.bases,
+        deltas=manifest.deltas,
         write_time=manifest.timestamp,
         files=tuple(part.file for part in manifest.parts),
     )
@@ -262,7 +266,10 @@ def _checkpoint(job: Job, ref: CheckpointRef) -> CheckpointView:
     state = "LATEST" if latest is not None and ref.uuid == latest.uuid else "KEPT"
     if ref.uuid in abandoned(job):
         state = "LEFT"
-    return CheckpointView(checkpoint_id=ref.uuid, step=ref.step, timeline=ref.timeline, state=state)
+    kind: Literal["base", "delta"] = "delta" if ref.on else "base"
+    return CheckpointView(
+        checkpoint_id=ref.uuid, step=ref.step, timeline=ref.timeline, state=state, kind=kind, builds_on=ref.on
+    )
 
 
 # ------------------------------------------------------------------ resizes

@@ -171,20 +171,27 @@ class CreateCheckpoint(Record):
 
 class CheckpointView(Record):
     """`state`: LATEST, KEPT (the job would go back to it if the newer ones were damaged), LEFT (of an older timeline: the
-    job was restored to an older checkpoint)."""
+    job was restored to an older checkpoint). `kind`: base (whole), delta (of embedding tables only the rows that changed since the checkpoints it `builds_on`
+    directly)."""
 
     checkpoint_id: str
     step: int
     timeline: int
     state: str
+    kind: Literal["base", "delta"]
+    builds_on: tuple[str, ...] = ()
 
 
 class CheckpointDetails(CheckpointView):
-    """A checkpoint with what its manifest says."""
+    """A checkpoint with what its manifest says. `bases`: the whole checkpoints that a delta begins with (each parameter server decides for its own part), `deltas`:
+    how many deltas of one part lead from there to this one, itself included."""
 
     epoch: int
     pservers: int
     size_bytes: int
+    needed_bytes: int
+    bases: tuple[str, ...] = ()
+    deltas: int = 0
     write_time: str
     files: tuple[str, ...]
 

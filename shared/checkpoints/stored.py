@@ -79,7 +79,7 @@ def read_manifest(storage_url: str, job: str, ref: CheckpointRef) -> Manifest:
         unusable(ref, f"{url} cannot be read: {error}", error)
     found = manifest_name(content)
     if found != ref.manifest:
-        unusable(ref, f"{url} was changed after it was written: its content now belongs to {found}")
+        unusable(ref, _renamed(url, found))
     try:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
@@ -110,20 +110,36 @@ def found(storage_url: str) -> tuple[list[CheckpointRef], list[str]]:
 
     The newest may not be named by `checkpoints/latest` in etcd yet; it is complete all the same.
     """
-    refs: list[CheckpointRef] = []
-    unreadable: list[str] = []
-    for uuid in files.names(files.join(storage_url, "checkpoints")):
-        for name in files.names(folder(storage_url, uuid)):
-            if not name.startswith("manifest-"):
-                continue
-            try:
-                manifest = Manifest.model_validate_json(files.read_bytes(files.join(folder(storage_url, uuid), name)))
-            except ValidationError:
-                unreadable.append(files.join(folder(storage_url, uuid), name))
-                continue
-            facts = {"step": manifest.step, "timeline": manifest.timeline, "on": manifest.on}
-            refs.append(CheckpointRef(uuid=uuid, manifest=name, **facts))
-    return sorted(refs, key=lambda ref: (ref.timeline, ref.step, ref.manifest), reverse=True), unreadable
+    there, unreadable = manifests(storage_url)
+    return [ref for ref, _, _ in there], unreadable
+
+
+def manifests(storage_url: str) -> tuple[list[tuple[CheckpointRef, Manifest, str]], list[str]]:
+    """As `found`, with the manifests themselves, and what is wrong with their names ("": nothing). Of an object store two listings are asked for, by the
+    thousand files, and each manifest once. Raises OSError."""
+    folders = files.join(storage_url, "checkpoints")
+    names = files.below(folders) if files.names(folders) else []  # a missing folder is empty, a missing bucket is told
+    places = [name for name in names if name.rpartition("/")[2].startswith("manifest-") and name.count("/") == 1]
+    urls = [files.join(storage_url, "checkpoints", place) for place in sorted(places)]
+    there, unreadable = [], []
+    for url in urls:
+        try:
+            content = files.read_bytes(url)
+            manifest = Manifest.model_validate_json(content)
+        except FileNotFoundError:
+            continue  # it was deleted meanwhile
+        except ValidationError:
+            unreadable.append(url)
+            continue
+        uuid, name = url.split("/")[-2:]
+        facts = {"step": manifest.step, "timeline": manifest.timeline, "on": manifest.on}
+        ref, called = CheckpointRef(uuid=uuid, manifest=name, **facts), manifest_name(content)
+        there.append((ref, manifest, "" if called == name else _renamed(url, called)))
+    return sorted(there, key=lambda one: (one[0].timeline, one[0].step, one[0].manifest), reverse=True), unreadable
+
+
+def _renamed(url: str, called: str) -> str:
+    return f"{url} was changed after it was written: its content now belongs to {called}"
 
 
 def read_part(

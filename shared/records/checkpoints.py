@@ -177,6 +177,16 @@ class Manifest(Record):
         return built_on(self.parts)
 
     @property
+    def bases(self) -> tuple[str, ...]:
+        """The whole checkpoints that its parts begin with; none: it is whole."""
+        return tuple(sorted({part.chain[0].uuid for part in self.parts if part.chain}))
+
+    @property
+    def deltas(self) -> int:
+        """Of the part with the longest chain, itself included."""
+        return max((len(part.chain) for part in self.parts), default=0)
+
+    @property
     def files(self) -> dict[tuple[str, str], int]:
         """Bytes of all files that are needed to load it, by (checkpoint, name)."""
         own = {(self.uuid, part.file): part.bytes for part in self.parts}

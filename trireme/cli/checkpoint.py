@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -89,25 +89,23 @@ def answer(work: Callable[[], Answer], *, as_json: bool) -> int:
 
 def _list(spec: JobSpec, *, as_json: bool) -> Answer:
     rows, best = [], _best_of(spec)
-    refs, unreadable = stored.found(spec.storage)
-    for ref in refs:
+    there, unreadable = stored.manifests(spec.storage)
+    for ref, manifest, damage in there:
         row: dict[str, Any] = {"checkpoint": ref.uuid, "step": ref.step, "timeline": ref.timeline}
-        try:
-            manifest = stored.read_manifest(spec.storage, spec.job, ref)
-        except CheckpointUnusable as error:
-            rows.append({**row, "damage": error.message})
+        if damage := damage or _stranger(spec, ref, manifest):
+            rows.append({**row, "damage": damage})
             continue
         number = manifest.evaluation or evaluation_of(manifest.record, spec.evaluate_every, spec.epochs)
         is_best = ref.uuid == best["checkpoint"] if best.get("checkpoint") else ref.step == best.get("step")
         rows.append({**row, **_facts(manifest), "evaluation": number, "best": is_best})
     if not as_json:
-        facts = ("step", "epoch", "timeline", "pservers", "kind")
-        columns = (*facts, "MiB", "needs MiB", "written", "checkpoint", "evaluation")
+        facts, steps = ("step", "epoch", "timeline", "pservers"), {ref.uuid: ref.step for ref, _, _ in there}
+        columns = (*facts, "kind", "MiB", "needs MiB", "written", "checkpoint", "evaluation")
         table = Table(*columns, box=None, pad_edge=False)
         for row in rows:
             own, needed = (f"{row[size] / (1 << 20):.1f}" if size in row else "" for size in ("bytes", "needed_bytes"))
             when = str(row.get("timestamp", ""))[:19]
-            cells = (*(row.get(name, "") for name in facts), own or row["damage"], needed, when)
+            cells = (*(row.get(name, "") for name in facts), _kind(row, steps), own or row["damage"], needed, when)
             evaluated = f"{row.get('evaluation') or ''}{' (best)' if row.get('best') else ''}"
             table.add_row(*map(str, cells), row["checkpoint"][:8], evaluated)
         stdout_console().print(table)
@@ -115,6 +113,22 @@ def _list(spec: JobSpec, *, as_json: bool) -> Answer:
             Console(soft_wrap=True).print(f"not readable: {url}", highlight=False)
     document = {"job": spec.job, "storage": spec.storage, "checkpoints": rows, "unreadable": unreadable}
     return document, exit_codes.OK
+
+
+def _stranger(spec: JobSpec, ref: CheckpointRef, manifest: Manifest) -> str:
+    """Why the manifest is of none of the job's checkpoints; "": it is."""
+    if (manifest.job, manifest.uuid) == (spec.job, ref.uuid):
+        return ""
+    return f"the manifest in {ref.uuid} is of checkpoint {manifest.uuid} of job {manifest.job!r}"
+
+
+def _kind(row: Mapping[str, Any], steps: Mapping[str, int]) -> str:
+    """`steps`: of checkpoints by uuid."""
+    if row.get("kind") != "delta":
+        return str(row.get("kind", ""))
+    in_order = sorted(row["bases"], key=lambda uuid: steps.get(uuid, -1))
+    bases = ", ".join(str(steps.get(uuid, uuid[:8])) for uuid in in_order)
+    return f"delta {row['deltas']} of {bases}"
 
 
 def _best_of(spec: JobSpec) -> dict[str, Any]:
@@ -130,7 +144,8 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
         "epoch": max((position.epoch for position in manifest.record.positions), default=0),
         "pservers": len(manifest.parts),
         "kind": "delta" if manifest.on else "base",
-        "deltas": max((len(part.chain) for part in manifest.parts), default=0),
+        "deltas": manifest.deltas,
+        "bases": list(manifest.bases),
         "bytes": sum(part.bytes for part in manifest.parts),
         "needed_bytes": sum(manifest.files.values()),
         "timestamp": manifest.timestamp,

@@ -134,11 +134,17 @@ def _about_a_job() -> Iterator[BaseModel]:
     yield of_job.MemberPage(members=(member,))
     yield of_job.SuspectAnswer(dead=True)
     yield of_job.CreateCheckpoint(cause="before an experiment")
-    checkpoint = of_job.CheckpointView(checkpoint_id=_CHECKPOINT, step=60, timeline=0, state="LATEST")
+    checkpoint = of_job.CheckpointView(checkpoint_id=_CHECKPOINT, step=60, timeline=0, state="LATEST", kind="base")
     yield checkpoint
     yield of_job.CheckpointPage(checkpoints=(checkpoint,))
     yield of_job.CheckpointDetails(
-        **dict(checkpoint), epoch=1, pservers=1, size_bytes=4_194_304, write_time=_END, files=("part-0.safetensors",)
+        **dict(checkpoint),
+        epoch=1,
+        pservers=1,
+        size_bytes=4_194_304,
+        needed_bytes=4_194_304,
+        write_time=_END,
+        files=("part-0.safetensors",),
     )
     resize = Resize(
         trainers=4, pservers=1, before_trainers=2, before_pservers=1, trainers_asked=True, phase=ResizePhase.STARTING

@@ -294,7 +294,7 @@ PROPERTIES = {
     "start_time": "When it last started, RFC 3339; empty: it has not.",
     "starts": "How often the job was started.",
     "state": "State; there may be new ones.",
-    "CheckpointView.state": "LATEST, KEPT (used if newer ones are damaged), LEFT (of a history that was left).",
+    "CheckpointView.kind": "base: whole; delta: of embedding tables only rows that changed.", "CheckpointDetails.kind": "base: whole; delta: of embedding tables only rows that changed.", "builds_on": "Checkpoints that a delta builds on directly.", "bases": "Whole checkpoints that a delta begins with.", "deltas": "How many deltas follow the base, this one included; 0: it is whole.", "needed_bytes": "Bytes of its files and of all that it builds on.", "CheckpointView.state": "LATEST, KEPT (used if newer ones are damaged), LEFT (of a history that was left).",
     "CheckpointDetails.state": "LATEST, KEPT (used if newer ones are damaged), LEFT (of a history that was left).",
     "ClusterJobView.state": "QUEUED, PAUSED, COMPLETED, FAILED, CANCELLED, or the phase of an ACTIVE job.",
     "operations": "The operations of this page, newest first.",

@@ -46,8 +46,12 @@ def test_a_job_checkpoints_keeps_two_and_rolls_back(s3):
     latest = run_scenario(scenario, offline=False)
     manifest = stored.read_manifest(place(s3), parts.JOB, latest.kept[0])
     assert manifest.record.positions == parts.positions(6)
+    s3.requests.clear()
     refs, unreadable = stored.found(place(s3))
     assert (refs, unreadable) == (list(latest.kept), [])
+    read = [request for request in s3.requests if request.startswith("GET") and "/manifest-" in request]
+    assert len(read) == len(refs)
+    assert len(s3.requests) <= len(read) * 2 + 4, s3.requests
 
 
 def test_a_damaged_object_is_noticed_and_the_checkpoint_before_it_is_taken(s3):

@@ -164,7 +164,7 @@ def test_list_tells_base_from_delta_and_verify_reads_what_each_builds_on(capsys,
     assert (code, [row["step"] for row in answer["checkpoints"] if row["damage"]]) == (1, [12, 11])
     assert checkpoint.list_checkpoints(None, folder.parent, as_json=False) == 0
     head, newest, *_ = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert (head[4:6], newest[4]) == (["kind", "MiB"], "delta")
+    assert (head[4:6], newest[4:8]) == (["kind", "MiB"], ["delta", "2", "of", "10"])
 
 
 def test_the_feed_of_a_job_that_has_ended_gets_its_last_checkpoint(capsys, tmp_path, trained):
