@@ -7,18 +7,20 @@ import itertools
 import statistics
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.baselines import Remote
-from benchmarks.checkpoint_steps import Part, plain_speed
+from benchmarks.checkpoint_steps import PAST_CACHE, Part, plain_speed, plain_write
 from benchmarks.dense_trireme import PserverProcess
 from benchmarks.tables.lines import Line, exactly, figure
 from benchmarks.tables.minibatches import Minibatches
 from benchmarks.tables.ways import Server
+from shared.checkpoints.background import lower_priority
 
 WARM_UP, QUIET, ROUNDS = 3, 15, 3
 POOL, GRADIENTS = 64, 4  # minibatches that are made before steps begin: between two steps nothing happens
@@ -29,13 +31,17 @@ SPEED_GOAL, SLOWER_GOAL = 0.6, 0.10
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds of a step without a write, of the step whose version is copied beyond that, and of the mean step beside the write."""
+    """Seconds of a step without a write, of the step whose version is copied beyond that, and of the mean step beside the write. `bare`: a loop that only
+    writes as many bytes, at the same priority in the same process, beside the same steps. `alone`: a part with nothing beside it."""
 
     step_s: float
     copied_s: float
     beside_s: float
     part: Part
     plain_mib_per_s: float
+    bare: Part
+    beside_bare_s: float
+    alone: Part
 
 
 class SavingProcess(PserverProcess):
@@ -43,17 +49,20 @@ class SavingProcess(PserverProcess):
 
     def save_into(self, folder: str) -> None:
         """Before its parameters are there, which take the schedule with them; version 0 is always written."""
+        from shared.checkpoints.background import Background
         from shared.checkpoints.schedule import Schedule
+        from shared.tables.first_use import compile_loops
 
+        compile_loops()  # as parameter servers do
         self._done: list[Part] = []
         self.pserver.schedule = Schedule(every_steps=None, every_epochs=None, epochs=1 << 30)
-        self._saving = asyncio.run_coroutine_threadsafe(self._save(Path(folder)), self._loop)
+        self._folder, self._offload = Path(folder), Background()
+        self._saving = asyncio.run_coroutine_threadsafe(self._save(self._folder), self._loop)
 
     async def _save(self, folder: Path) -> None:
         from shared.checkpoints import writer
-        from shared.checkpoints.background import Background
 
-        offload, pserver = Background(), self.pserver
+        offload, pserver = self._offload, self.pserver
         while True:
             await pserver.snapshot_ready.wait()
             pserver.snapshot_ready.clear()
@@ -61,11 +70,24 @@ class SavingProcess(PserverProcess):
             if snapshot is None:
                 continue
             path, begin = folder / f"part-{snapshot.version}", time.monotonic()
-            size = (await offload(writer.write_part, str(path), dict, snapshot)).bytes
+            finite = writer.parameters_of(pserver.store.layout)  # as jobs have it, unless they say otherwise
+            size = (await offload(writer.write_part, str(path), dict, snapshot, finite)).bytes
             end = time.monotonic()
             snapshot.release()
             await offload(path.unlink)
             self._done.append(Part(begin, end, size, bare=False))
+
+    def write_bare(self, size: int) -> None:
+        """Begins to write so many bytes of nothing; `parts` then tells of it."""
+
+        def write() -> None:
+            lower_priority()
+            begin, path = time.monotonic(), self._folder / "bare"
+            plain_write(path, size, PAST_CACHE)
+            self._done.append(Part(begin, time.monotonic(), size, bare=True))
+            path.unlink()
+
+        threading.Thread(target=write, daemon=True).start()
 
     def parts(self) -> list[Part]:
         """Those written since the last call. Raises what ended the writing."""
@@ -120,20 +142,33 @@ def _round(step: _Steps, process: Remote, folder: Path, number: int) -> Round:
     step()  # the first after something else
     usual = statistics.median(step() for _ in range(QUIET))
     copied = step(asks=True)
+    part, beside = _until_written(process, step)
+    process.ask("write_bare", part.size)
+    bare, beside_bare = _until_written(process, step)
+    step(asks=True)
+    alone, _ = _until_written(process, lambda: time.sleep(0.01))
+    found = Round(
+        step_s=usual,
+        copied_s=copied - usual,
+        beside_s=statistics.mean(beside) if beside else usual,
+        part=part,
+        plain_mib_per_s=plain_speed(folder, part.size),
+        bare=bare,
+        beside_bare_s=statistics.mean(beside_bare) if beside_bare else usual,
+        alone=alone,
+    )
+    print(f"tables: saved {number + 1} times, {found.part.mib_per_s:.0f} MiB/s", file=sys.stderr)
+    return found
+
+
+def _until_written(process: Remote, step: Callable[[], float | None]) -> tuple[Part, list[float]]:
+    """What `step` answers meanwhile. Raises TimeoutError."""
     beside, deadline = [], time.monotonic() + PART_S
     while not (parts := process.ask("parts")):
         if time.monotonic() > deadline:
             raise TimeoutError(f"no part within {PART_S:g} s")
         beside.append(step())
-    found = Round(
-        step_s=usual,
-        copied_s=copied - usual,
-        beside_s=statistics.mean(beside) if beside else usual,
-        part=parts[0],
-        plain_mib_per_s=plain_speed(folder, parts[0].size),
-    )
-    print(f"tables: saved {number + 1} times, {found.part.mib_per_s:.0f} MiB/s", file=sys.stderr)
-    return found
+    return parts[0], beside
 
 
 class _Steps:
@@ -160,8 +195,16 @@ def _lines(data: Minibatches, rounds: Sequence[Round]) -> list[Line]:
     copied = figure([1e3 * one.copied_s for one in rounds])
     usual = figure([1e3 * one.step_s for one in rounds])
     slower = figure([100 * (one.beside_s / one.step_s - 1) for one in rounds])
-    note = f"{size:.0f} MiB beside steps; a plain write of as many bytes: {disk} MiB/s"
-    lost = f"of {usual} ms; the step whose version is copied takes {copied} ms more"
+    bare, alone = (
+        figure([one.mib_per_s for one in some]) for some in zip(*((r.bare, r.alone) for r in rounds), strict=True)
+    )
+    slower_bare = figure([100 * (one.beside_bare_s / one.step_s - 1) for one in rounds])
+    own = figure([one.part.mib_per_s for one in rounds])
+    note = f"{size:.0f} MiB beside steps: {own} MiB/s; a plain write of as many bytes with nothing beside it: {disk}"
+    note += f"; a bare loop of writes beside the same steps: {bare}; a part with nothing beside it: {alone}"
+    lost = (
+        f"of {usual} ms; beside the bare loop {slower_bare} %; the step whose version is copied takes {copied} ms more"
+    )
     return [
         Line("save", work, "of the disk's speed", speeds, goal=SPEED_GOAL, note=note),
         Line("save", f"{work}: steps meanwhile", "% slower", slower, goal=100 * SLOWER_GOAL, higher=False, note=lost),

@@ -51,15 +51,15 @@ def tensors_of(snapshot: Snapshot, *, finite: bool) -> Iterator[tuple[Entry, Cal
     tables = tables_of(snapshot)
     if not tables:
         return
-    from shared.tables.snapshot import record_words, to_records  # noqa: PLC0415  only where there are tables: it loads numba
+    from shared.tables.snapshot import record_words  # noqa: PLC0415  only where there are tables: it loads numba
 
     def rows(table: TableSnapshot, group: SlotGroup) -> memoryview:
-        found = table.read(group)
-        if finite and not np.isfinite(found.content[:, : table.spec.dim]).all():
+        records, are_finite = table.records(group)
+        if finite and not are_finite:
             msg = f"rows of table {table.spec.name} are NaN or infinite"
             hint = "go back to the checkpoint before, with a lower learning rate; on_nonfinite = ignore saves such rows"
             raise InvalidArgument(msg, hint=hint)
-        return to_records(found).data.cast("B")
+        return records.data.cast("B")
 
     for table in tables:
         for group in table.groups():

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-BUFFER_BYTES = 4 << 20  # a multiple of any disk's block; mmap aligns it
+# a multiple of any disk's block; mmap aligns it. Rows of tables are made in such portions, and the disk works meanwhile
+BUFFER_BYTES = 16 << 20
 
 
 class DirectFile(io.RawIOBase):
@@ -29,6 +30,13 @@ class DirectFile(io.RawIOBase):
     the error of an earlier write."""
 
     def __init__(self, path: Path) -> None:
+        import numpy as np  # noqa: PLC0415  not for those who only read
+
+        def copy(target: memoryview, source: memoryview) -> None:
+            """Without the interpreter's lock, which an assignment of memoryviews holds: this thread may have the lowest priority."""
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+        self._copy = copy
         self.descriptor, self._direct = _create(path)
         self._filling, self._other = _buffer(), _buffer()
         self._filled = 0
@@ -44,7 +52,7 @@ class DirectFile(io.RawIOBase):
         taken = 0
         while taken < view.nbytes:
             count = min(BUFFER_BYTES - self._filled, view.nbytes - taken)
-            self._filling[self._filled : self._filled + count] = view[taken : taken + count]
+            self._copy(self._filling[self._filled : self._filled + count], view[taken : taken + count])
             self._filled += count
             taken += count
             if self._filled == BUFFER_BYTES:

@@ -13,7 +13,7 @@ import numpy as np
 from shared.tables.grouping import Grouped, grouped
 from shared.tables.kernels import sums as sum_loops
 from shared.tables.memory import Floats, Numbers
-from shared.tables.table import portions
+from shared.tables.turns import portions
 
 NO_IDS = np.empty(0, np.int64)
 MERGED_AT_ONCE = 1 << 18  # ids: about a millisecond

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from shared.records.layout import MOST_ROWS
 from shared.tables.kernels import cells as cell_loops
 from shared.tables.kernels import parts
 from shared.tables.kernels import rows as row_loops
+from shared.tables.kernels import saving as saving_loops
 from shared.tables.needs import AFTER_GROWTH, CELL_BYTES, LEAST_LOAD, LOADS
 
 CHUNK_BYTES = 64 << 20
@@ -46,6 +48,16 @@ def places_of(words: Words) -> Numbers:
 def with_places(words: Words, places: Numbers) -> Words:
     """The same marks, of rows with these numbers."""
     return (words & ~parts.ROW_MASK) | (places + 1).astype(np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class CellsOfSlots:
+    """Copies. `slots`: int64 (k,). `ids`: int64, `words`: uint64, slot after slot; `ends`: int64 (k,), where those of each end."""
+
+    slots: Numbers
+    ids: Numbers
+    words: Words
+    ends: Numbers
 
 
 class Rows:
@@ -114,6 +126,12 @@ class Rows:
         row_loops.read_rows(self.addresses, self.shift, self.width, rows, out)
         return out
 
+    def to_records(self, ids: Numbers, marks: Words, places: Numbers, kept: Floats, dim: int, records: Numbers) -> bool:
+        """See the loop. Whether all values are finite."""
+        views = records, records.view(np.float32), records.view(np.int32)
+        loop = saving_loops.to_records
+        return bool(loop(self.addresses, self.shift, self.width, dim, ids, marks, places, kept, *views))
+
     def write(self, rows: Numbers, content: Floats) -> None:
         row_loops.write_rows(self.addresses, self.shift, self.width, rows, content)
 
@@ -164,6 +182,14 @@ class Cells:
         if used:
             cell_loops.cells_of(self.addresses[slot], int(self.capacities[slot]), ids, words)
         return ids, words
+
+    def collect(self, slots: Numbers, after: int, version: int) -> CellsOfSlots:
+        """Those of slots with stamps in (after, version], in no order that means anything."""
+        room = int(self.used[slots].sum())
+        ids, words, ends = np.empty(room, np.int64), np.empty(room, np.uint64), np.empty(len(slots), np.int64)
+        saving_loops.collect(self.addresses, self.capacities, slots, version, after, ids, words, ends)
+        found = int(ends[-1]) if len(ends) else 0
+        return CellsOfSlots(slots, ids[:found], words[:found], ends)
 
     def remove_expired(self, slot: int, version: int, ttl: int) -> tuple[Numbers, Words]:
         """Those of a slot that are expired at `version`: their ids and words."""

@@ -3,9 +3,10 @@
 A row that no later step has touched still has a stamp of that version or before: it is read where it is. One that a step is about to
 change is kept first, once, as long as its slot is not written: so what is kept is bounded by the rows that steps touch meanwhile.
 
-    step --rows as they were--> loose --thread that reads--> kept, by some slots --> ready, by slots    a slot: its cells --> its rows --> those ready instead
+    some slots: their cells and what was kept, by ids --> rows, as records --> what was kept meanwhile, instead --> written
 
-The lock is held for copies of cells alone. Rows are read without it: if a step changes one meanwhile it is kept, and that is what counts.
+The lock, which steps hold, is taken once for a group of slots: then what was kept is complete, and the cells of the next group are copied. Rows are read
+without it: if a step changes one meanwhile it is kept, and that is what counts.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import numpy as np
 
 from shared.errors import InvalidArgument
 from shared.tables.kernels import parts
-from shared.tables.memory import Numbers, Words
-from shared.tables.table import RowsOfIds, Table, by_slot, joined, stamps_of
+from shared.tables.kernels import saving as loops
+from shared.tables.memory import CellsOfSlots, Numbers, Words
+from shared.tables.overwritten import Overwritten
+from shared.tables.table import RowsOfIds, Table, stamps_of
 
-KEPT_SLOTS = 32
 GROUP_BYTES = 16 << 20  # of rows that are read at a time
 
 
@@ -64,14 +66,13 @@ class TableSnapshot:
         self._after = -1
         self._removed = table.removed.copy()
         self._table, self._lock = table, lock
+        self._cells, self._rows = table.memory
         self._counts = table.counts_by_slot()
-        self._next = 0  # slots before it are read
-        self._loose: list[RowsOfIds] = []
-        self._kept: dict[int, list[RowsOfIds]] = {}  # by KEPT_SLOTS slots: few pieces, however many steps
-        self._ready: dict[int, list[RowsOfIds]] = {}
-        self._loose_bytes = self._kept_bytes = 0
+        self._kept = Overwritten(table.version, table.spec.seed, len(self._counts), table.width)
+        self._ahead: CellsOfSlots | None = None  # of the group that is next
+        self._buffer = np.empty(0, np.int64)
         self._problem: InvalidArgument | None = None
-        table.leaving.append(self._keep)
+        table.leaving.append(self._kept.add)
 
     def __repr__(self) -> str:
         return f"<TableSnapshot {self.spec.name} version {self.version}: {self.rows} rows>"
@@ -83,16 +84,16 @@ class TableSnapshot:
     @property
     def is_open(self) -> bool:
         """Whether steps keep rows for it."""
-        return self._keep in self._table.leaving
+        return self._kept.add in self._table.leaving
 
     @property
     def slots_read(self) -> int:
         """So many from the first on."""
-        return self._next
+        return self._kept.slots_read
 
     @property
     def kept_bytes(self) -> int:
-        return self._loose_bytes + self._kept_bytes
+        return self._kept.bytes
 
     def changes_since(self, since: int) -> Changes | None:
         """Any thread may ask, before anything is read. It takes about 50 ms a million rows. None: it is not known which rows have left."""
@@ -101,18 +102,15 @@ class TableSnapshot:
             return None
         ttl, counts, expired = self.spec.evict_after_steps, np.zeros_like(self._counts), []
         for slot in np.flatnonzero(self._counts).tolist():
-            ids, words = self._cells_of(slot)
-            kept = self._kept_of(slot)
-            if sum(map(len, kept)) == self._counts[slot]:
-                ids, words = ids[:0], words[:0]  # see `read`
-            here = ids[stamps_of(words) <= self.version]
-            kept = [rows.where(~np.isin(rows.ids, here)) for rows in kept]
+            with self._lock:
+                ids, words = self._cells.of_slot(slot)
+            kept = self._kept.of(slot)
+            if len(kept) == self._counts[slot]:
+                ids, words = ids[:0], words[:0]  # see `merge`
+            kept = kept.where(~np.isin(kept.ids, ids[stamps_of(words) <= self.version]))
             stamps = stamps_of(words)
             ids, stamps = ids[stamps <= self.version], stamps[stamps <= self.version]
-            ids, stamps = (
-                np.concatenate(each)
-                for each in ([ids, *(r.ids for r in kept)], [stamps, *(stamps_of(r.words) for r in kept)])
-            )
+            ids, stamps = (np.concatenate(each) for each in ([ids, kept.ids], [stamps, stamps_of(kept.words)]))
             counts[slot] = np.count_nonzero(stamps > since)
             if ttl is not None:
                 expired.append(ids[(stamps <= since) & (self.version - stamps > ttl) & (since - stamps <= ttl)])
@@ -126,12 +124,7 @@ class TableSnapshot:
         """It has these alone from now on; before anything is read."""
         with self._lock:
             self.changes, self._after, self._counts = changes, changes.since, changes.counts
-            for pieces in (self._loose, *self._kept.values(), *self._ready.values()):
-                pieces[:] = [rows.where(stamps_of(rows.words) > self._after) for rows in pieces]
-            self._loose_bytes = sum(rows.bytes for rows in self._loose)
-            self._kept_bytes = sum(
-                rows.bytes for pieces in (*self._kept.values(), *self._ready.values()) for rows in pieces
-            )
+            self._kept.narrow(self._after)
 
     def sketch_rows(self) -> Numbers:
         """int64 (n, 1 + words): slots whose counts of ids without a row have changed, and these counts; of a whole one all that have some."""
@@ -142,90 +135,93 @@ class TableSnapshot:
 
     def groups(self) -> Iterator[SlotGroup]:
         """All slots that have rows, in order, in groups of GROUP_BYTES or of one slot."""
-        most = max(1, GROUP_BYTES // (4 * self.width))
-        first = rows = 0
-        for slot, count in enumerate(self._counts.tolist()):
-            if rows and rows + count > most:
-                yield SlotGroup(first, slot, rows)
-                first, rows = slot, 0
-            rows += count
-        if rows:
-            yield SlotGroup(first, len(self._counts), rows)
+        group = self._group_from(0)
+        while group is not None:
+            yield group
+            group = self._group_from(group.last)
+
+    def _group_from(self, first: int) -> SlotGroup | None:
+        slots = first + np.flatnonzero(self._counts[first:])
+        if not len(slots):
+            return None
+        sums = np.cumsum(self._counts[slots])
+        many = max(1, int(np.searchsorted(sums, GROUP_BYTES // (4 * self.width), side="right")))
+        last = int(slots[many]) if many < len(slots) else len(self._counts)
+        return SlotGroup(int(slots[0]), last, int(sums[many - 1]))
+
+    def records(self, group: SlotGroup) -> tuple[Numbers, bool]:
+        """The rows of the slots as they are stored (see to_records), slot after slot, in each by ids: int64 (n, words), good until the next group is asked for. And
+        whether all their values are finite. Groups are read in order, each once; any thread may. Raises InvalidArgument: it was given up, or closed."""
+        cells, self._ahead = self._ahead, None
+        if cells is None or not np.array_equal(cells.slots, self._slots_of(group)):
+            with self._lock:
+                cells = self._collected(group)
+        kept, kept_ends = self._kept.take(cells.slots)
+        ids, marks, places = self._by_ids(cells, kept, kept_ends)
+        records = self._buffer_for(len(ids))
+        finite = self._rows.to_records(ids, marks, places, kept.content, self.spec.dim, records)
+        following = self._group_from(group.last)
+        with self._lock:  # no step is under way, so all that has changed meanwhile is kept
+            if following is not None:
+                self._ahead = self._collected(following)
+        late, late_ends = self._kept.take(cells.slots)
+        self._check()
+        ends, floats = np.cumsum(self._counts[cells.slots]), records.view(np.float32)
+        loops.put_right(ids, places, ends, late.ids, late_ends, late.content, floats)
+        self._kept.read_until(group.last)
+        # what a step has made meanwhile does not count, what was kept does
+        if not (finite and np.isfinite(late.content[:, : self.spec.dim]).all()):
+            finite = bool(np.isfinite(floats[:, 4 : 4 + self.spec.dim]).all())
+        return records, finite
+
+    def _by_ids(self, cells: CellsOfSlots, kept: RowsOfIds, kept_ends: Numbers) -> tuple[Numbers, Words, Numbers]:
+        """Ids, marks and places of the rows of some slots; see `merge`. Changes the order of `cells` and of the ids in `kept`."""
+        numbers = (kept.words & ~parts.ROW_MASK) | np.arange(1, len(kept) + 1, dtype=np.uint64)
+        loops.sort_slots(cells.ids, cells.words, cells.ends)
+        loops.sort_slots(kept.ids, numbers, kept_ends)
+        counts = self._counts[cells.slots]
+        rows = int(counts.sum())
+        ids, marks, places = np.empty(rows, np.int64), np.empty(rows, np.uint64), np.empty(rows, np.int64)
+        given = cells.ids, cells.words, cells.ends, kept.ids, numbers, kept_ends
+        right = loops.merge(*given, ids, marks, places, counts)
+        self._check()
+        assert right == len(counts), (self, cells.slots[right], counts[right])
+        return ids, marks, places
+
+    def _buffer_for(self, rows: int) -> Numbers:
+        size = rows * record_words(self.width)
+        if len(self._buffer) < size:
+            self._buffer = np.empty(size, np.int64)
+        return self._buffer[:size].reshape(rows, -1)
 
     def read(self, group: SlotGroup) -> RowsOfIds:
-        """The rows of the slots, slot after slot, in each by ids. Groups are read in order, each once; any thread may. Raises InvalidArgument: it was given up."""
-        found = []
-        for slot in range(group.first, group.last):
-            if not self._counts[slot]:
-                continue
-            ids, words = self._cells_of(slot)
-            stamps = stamps_of(words)
-            chosen = (stamps <= self.version) & (stamps > self._after)
-            rows = self._table.with_content(ids[chosen], words[chosen])
-            kept = self._kept_of(slot)
-            if self._problem is not None:
-                raise self._problem
-            if kept:
-                whole = joined(kept, self.width)
-                if len(whole) < self._counts[slot]:
-                    whole = joined([rows.where(~np.isin(rows.ids, whole.ids)), whole], self.width)
-                rows = whole  # a slot that left and came back may have other rows with stamps as old as these
-            self._next = slot + 1
-            self._kept_bytes -= sum(rows.bytes for rows in self._ready.pop(slot, ()))
-            assert len(rows) == self._counts[slot], (slot, len(rows), self._counts[slot])
-            found.append(rows)
-        return RowsOfIds(
-            *(np.concatenate(each) for each in zip(*((r.ids, r.words, r.content) for r in found), strict=True))
-        )
+        """As `records`; copies."""
+        return from_records(self.records(group)[0].copy(), self.width)
 
-    def _cells_of(self, slot: int) -> tuple[Numbers, Words]:
-        with self._lock:
-            return self._table.words_of_slot(slot)
+    def _collected(self, group: SlotGroup) -> CellsOfSlots:
+        """With the lock."""
+        return self._cells.collect(self._slots_of(group), self._after, self.version)
 
-    def _kept_of(self, slot: int) -> list[RowsOfIds]:
-        """What steps until now have kept of a slot; none is under way. For the thread that reads."""
-        with self._lock:
-            loose, self._loose = self._loose, []
-            self._kept_bytes, self._loose_bytes = self._kept_bytes + self._loose_bytes, 0
-        seed, count = self.spec.seed, len(self._counts)
-        for part, rows in by_slot(joined(loose, self.width), seed, count, KEPT_SLOTS):
-            if part >= self._next // KEPT_SLOTS:  # what changes lies in slots that are looked at only, not read yet
-                self._kept.setdefault(part, []).append(rows)
-            else:
-                self._kept_bytes -= rows.bytes
-        for number, rows in by_slot(joined(self._kept.pop(slot // KEPT_SLOTS, []), self.width), seed, count):
-            if number >= self._next:
-                self._ready.setdefault(number, []).append(rows)
-            else:
-                self._kept_bytes -= rows.bytes
-        found = self._ready.get(slot, [])
-        whole = joined(found, self.width)
-        ids, first = np.unique(whole.ids, return_index=True)
-        if len(ids) < len(whole):  # of a slot that left for another process, and came back: what was kept first counts
-            self._kept_bytes -= whole.bytes
-            found = self._ready[slot] = [whole.where(first)]
-            self._kept_bytes += found[0].bytes
-        return found
+    def _slots_of(self, group: SlotGroup) -> Numbers:
+        return group.first + np.flatnonzero(self._counts[group.first : group.last])
+
+    def _check(self) -> None:
+        """What was kept is complete."""
+        if self._problem is not None:
+            raise self._problem
+        if not self.is_open:
+            raise InvalidArgument(f"the snapshot of version {self.version} of table {self.spec.name} was closed")
 
     def close(self) -> None:
         """Nothing is kept any more."""
         if self.is_open:
-            self._table.leaving.remove(self._keep)
-        self._loose, self._kept, self._ready = [], {}, {}
-        self._loose_bytes = self._kept_bytes = 0
+            self._table.leaving.remove(self._kept.add)
+        self._kept.clear()
 
     def give_up(self, problem: InvalidArgument) -> None:
         """Nothing is kept any more, and who reads hears why."""
         self._problem = problem
         self.close()
-
-    def _keep(self, before: RowsOfIds) -> None:
-        """Rows as they were before a step; called with the lock."""
-        stamps = stamps_of(before.words)
-        chosen = (before.words != parts.EMPTY) & (stamps <= self.version) & (stamps > self._after)
-        if chosen.any():
-            self._loose.append(before.where(chosen))
-            self._loose_bytes += self._loose[-1].bytes
 
 
 def record_words(width: int) -> int:

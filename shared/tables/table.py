@@ -27,9 +27,9 @@ from shared.tables.leaving import Counts, Oldest, forget_counts, shared_out, swe
 from shared.tables.memory import Cells, Floats, Numbers, Rows, Words, places_of, with_places
 from shared.tables.needs import SKETCH_CELLS, SKETCH_DEPTH
 from shared.tables.removed import RemovedIds
+from shared.tables.turns import TOLD_AT_ONCE, portions
 from shared.tables.updates import INITS, first_state, init_scale, initial_values, kind_of, scalars_of
 
-AT_ONCE = 4096  # rows, so that what is made of them stays in the processor's cache
 Flags = npt.NDArray[np.bool_]
 
 
@@ -49,17 +49,15 @@ class RowsOfIds:
         return self.ids.nbytes + self.words.nbytes + self.content.nbytes
 
     def where(self, chosen: npt.NDArray[np.bool_] | Numbers | slice) -> RowsOfIds:
-        return RowsOfIds(self.ids[chosen], self.words[chosen], self.content[chosen])
+        if isinstance(chosen, slice):
+            return RowsOfIds(self.ids[chosen], self.words[chosen], self.content[chosen])
+        places = np.flatnonzero(chosen) if chosen.dtype == np.bool_ else chosen
+        return RowsOfIds(self.ids.take(places), self.words.take(places), self.content.take(places, axis=0))
 
 
 def stamps_of(words: Words) -> Numbers:
     """The version in which each row was changed last."""
     return (words >> parts.STAMP_SHIFT).astype(np.int64)
-
-
-def portions(count: int) -> Iterator[slice]:
-    """Of so many rows, AT_ONCE after AT_ONCE."""
-    return (slice(first, first + AT_ONCE) for first in range(0, count, AT_ONCE))
 
 
 def living(rows: RowsOfIds, spec: TableSpec, version: int) -> RowsOfIds:
@@ -68,19 +66,20 @@ def living(rows: RowsOfIds, spec: TableSpec, version: int) -> RowsOfIds:
     return rows if limit is None else rows.where(version - stamps_of(rows.words) <= limit)
 
 
-def joined(parts: list[RowsOfIds], width: int) -> RowsOfIds:
-    """In the order of their ids."""
+def one_after_the_other(parts: list[RowsOfIds], width: int) -> RowsOfIds:
+    """As they come."""
     if len(parts) == 1:
         return parts[0]
     if not parts:
         return RowsOfIds(np.empty(0, np.int64), np.empty(0, np.uint64), np.empty((0, width), np.float32))
-    ids = np.concatenate([part.ids for part in parts])
-    order = np.argsort(ids, kind="stable")
-    words, content = (
-        np.concatenate([part.words for part in parts]),
-        np.concatenate([part.content for part in parts]),
-    )
-    return RowsOfIds(ids[order], words[order], content[order])
+    arrays = ((part.ids, part.words, part.content) for part in parts)
+    return RowsOfIds(*(np.concatenate(each) for each in zip(*arrays, strict=True)))
+
+
+def joined(parts: list[RowsOfIds], width: int) -> RowsOfIds:
+    """In the order of their ids."""
+    found = one_after_the_other(parts, width)
+    return found.where(np.argsort(found.ids, kind="stable")) if len(parts) > 1 else found
 
 
 def chosen_by_slot(ids: Numbers, seed: int, slot_count: int, together: int = 1) -> Iterator[tuple[int, Numbers]]:
@@ -279,7 +278,7 @@ class Table:
             self._count(places[some], fresh, part.words)
             yield
         self._before.insert(0, before)
-        for some in portions(n if self.leaving else 0):
+        for some in portions(n if self.leaving else 0, TOLD_AT_ONCE):
             self._tell(before.where(some))
             yield
 
@@ -365,19 +364,17 @@ class Table:
             self._tell(self._gone(ids, words))
         return len(ids)
 
-    def words_of_slot(self, slot: int) -> tuple[Numbers, Words]:
-        """Copies of the ids and words of its rows at the newest version, in no order that means anything."""
-        return self._cells.of_slot(slot)
-
-    def with_content(self, ids: Numbers, words: Words) -> RowsOfIds:
-        """These rows by their ids, as they are now: copies. Rows that a step changes meanwhile have any content."""
-        order = np.argsort(ids)
-        ids, words = ids[order], words[order]
-        return RowsOfIds(ids, words, self._rows.read(places_of(words)))
+    @property
+    def memory(self) -> tuple[Cells, Rows]:
+        """For snapshots."""
+        return self._cells, self._rows
 
     def read_slot(self, slot: int) -> RowsOfIds:
         """Copies of its rows at the newest version."""
-        return self.with_content(*self.words_of_slot(slot))
+        ids, words = self._cells.of_slot(slot)
+        order = np.argsort(ids)
+        ids, words = ids[order], words[order]
+        return RowsOfIds(ids, words, self._rows.read(places_of(words)))
 
     def counts_by_slot(self) -> Numbers:
         """How many rows each has: int64 (slots,)."""

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from master_service.core.changes import DropPending
 from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.whole_steps import WholeSteps
@@ -28,8 +30,9 @@ from shared.blocks.buffers import Buffer
 from shared.checkpoints import schedule, stored
 from shared.records import StepMetrics
 from shared.records.layout import ROWS
+from shared.tables.memory import Numbers
 from shared.tables.snapshot import SlotGroup, TableSnapshot, new_lock
-from shared.tables.table import RowsOfIds, Table, joined
+from shared.tables.table import Table, joined
 from shared.wire.messages import PushHeader
 from shared.wire.verdict import Verdict
 from tests.equipment.replaced import replaced
@@ -211,13 +214,14 @@ def no_copy_on_write() -> Any:
             super().__init__(table, lock)
             self.table = table
 
-        def read(self, group: SlotGroup) -> RowsOfIds:
-            rows = super().read(group)
+        def records(self, group: SlotGroup) -> tuple[Numbers, bool]:
+            records, finite = super().records(group)
             now = joined([self.table.read_slot(slot) for slot in range(group.first, group.last)], self.width)
-            content = {int(key): values for key, values in zip(now.ids, now.content, strict=True)}
-            for place, key in enumerate(rows.ids.tolist()):
-                rows.content[place] = content.get(key, rows.content[place])
-            return rows
+            content = dict(zip(now.ids.tolist(), now.content, strict=True))
+            for record in records:
+                if (there := content.get(int(record[0]))) is not None:
+                    record.view(np.float32)[4 : 4 + self.width] = there
+            return records, finite
 
     return replaced(TableRows, "copies", lambda self: [WithoutCopies(table, new_lock()) for table in self.tables])
 

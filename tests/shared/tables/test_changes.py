@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.tables.chain import Chain
+from shared.tables.overwritten import TOGETHER
 from shared.tables.removed import LEAST_KEPT, RemovedIds
 from shared.tables.sharded import ShardedTable
-from shared.tables.snapshot import KEPT_SLOTS, SlotGroup, TableSnapshot, new_lock
+from shared.tables.snapshot import SlotGroup, TableSnapshot, new_lock
 from shared.tables.table import RowsOfIds, Table, joined, living
 from tests.shared.tables.test_snapshot import SLOTS, contents, copy_of, step, table_of
 from tests.shared.tables.test_table import EXACT, spec_of
@@ -125,7 +126,7 @@ class LockOfTurns:
 
 def test_steps_while_changes_are_counted_lose_no_row_of_slots_that_were_counted_already() -> None:
     """With more slots than what is kept is sorted into at first."""
-    table, ids = Table(spec_of(EXACT[0]), 4 * KEPT_SLOTS), np.arange(1000)
+    table, ids = Table(spec_of(EXACT[0]), 4 * TOGETHER), np.arange(1000)
     table.step(ids, np.ones((1000, 3), np.float32))
     since = table.version
     table.step(ids[::2], np.ones((500, 3), np.float32))

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from shared.records.layout import RowInit, RowOptimizer, TableSpec
 from shared.tables.memory import CELLS_AT_ONCE
 from shared.tables.needs import needs_of
-from shared.tables.table import AT_ONCE, Table, joined, stamps_of
+from shared.tables.table import Table, joined, stamps_of
+from shared.tables.turns import AT_ONCE
 
 DIM = 3
 ADAM = RowOptimizer(kind="adam", lr=0.01)

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from shared.errors import InvalidArgument
 from shared.records.layout import RowInit, RowOptimizer, TableSpec
-from shared.tables import snapshot as snapshots
+from shared.tables import overwritten
+from shared.tables.kernels.saving import sort_slots
+from shared.tables.memory import Rows
 from shared.tables.snapshot import SlotGroup, TableSnapshot, from_records, new_lock, record_words, to_records
 from shared.tables.table import RowsOfIds, Table, joined
 
@@ -24,7 +26,7 @@ IDS = st.sampled_from([0, -1, 2**63 - 1, -(2**63), *range(60)])
 @pytest.fixture(scope="module", autouse=True)
 def few_slots_are_kept_together() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshots, "KEPT_SLOTS", 3)
+        patch.setattr(overwritten, "TOGETHER", 3)
         yield
 
 
@@ -154,6 +156,56 @@ def test_who_reads_a_snapshot_that_was_given_up_hears_why() -> None:
     assert (snapshot.kept_bytes, snapshot.is_open, table.leaving) == (0, False, [])
     with pytest.raises(InvalidArgument, match="too slow"):
         snapshot.read(next(snapshot.groups()))
+
+
+@pytest.mark.parametrize("number", [0.5, np.nan, np.inf, -np.inf])
+def test_rows_that_a_step_changes_while_they_are_read_are_as_they_were(
+    number: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, ids, ones = full_table()
+    expected, snapshot, read = copy_of(table), TableSnapshot(table, new_lock()), Rows.to_records
+
+    def after_a_step(self: Rows, *arguments: Any) -> bool:
+        table.step(ids, number * ones)
+        return read(self, *arguments)
+
+    monkeypatch.setattr(Rows, "to_records", after_a_step)
+    found = [(records.copy(), finite) for records, finite in map(snapshot.records, snapshot.groups())]
+    rows = [from_records(records, DIM) for records, _ in found]
+    assert contents([*rows, joined([], DIM)], DIM) == expected
+    assert all(finite for _, finite in found)
+
+
+@pytest.mark.parametrize("steps_meanwhile", [False, True])
+def test_a_snapshot_tells_that_its_rows_are_not_finite(steps_meanwhile: bool) -> None:
+    table, ids, ones = full_table()
+    ones[7, DIM - 1] = np.nan
+    table.step(ids, ones)
+    snapshot = TableSnapshot(table, new_lock())
+    if steps_meanwhile:
+        table.step(ids, ones)
+    assert [snapshot.records(group)[1] for group in snapshot.groups()] == [False]
+
+
+def test_a_snapshot_that_is_closed_while_it_is_read_gives_no_rows() -> None:
+    table, _, _ = full_table()
+    snapshot = TableSnapshot(table, new_lock())
+    snapshot.close()
+    with pytest.raises(InvalidArgument, match="was closed"):
+        snapshot.read(next(snapshot.groups()))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 300), st.sampled_from([1, 1 << 8, 1 << 20, 1 << 63])), max_size=5))
+def test_ids_of_each_slot_are_sorted_as_numpy_sorts_them(sizes: list[tuple[int, int]]) -> None:
+    rng = np.random.default_rng(len(sizes))
+    slots = [rng.integers(-high, high, size) for size, high in sizes]
+    ids = np.concatenate([*slots, np.empty(0, np.int64)])
+    words, ends = np.arange(len(ids)).astype(np.uint64), np.cumsum([0, *(size for size, _ in sizes)])[1:]
+    orders = [end - len(some) + np.argsort(some, kind="stable") for some, end in zip(slots, ends, strict=True)]
+    sort_slots(ids, words, ends)
+    assert ids.tolist() == [number for some in slots for number in sorted(some.tolist())]
+    assert words.tolist() == [place for order in orders for place in order.tolist()]
 
 
 @settings(max_examples=40, deadline=None)
