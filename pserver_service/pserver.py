@@ -14,11 +14,10 @@ from typing import Any
 
 from pserver_service.core.admission import check_same_model
 from pserver_service.core.blocks import add_state
-from pserver_service.core.calls import BlockServer, OpenPull, OpenPush, Payload, check_pull
+from pserver_service.core.calls import BlockServer, OpenPull, OpenPush, Payload
 from pserver_service.core.clipping import Clipping
 from pserver_service.core.held import learn_norm
-from pserver_service.core.progress import progress_of
-from pserver_service.core.saved_ledger import AsyncSnapshot
+from pserver_service.core.progress import check_pull, progress_of
 from pserver_service.core.store import Store
 from pserver_service.table_loops import PrepareTables, StartRows, compile_when_used, no_rows_yet
 from shared.blocks.buffers import Allocate, Buffer, BufferPool
@@ -26,9 +25,8 @@ from shared.checkpoints.schedule import Schedule
 from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, NotReady, StaleGeneration, StepTorn, WrongOwner
 from shared.membership.directory import Directory
 from shared.records import JobState, Mode
-from shared.records.layout import ELEMENT_BYTES, ROWS
+from shared.records.layout import ELEMENT_BYTES
 from shared.records.pauses import Torn
-from shared.records.step import StepRecord
 from shared.runtime import clock, telemetry
 from shared.runtime.waiting import event_within
 from shared.wire.lending import NOTHING
@@ -50,8 +48,6 @@ from shared.wire.messages import (
     PushBlock,
     PushHeader,
 )
-
-COPY_BYTES = 4 << 20  # of values, with their optimizer's state: a few milliseconds
 
 TakeHandoff = Callable[[HandoffHeader, AsyncIterator[tuple[HandoffPart, Payload]]], Awaitable[HandoffAnswer]]
 log = telemetry.logger("pserver")
@@ -161,46 +157,23 @@ class Pserver(BlockServer):
         """Whether it holds parameters of the state's timeline, or none."""
         return self.store is None or self.timeline == state.timeline
 
-    async def copy(self, record: StepRecord, generation: int, goes_on: Callable[[int], bool]) -> bool:
-        """Asynchronous: copy everything for a checkpoint, some blocks at a time. Pushes of lower generations are stale from now on.
-
-        `goes_on(blocks)` is asked in between, with the number of blocks that are copied. False: it did not go on, a rollback or an
-        update came in between, and nothing is kept."""
-        self.generation = max(self.generation, generation)
-        store = self.store
-        if store is None or not store.numbers:
-            return True
-        copying: AsyncSnapshot | None = store.begin_copy(record)
-        assert copying is not None
-        try:
-            copied_bytes = 0
-            for done, number in enumerate(number for number in copying.blocks if number != ROWS):
-                if copied_bytes >= COPY_BYTES:
-                    copied_bytes = 0
-                    await asyncio.sleep(0)
-                    if self.store is not store or not goes_on(done):
-                        return False
-                store.copy_block(copying, number)
-                copied_bytes += store.blocks[number].place.bytes
-            if not store.keep_copy(copying):
-                return False
-            copying = None
-        finally:
-            if copying is not None:
-                copying.release()
-        self.look_for_snapshot()
-        return True
-
     async def push(self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, Payload]]) -> PushAnswer:
         """Apply block after block. If the stream breaks, the blocks before stay applied.
 
         A payload is used until the next block comes; a writable one may be overwritten. Raises NotReady, StaleGeneration,
         LayoutMismatch, BadFrame (nothing of the push was used).
         """
-        pushing = self.begin_push(header)
+        pushing, settled = self.begin_push(header), asyncio.Event()
+        pushing.on_settled = settled.set
         async for item, payload in blocks:
             pushing.apply(item, payload)
             await asyncio.sleep(0)
+        while pushing.waiting:
+            settled.clear()
+            if not await event_within(settled, self._max_wait_s):
+                raise NotReady(
+                    f"rows of a push have waited for {self._max_wait_s:g} s at pserver-{self.index}: push again"
+                )
         return pushing.answer()
 
     async def pull(self, request: PullRequest) -> AsyncGenerator[tuple[PulledBlock, memoryview] | PullEnd, None]:

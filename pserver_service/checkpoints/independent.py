@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import asyncio
 
+from pserver_service.checkpoints.copies import begin
 from pserver_service.checkpoints.parts import write_part
 from pserver_service.context import PserverContext
+from pserver_service.core.saved_ledger import AsyncSnapshot
+from pserver_service.core.store import Store
 from shared.checkpoints import writer
 from shared.checkpoints.async_cut import Cut, GivenUp, cut_at
 from shared.checkpoints.pending import PendingCheckpoint
@@ -52,10 +55,10 @@ class Independent:
             if self._pserver.store is None or not due or not self._may_save():
                 await asyncio.sleep(LOOK_S if last is None or every_s is None else min(LOOK_S, every_s / 4))
                 continue
-            begin = clock.monotonic()
+            began = clock.monotonic()
             try:
                 await self._save(spec)
-                last = begin
+                last = began
             except GivenUp as lost:
                 log.info("checkpoint_given_up", index=self._pserver.index, cause=str(lost))
                 await asyncio.sleep(RETRY_S)
@@ -66,7 +69,7 @@ class Independent:
                 self._failed(spec, error)
                 if not isinstance(error, OSError | InvalidArgument):
                     log.exception("checkpoint_failed", index=self._pserver.index)
-                last = begin
+                last = began
 
     def _may_save(self) -> bool:
         """Whether a new checkpoint may be made. After this pserver came back from one, the master has to count the losses first:
@@ -81,15 +84,15 @@ class Independent:
         store, slots, timeline = self._pserver.store, self._directory.slots, self._pserver.timeline
         if store is None or slots is None or not store.numbers:
             raise GivenUp("there is nothing to save")
-        begin = clock.monotonic()
+        began = clock.monotonic()
         before, revision = await self._before()
         cut = await cut_at(self._etcd, self._keys, 0)
         if self._pserver.store is not store:
             raise GivenUp("the parameters were dropped")
         number = max(self._number, before.kept[0].step if before and before.kept else 0) + 1
-        snapshot = store.begin_copy(StepRecord(version=number, positions=()))
-        for block in store.blocks:
-            store.copy_block(snapshot, block)
+        snapshot = await begin(self._pserver, store, lambda: _copied(store, number))
+        if snapshot is None:
+            raise GivenUp("the parameters were dropped")
         self._number = number
         pending = PendingCheckpoint(
             uuid=ids.named_uuid("independent", self._keys.job, self._pserver.incarnation, number),
@@ -129,7 +132,7 @@ class Independent:
         if not (await self._etcd.txn(proofs, [Put(key, own.to_bytes())])).succeeded:
             raise GivenUp(f"pserver-{self._pserver.index} is another process now, or its key has moved")
         self._pserver.checkpoint_error = ""
-        seconds = round(clock.monotonic() - begin, 3)
+        seconds = round(clock.monotonic() - began, 3)
         log.info("checkpoint_saved", index=self._pserver.index, number=number, bytes=part.bytes, seconds=seconds)
         stale = [each.uuid for each in (before.kept if before else ()) if each not in kept]
         if stale:
@@ -158,3 +161,11 @@ class Independent:
         what = f"pserver-{index} cannot write its checkpoint below {place}: {error}"
         self._pserver.checkpoint_error = f"{what}; {advice_for(error)}"
         log.error("checkpoint_failed", message=self._pserver.checkpoint_error)
+
+
+def _copied(store: Store, number: int) -> AsyncSnapshot:
+    """All of it at once."""
+    snapshot = store.begin_copy(StepRecord(version=number, positions=()))
+    for block in store.blocks:
+        store.copy_block(snapshot, block)
+    return snapshot

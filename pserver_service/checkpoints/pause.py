@@ -7,6 +7,7 @@ CHECKPOINTING, cut -> older pushes are stale -> copy -> `copied` in ps/<index> -
 
 from __future__ import annotations
 
+from pserver_service.checkpoints.copies import copy
 from pserver_service.context import PserverContext, StateFollower
 from shared.records import JobState, Phase
 from shared.records.step import StepRecord
@@ -44,7 +45,7 @@ class PausedCopy(StateFollower):
             now = self._directory.state
             return now is not None and now.saving is not None and now.saving.uuid == uuid
 
-        whole = await self._pserver.copy(StepRecord(version=step, positions=()), state.generation, goes_on)
+        whole = await copy(self._pserver, StepRecord(version=step, positions=()), state.generation, goes_on)
         seconds = round(clock.monotonic() - begin, 3)
         log.info("copied" if whole else "copy_given_up", index=self._pserver.index, step=step, seconds=seconds)
         if whole:

@@ -5,16 +5,17 @@ OpenPush   apply(block, payload) ... --> answer()          OpenPull   next() -->
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
-from pserver_service.core.blocks import BlockState
 from pserver_service.core.held import do_rows_wait, settle, settle_rows
+from pserver_service.core.progress import Counters, is_same, known_of, moment_of, squares_at
 from pserver_service.core.store import Store
-from pserver_service.core.table.arrivals import take_arrived
+from pserver_service.core.table.arrivals import ArrivedRows
 from shared.blocks.buffers import Buffer
-from shared.errors import BadFrame, InvalidArgument, WrongOwner
+from shared.errors import BadFrame
 from shared.records import Mode
 from shared.records.job_spec import Narrow
 from shared.records.layout import ROWS
@@ -22,20 +23,11 @@ from shared.records.step import StepRecord
 from shared.wire.messages import PullEnd, PullRequest, PushAnswer, PushBlock, PushHeader, Refusal
 from shared.wire.verdict import Verdict
 
+if TYPE_CHECKING:
+    from pserver_service.core.table.rows import TableRows  # loads numba
+    from shared.tables.memory import Floats, Numbers
+
 Payload = bytes | bytearray | memoryview
-
-
-@dataclass(slots=True)
-class Counters:
-    """Since the process started, for /metrics."""
-
-    pushes: int = 0
-    pulls: int = 0
-    blocks_applied: int = 0
-    blocks_duplicate: int = 0
-    blocks_refused: int = 0
-    bytes_pushed: int = 0
-    bytes_pulled: int = 0
 
 
 class BlockServer:
@@ -43,7 +35,8 @@ class BlockServer:
 
     `store` None: no parameters yet. `generation`: the highest seen; pushes of a lower one are stale. `snapshot_ready` is
     called when `store.take_snapshot()` has a snapshot, `on_step` (if set) when a block has a new version, `on_moving` (if set) when
-    a push is refused because its block moves. `step_rows` is called when all data of a step of the embedding tables is there."""
+    a push is refused because its block moves. `step_rows` is called when all data of a step of the embedding tables is there, `take_rows` with those of an
+    asynchronous push. One of those at a time is being stepped: `finish_rows` ends that at once, `between_pushes` calls what it gets when none is."""
 
     def __init__(self, snapshot_ready: Callable[[], None]) -> None:
         self.store: Store | None = None
@@ -54,6 +47,9 @@ class BlockServer:
         self.on_step: Callable[[], None] | None = None
         self.on_moving: Callable[[], None] | None = None
         self.step_rows: Callable[[Store], None] = self._step_rows
+        self.take_rows: Callable[[ArrivedRows], None] = lambda arrived: self.rows_taken(arrived, arrived.whole())
+        self.finish_rows: Callable[[], None] = lambda: None
+        self.between_pushes: Callable[[Callable[[], None]], None] = lambda call: call()
         self.index = -1
         self._snapshot_ready = snapshot_ready
 
@@ -97,20 +93,31 @@ class BlockServer:
         if rows.version > before:
             self.stepped(ROWS, rows.version)
 
+    def rows_taken(self, arrived: ArrivedRows, found: Verdict | Exception) -> None:
+        """What became of rows of an asynchronous push."""
+        for wake in tuple(self.lookups):
+            wake()
+        if found is Verdict.APPLIED:
+            self.stepped(ROWS, arrived.rows.version)
+        arrived.settled(found)
+
     def look_for_snapshot(self) -> None:
         if self.store is not None and self.store.snapshot_waits:
             self._snapshot_ready()
 
 
 class OpenPush:
-    """An admitted push. Blocks that were applied stay applied, even if the rest fails. Raises as `Store.admit`."""
+    """An admitted push. Blocks that were applied stay applied, even if the rest fails. Raises as `Store.admit`. `waiting`: rows of an asynchronous one that
+    are not applied yet; `on_settled` is called when some are."""
 
     def __init__(self, server: BlockServer, store: Store, header: PushHeader) -> None:
         self._server, self._store, self._header = server, store, header
         self._push = store.admit(header)
         store.history.results.forget(header.stored)
-        self._applied = self._duplicate = 0
+        self._applied = self._duplicate = self.waiting = 0
         self._refused: list[Refusal] = []
+        self._error: Exception | None = None
+        self.on_settled: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
         return f"<OpenPush {self._applied} applied, {self._duplicate} duplicate, {len(self._refused)} refused>"
@@ -118,10 +125,14 @@ class OpenPush:
     def apply(self, item: PushBlock, payload: Payload, memory: Buffer | None = None) -> None:
         """The payload of a block is used during the call only; a writable one may be overwritten. `memory`: the buffer that starts with
         it; it is retained if the payload has to wait for others. A writable payload of rows without `memory` is kept: it is ours."""
-        server, counters = self._server, self._server.counters
         view = memoryview(payload).cast("B")
-        stale = server.is_stale(self._header.generation)
+        stale = self._server.is_stale(self._header.generation)
         verdict = Verdict.STALE_GENERATION if stale else self.take_block(item, view, memory)
+        if verdict is not None:
+            self._count(item, view.nbytes, verdict)
+
+    def _count(self, item: PushBlock, size: int, verdict: Verdict) -> None:
+        server, counters = self._server, self._server.counters
         if verdict is Verdict.APPLIED:
             self._applied += 1
             counters.blocks_applied += 1
@@ -131,7 +142,7 @@ class OpenPush:
         else:
             state = self._store.blocks.get(item.block)
             version = state.version if state else 0
-            why = self._store.misfit(item, view.nbytes) if verdict is Verdict.LAYOUT_MISMATCH else ""
+            why = self._store.misfit(item, size) if verdict is Verdict.LAYOUT_MISMATCH else ""
             self._refused.append(
                 Refusal(block=item.block, lanes=item.lanes, code=verdict, version=version, message=why)
             )
@@ -147,6 +158,9 @@ class OpenPush:
         return rows.payload_bytes(item.rows, item.dtype)
 
     def answer(self) -> PushAnswer:
+        """Once no rows of it wait. Raises what kept them from being applied."""
+        if self._error is not None:
+            raise self._error
         return PushAnswer(
             applied=self._applied,
             duplicate=self._duplicate,
@@ -155,7 +169,8 @@ class OpenPush:
             generation=self._server.generation,
         )
 
-    def take_block(self, item: PushBlock, view: memoryview, memory: Buffer | None) -> Verdict:
+    def take_block(self, item: PushBlock, view: memoryview, memory: Buffer | None) -> Verdict | None:
+        """None: rows that wait for their turn."""
         store = self._store
         state = store.blocks.get(item.block)
         if item.result is not None:
@@ -163,9 +178,8 @@ class OpenPush:
         self._server.counters.bytes_pushed += view.nbytes
         before = state.version if state else 0
         if item.block == ROWS:
-            kept = (
-                memory is None and not view.readonly
-            )  # others may write into what is read only here, ids that were checked too
+            # others may write into what is read only here, ids that were checked too
+            kept = memory is None and not view.readonly
             return self._take_rows(item, view if kept else memoryview(bytearray(view)))
         verdict = store.apply(self._push, item, view, memory)
         if state is not None and state.version != before:
@@ -174,8 +188,8 @@ class OpenPush:
             self._server.held(item.block)
         return verdict
 
-    def _take_rows(self, item: PushBlock, payload: memoryview) -> Verdict:
-        """Gradients of rows of the embedding tables: of a lane, or of an asynchronous push. The payload is kept."""
+    def _take_rows(self, item: PushBlock, payload: memoryview) -> Verdict | None:
+        """Gradients of rows of the embedding tables: of a lane, or of an asynchronous push, which wait for their turn. The payload is kept."""
         store, (lane, after) = self._store, item.lanes
         rows, step, on_arrival = store.rows, self._header.step, store.mode is Mode.ASYNC
         if rows is None or item.rows is None or after != lane + 1 or item.count < 0:
@@ -186,10 +200,11 @@ class OpenPush:
             ids, gradients = rows.read(item.rows, payload, item.dtype)
         except BadFrame:
             return Verdict.BAD_FRAME
+        if on_arrival:
+            self._arrived(item, payload.nbytes, rows, ids, gradients)
+            return None
         if not rows.are_by(item.slots, store.slots) or not rows.are_owned(ids, store.slots, self._server.index):
             return Verdict.WRONG_OWNER
-        if on_arrival:
-            return take_arrived(rows, store.ledger, self._push, ids, gradients, item.count)
         verdict = rows.push(step, lane, ids, gradients, item.count)
         if verdict is Verdict.APPLIED and item.lanes not in self._push.noted:
             self._push.noted.add(item.lanes)
@@ -197,6 +212,36 @@ class OpenPush:
         if rows.is_whole:
             self._server.step_rows(store)
         return verdict
+
+    def _arrived(
+        self, item: PushBlock, size: int, rows: TableRows, ids: Sequence[Numbers], gradients: Sequence[Floats]
+    ) -> None:
+        """Rows of an asynchronous push."""
+
+        def settled(found: Verdict | Exception) -> None:
+            self.waiting -= 1
+            if isinstance(found, Exception):
+                self._error = found
+            else:
+                self._count(item, size, found)
+            if self.on_settled is not None:
+                self.on_settled()
+
+        self.waiting += 1
+        refusal = partial(self.refusal_of_rows, item, rows)
+        arrived = ArrivedRows(
+            rows, lambda: self._store.ledger, self._push, ids, gradients, item.count, size, refusal, settled
+        )
+        self._server.take_rows(arrived)
+
+    def refusal_of_rows(self, item: PushBlock, rows: TableRows, ids: Sequence[Numbers]) -> Verdict | None:
+        """Why rows of an asynchronous push are not taken, now that it is their turn."""
+        server, store = self._server, self._store
+        if server.store is not store or server.is_stale(self._header.generation):
+            return Verdict.STALE_GENERATION
+        if not rows.are_by(item.slots, store.slots) or not rows.are_owned(ids, store.slots, server.index):
+            return Verdict.WRONG_OWNER
+        return None
 
 
 class OpenPull:
@@ -352,50 +397,3 @@ class OpenPull:
 
 def _moved(number: int) -> PullEnd:
     return PullEnd(code="WRONG_OWNER", message=f"block {number} is at another parameter server now")
-
-
-def squares_at(blocks: Mapping[int, BlockState], numbers: Iterable[int], version: int) -> tuple[tuple[int, float], ...]:
-    """Of the gradients that are held at `version`, or that made it."""
-    found = ((number, blocks[number]) for number in numbers)
-    return tuple((n, state.squares) for n, state in found if state.version == version and state.squares is not None)
-
-
-def check_pull(store: Store, request: PullRequest, index: int) -> None:
-    """Raises WrongOwner, InvalidArgument."""
-    if store.rows is not None and 0 < request.slots < store.rows.since:
-        msg = f"slot map {request.slots} is old: the rows at pserver-{index} moved by {store.rows.since}; read the slot map again"
-        raise WrongOwner(msg, slots=store.rows.since)
-    if request.version is not None and store.mode is Mode.ASYNC:
-        msg = (
-            f"version {request.version} was asked for in async mode, where blocks have no common version: ask for None"
-        )
-        raise InvalidArgument(msg)
-    wanted = set(request.blocks)
-    if foreign := wanted - store.blocks.keys():
-        block = min(foreign)
-        msg = f"block {block} is not at pserver-{index}: read the slot map again"
-        raise WrongOwner(msg, block=block)
-    if len(wanted) < len(request.blocks):
-        twice = min(block for block, times in Counter(request.blocks).items() if times > 1)
-        msg = f"block {twice} is named twice in one pull: name each block once"
-        raise InvalidArgument(msg, block=twice)
-
-
-def known_of(store: Store, version: int | None) -> str:
-    """A name for the values that a pull of `version` brings if it begins now; "" if blocks may be of several versions."""
-    moment = store.changes if store.mode is Mode.ASYNC else version
-    return "" if moment is None else f"{store.name}@{moment}"
-
-
-def moment_of(store: Store, known: str | None) -> int | None:
-    """Of a name that `known_of` of this store made, else None."""
-    name, _, moment = (known or "").rpartition("@")
-    return int(moment) if name and name == store.name and moment.isascii() and moment.isdecimal() else None
-
-
-def is_same(store: Store, number: int, version: int | None, moment: int) -> bool:
-    """Whether it is certain that a pull of `version` finds a block with the bits that a whole pull had at `moment`. Only
-    blocks of buffers are watched, and who has a newer version than it asks for gets everything."""
-    state = store.blocks[number]
-    newest = store.changes if store.mode is Mode.ASYNC else state.version if version is None else version
-    return state.is_buffer and state.changed <= moment <= newest

@@ -99,7 +99,9 @@ class Ledger:
 
     def enter(self, push: PushHeader, task: int, block: int) -> None:
         """Record a push that was due and is applied."""
-        detail = self._epochs[push.epoch]
+        detail = self._epochs.get(push.epoch)
+        if detail is None:  # the epoch became old while rows were stepped: it has counts alone
+            return
         entry = detail.open[task]
         entry.next[block] = push.end
         detail.applied[block] += push.end - push.start

@@ -1,4 +1,4 @@
-"""Lookups of rows of embedding tables, for plain requests and for streams; and their steps, in turns with everything else.
+"""Lookups of rows of embedding tables, for plain requests and for streams.
 
 LookupRequest ─► ids ─► wait until the tables have the version ─► rows, LookupEnd
 TableRequest ─► rows of some slots, TableEnd
@@ -7,7 +7,7 @@ TableRequest ─► rows of some slots, TableEnd
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from pserver_service.core.store import Store
 from pserver_service.pserver import Pserver
 from shared.errors import BadFrame, Gone, InvalidArgument, NotReady, TooLarge, TriremeError
 from shared.records import Mode
-from shared.runtime import clock, telemetry
+from shared.runtime import clock
 from shared.runtime.waiting import event_within
 from shared.tables.payload import MOST_BYTES, ids_in, size_of
 from shared.wire.messages import LookupEnd, LookupRequest, TableEnd, TableRequest
@@ -24,11 +24,7 @@ from shared.wire.verdict import Verdict
 if TYPE_CHECKING:
     from pserver_service.core.table.rows import TableRows
 
-TURN_S = 0.002  # of a step of tables, before the event loop has its turn
-KEPT_S = 0.01  # between two looks whether a snapshot is written far enough
 MOST_WAIT_S = 60.0
-
-log = telemetry.logger("pserver.lookups")
 
 
 class OpenLookup:
@@ -240,44 +236,3 @@ class StreamLookups:
         if (found := lookup.opened.answer(expired=lookup.expired)) is not None:
             self._drop(number)
             self.send(number, found)
-
-
-class RowTurns:
-    """Steps of tables in small portions, so that the event loop is never held up for long."""
-
-    def __init__(self, pserver: Pserver) -> None:
-        self._pserver = pserver
-        pserver.step_rows = self.begin
-
-    def begin(self, store: Store) -> None:
-        rows = tables_in(store)
-        before = rows.version
-        steps = rows.steps(store.history.lane_zero(before))
-        # the push that begins it has taken its time, too
-        asyncio.get_running_loop().call_soon(self._start, store, before, steps)
-
-    def _start(self, store: Store, before: int, steps: Iterator[None]) -> None:
-        if self._pserver.store is not store:
-            return
-        rows, directory = tables_in(store), self._pserver.directory
-        if directory is not None and directory.spec is not None:  # a job that is started again may have another one
-            rows.kept.most_bytes = directory.spec.snapshot_bytes
-        if rows.kept.may_step(rows.snapshots, clock.monotonic()):
-            self._go_on(store, before, steps)
-        else:
-            asyncio.get_running_loop().call_later(KEPT_S, self._start, store, before, steps)
-
-    def _go_on(self, store: Store, before: int, steps: Iterator[None]) -> None:
-        if self._pserver.store is not store:
-            return
-        until = clock.monotonic() + TURN_S
-        try:
-            for _ in steps:
-                if clock.monotonic() >= until:
-                    asyncio.get_running_loop().call_soon(self._go_on, store, before, steps)
-                    return
-        except Exception as error:  # the step can never be whole
-            log.exception("tables_not_stepped", index=self._pserver.index)
-            self._pserver.tear(f"a step of its embedding tables failed: {error!r}")
-            return
-        self._pserver.rows_stepped(store, before)

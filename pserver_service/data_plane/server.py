@@ -16,7 +16,7 @@ from aiohttp import web
 from pserver_service.data_plane import health, http
 from pserver_service.data_plane.guard import guard
 from pserver_service.data_plane.http_frames import TimeLimits
-from pserver_service.data_plane.lookups import RowTurns
+from pserver_service.data_plane.row_turns import RowTurns
 from pserver_service.pserver import Pserver
 from shared.errors import CallerError
 from shared.runtime.http import hide_implementation

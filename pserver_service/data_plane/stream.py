@@ -39,8 +39,7 @@ log = telemetry.logger("pserver.stream")
 
 @dataclass(slots=True)
 class _Push:
-    """`pushing` None: the push is refused and its blocks are skipped. `memory`: where one block is received. `ahead`: number of
-    its referred blocks that are not applied yet. `ended`: no more blocks will come."""
+    """`pushing` None: it is refused, its blocks are skipped. `memory`: where one is received. `ahead`: those that are not applied yet. `ended`: no more will come."""
 
     number: int
     pushing: OpenPush | None = None
@@ -53,6 +52,8 @@ class _Push:
         if self.memory is not None:
             self.memory.release()
             self.memory = None
+        if self.pushing is not None:
+            self.pushing.on_settled = None  # it holds this one: memory is given back at once
 
 
 @dataclass(slots=True)
@@ -202,18 +203,22 @@ class PserverStream(FrameStream):
         try:
             push.memory, push.blocks_left = self._pserver.memory_for(header)
             push.pushing = self._pserver.begin_push(header)
+            push.pushing.on_settled = lambda: self._end_push(push) if push.ended else None
         except TriremeError as error:
             push.close()
             self._refuse(number, error)
 
     def _end_push(self, push: _Push) -> None:
         push.ended = True
-        if push.ahead:
+        if push.ahead or self._pushes.get(push.number) is not push or (push.pushing and push.pushing.waiting):
             return
         del self._pushes[push.number]
         push.close()
         if push.pushing is not None:
-            self.send_map({"id": push.number, "end": True, "message": codec.plain(push.pushing.answer())})
+            try:
+                self.send_map({"id": push.number, "end": True, "message": codec.plain(push.pushing.answer())})
+            except TriremeError as error:
+                self._refuse(push.number, error)
 
     def _begin_pull(self, number: int, request: PullRequest) -> None:
         try:

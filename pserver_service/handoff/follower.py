@@ -76,6 +76,7 @@ class SlotFollower:
         if before is None or before.version >= slots.version:
             store.slots = before or slots
             return
+        self._pserver.finish_rows()  # an asynchronous push counts for the slots of one map
         count, mine = len(slots.owners), {slot for slot, owner in enumerate(slots.owners) if owner == index}
         had = {slot for slot, owner in enumerate(before.owners) if owner == index}
         lost = frozenset(blocks_in(had - mine, store.geometry.blocks, count))

@@ -143,8 +143,8 @@ def no_rows_before_the_ledger() -> Any:
     """Asynchronous: the ledger advances although the rows of the minibatch were not applied."""
     apply = TableRows.apply
 
-    def applied(self: TableRows, ids: Sequence[Any], gradients: Sequence[Any], *more: Any) -> None:
-        apply(self, [some[:0] for some in ids], [some[:0] for some in gradients], *more)
+    def applied(self: TableRows, ids: Sequence[Any], gradients: Sequence[Any], *more: Any) -> Any:
+        return apply(self, [some[:0] for some in ids], [some[:0] for some in gradients], *more)
 
     return replaced(TableRows, "apply", applied)
 

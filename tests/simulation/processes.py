@@ -11,6 +11,7 @@ from typing import Any
 from master_service.masterless.dispatcher import Dispatcher
 from pserver_service.core.calls import OpenPush
 from pserver_service.core.store import Store
+from pserver_service.data_plane.row_turns import RowTurns
 from pserver_service.pserver import Pserver
 from shared.blocks.buffers import Buffer
 from shared.membership.directory import Directory
@@ -29,6 +30,7 @@ from trainer_agent.data_plane.silence import call_limit_s
 
 DRAIN_S = 10.0
 MAX_VIOLATIONS = 1000
+PORTION_S = 0.002
 
 
 async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -44,20 +46,32 @@ class CheckedPush(OpenPush):
         super().__init__(pserver, store, header)
         self._checked, self._generation = pserver, header.generation
 
-    def take_block(self, item: PushBlock, view: memoryview, memory: Buffer | None) -> Verdict:
+    def take_block(self, item: PushBlock, view: memoryview, memory: Buffer | None) -> Verdict | None:
         checked = self._checked
         checked.seen = max(checked.seen, checked.generation)
         verdict = super().take_block(item, view, memory)
-        if verdict is Verdict.APPLIED and self._generation < checked.seen and len(checked.failures) < MAX_VIOLATIONS:
-            checked.failures.append(
-                f"{checked.incarnation} applied a push of generation {self._generation} after {checked.seen}"
-            )
+        if verdict is Verdict.APPLIED:
+            self._check_generation()
         owned = item.block == ROWS or checked.owns(item.block)
         if verdict is Verdict.APPLIED and not owned and len(checked.failures) < MAX_VIOLATIONS:
             checked.failures.append(
                 f"{checked.incarnation} applied a push to block {item.block}, which it does not own"
             )
         return verdict
+
+    def refusal_of_rows(self, item: PushBlock, rows: Any, ids: Any) -> Verdict | None:
+        self._checked.seen = max(self._checked.seen, self._checked.generation)
+        refusal = super().refusal_of_rows(item, rows, ids)
+        if refusal is None:
+            self._check_generation()
+        return refusal
+
+    def _check_generation(self) -> None:
+        checked = self._checked
+        if self._generation < checked.seen and len(checked.failures) < MAX_VIOLATIONS:
+            checked.failures.append(
+                f"{checked.incarnation} applied a push of generation {self._generation} after {checked.seen}"
+            )
 
 
 class CheckedPserver(Pserver):
@@ -76,6 +90,13 @@ class CheckedPserver(Pserver):
         return CheckedPush(self, store, header)
 
 
+class SlowTurns(RowTurns):
+    """Between two portions of a step time passes, in which anything may happen."""
+
+    def soon(self, call: Callable[..., None], *arguments: object) -> None:
+        asyncio.get_running_loop().call_later(PORTION_S, call, *arguments)
+
+
 async def master(cluster: SimulatedCluster, node: Node) -> int:
     service = cluster.make_master(node.process.name, ids.new_id(node.name), node.url)
     node.service = service
@@ -84,19 +105,27 @@ async def master(cluster: SimulatedCluster, node: Node) -> int:
     return 0
 
 
-async def _later(seconds: float, work: Callable[..., Any], *arguments: Any) -> Any:
-    """By a thread that other work keeps waiting."""
+async def _later(seconds: float, service: Pserver, work: Callable[..., Any], *arguments: Any) -> Any:
+    """By a thread that other work keeps waiting. It has the lock of the tables when no push is half applied."""
+
+    def locked() -> Any:
+        service.finish_rows()
+        return work(*arguments)
+
     if seconds:
         await asyncio.sleep(seconds)
-    return await at_once(work, *arguments)
+    return await at_once(locked)
 
 
 async def pserver(cluster: SimulatedCluster, node: Node) -> int:
     service = CheckedPserver(cluster, ids.new_id(node.name))
+    step_rows = service.step_rows
+    SlowTurns(service, turn_s=0.0)
+    service.step_rows = step_rows  # at once: a thread that reads a snapshot would wait for ever in a step of all lanes
     node.service = service
     cluster.network.listen(node.url, node.process, service)
     process = cluster.make_pserver(
-        service, node.url, cluster.etcd_of(node.process.name), partial(_later, cluster.plan.storage_s)
+        service, node.url, cluster.etcd_of(node.process.name), partial(_later, cluster.plan.storage_s, service)
     )
     return 0 if await process.member.serve(node.stopping, 300.0, DRAIN_S) else LEASE_LOST
 

@@ -2,7 +2,7 @@
 version before.
 
     version s --gradients of lane--> waits --all lanes--> steps(), some rows at a time --> version s + 1
-    asynchronous:  version v --gradients of a push--> apply() at once --> version v + 1
+    asynchronous:  version v --gradients of a push--> apply(), some rows at a time --> version v + 1
 
 All tables step together. A lane without an id of a table pushes no ids, but it pushes: so it is known that none is missing.
 
@@ -13,7 +13,6 @@ of its owner taking no push.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -130,7 +129,7 @@ class TableRows:
 
     @property
     def frozen(self) -> bool:
-        return self.freeze_at is not None and self.freeze_at <= self.version
+        return self.freeze_at is not None and self.freeze_at <= self.version and not self.stepping
 
     @property
     def is_whole(self) -> bool:
@@ -205,8 +204,7 @@ class TableRows:
         return self._steps(self._factor(lane_zero))
 
     def _steps(self, factor: float) -> Iterator[None]:
-        while not self._lock.acquire(timeout=LOCK_S):  # a thread of low priority that reads a snapshot may have it
-            yield
+        yield from self._locked()
         try:
             while (part := self._next()) is not None:
                 self._made = part
@@ -240,17 +238,30 @@ class TableRows:
 
     def apply(
         self, ids: Sequence[Numbers], gradients: Sequence[Floats], count: int, lane_zero: LaneZero | None = None
-    ) -> None:
-        """Asynchronous: a step of the rows of one push, which are copied. `count`: records that they are of; 0: it had no data, and only time goes on.
-        `lane_zero`: see `steps`."""
+    ) -> Iterator[None]:
+        """Asynchronous: a step of the rows of one push; some milliseconds of work between two values. `count`: records that they are of; 0: it had no data,
+        and only time goes on. `lane_zero`: see `steps`. Raises InvalidArgument: nothing has changed."""
         factor = self._factor(lane_zero)
-        kept = [some.copy() if count else some[:0].copy() for some in ids]
-        with self._lock:
-            for table, some in zip(self.tables, kept, strict=True):
-                deque(table.prepare(some), 0)  # what can fail, before anything changes
-            for table, some, own in zip(self.tables, kept, gradients, strict=True):
-                deque(table.steps(some, own.copy() if count else None, table.spec.optimizer.rate(factor)), 0)
-        self._main.version += 1
+        ids = [some.copy() if count else some[:0].copy() for some in ids]  # the version before keeps them
+        self._made = self._main
+        yield from self._locked()
+        try:
+            for table, some in zip(self.tables, ids, strict=True):
+                yield from table.prepare(some)  # what can fail, before anything changes
+            self.changing = True
+            for table, some, own in zip(self.tables, ids, gradients, strict=True):
+                yield from table.steps(some, own if count else None, table.spec.optimizer.rate(factor))
+            self._main.version += 1
+            self.changing = False
+        finally:
+            self._lock.release()
+            if not self.changing:
+                self._made = None
+
+    def _locked(self) -> Iterator[None]:
+        """A thread of low priority that reads a snapshot may have the lock."""
+        while not self._lock.acquire(timeout=LOCK_S):
+            yield
 
     def _factor(self, lane_zero: LaneZero | None) -> float:
         return 1.0 if lane_zero is None else schedule_factor(self._first_options, lane_zero.options)
@@ -263,6 +274,7 @@ class TableRows:
 
     def copies(self) -> list[TableSnapshot]:
         """Of all tables at their version; the caller closes them."""
+        assert not self.changing, "a copy in the middle of a step"
         made = [TableSnapshot(table, self._lock) for table in self.tables]
         self.snapshots = [*(each for each in self.snapshots if each.is_open), *made]
         return made

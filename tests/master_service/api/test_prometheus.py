@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from master_service.core.changes import Decision
-from pserver_service.core.calls import Counters
+from pserver_service.core.progress import Counters
 from pserver_service.data_plane.health import COUNTERS, Collector
 from pserver_service.pserver import Pserver
 from shared.records.cluster import PoolMember

@@ -9,8 +9,7 @@ from contextlib import aclosing
 import pytest
 import torch
 
-from pserver_service import pserver as pserver_module
-from pserver_service.checkpoints import ledger_text
+from pserver_service.checkpoints import copies, ledger_text
 from pserver_service.core.ledger import Ledger
 from pserver_service.core.store import Store
 from shared.checkpoints import stored
@@ -118,7 +117,7 @@ def copied_in_parts(cluster, number, meanwhile):
         return blocks > 1 or meanwhile() is not False
 
     async def copied():
-        kept = await pserver.copy(StepRecord(version=number, positions=()), cluster.state.generation, goes_on)
+        kept = await copies.copy(pserver, StepRecord(version=number, positions=()), cluster.state.generation, goes_on)
         return kept, told, pserver.store is not None and pserver.store.snapshot_waits
 
     return copied()
@@ -132,7 +131,7 @@ def update_a_block(pserver):
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_a_copy_in_parts_is_kept_only_if_it_is_of_one_instant(tmp_path, monkeypatch, checked):
-    monkeypatch.setattr(pserver_module, "COPY_BYTES", 1)
+    monkeypatch.setattr(copies, "COPY_BYTES", 1)
     if not checked:
         monkeypatch.setattr(Store, "_versions", 0)
 
@@ -156,7 +155,7 @@ def copies_slowly(monkeypatch, seconds):
         asyncio.get_running_loop().spend(seconds)
         copy_block(self, copying, number)
 
-    monkeypatch.setattr(pserver_module, "COPY_BYTES", 1)
+    monkeypatch.setattr(copies, "COPY_BYTES", 1)
     monkeypatch.setattr(Store, "copy_block", slow)
 
 

@@ -87,7 +87,8 @@ def test_an_older_attempt_and_rows_of_others_change_nothing():
 
 def test_a_minibatch_without_records_steps_no_row_and_counts():
     store = store_of(0)
-    store.rows.apply([NONE, NONE], [np.empty((0, spec.dim), np.float32) for spec in SPECS], 0)
+    for _ in store.rows.apply([NONE, NONE], [np.empty((0, spec.dim), np.float32) for spec in SPECS], 0):
+        pass
     assert (store.rows.version, {table.updates for table in store.rows.tables}) == (1, {0})
 
 

@@ -12,7 +12,7 @@ import torch
 from pserver_service.core.progress import missing_lanes
 from pserver_service.core.table import kept
 from pserver_service.core.table.rows import TableRows
-from pserver_service.data_plane import lookups
+from pserver_service.data_plane import row_turns
 from shared.errors import BadFrame, CallerError, InvalidArgument, NotReady
 from shared.etcd import Etcd
 from shared.keys import Keys
@@ -186,7 +186,7 @@ async def test_a_pull_of_a_version_waits_for_the_tables(server):
 @pytest.mark.parametrize("server", ["stream tcp", "stream unix"], indirect=True)
 async def test_a_step_in_portions_lets_lookups_wait_and_is_forgotten_by_a_roll_back(server, monkeypatch):
     await made(server)
-    monkeypatch.setattr(lookups, "TURN_S", 0.0)  # as long as it can take
+    monkeypatch.setattr(row_turns, "TURN_S", 0.0)  # as long as it can take
     many = np.arange(30_000)
     seen, turns, steps = [], [], TableRows.steps
 
