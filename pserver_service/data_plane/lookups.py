@@ -112,7 +112,7 @@ async def lookup(pserver: Pserver, request: LookupRequest, payload: memoryview) 
 
 
 def portion(pserver: Pserver, request: TableRequest) -> tuple[TableEnd, memoryview]:
-    """Some rows of a whole table. Raises NotReady, WrongOwner, Gone, InvalidArgument, TooLarge, BadFrame, LayoutMismatch."""
+    """Some rows of a whole table. Raises NotReady, WrongOwner, Gone, InvalidArgument, BadFrame, LayoutMismatch."""
     pserver.check(request)
     store = pserver.loaded()
     rows = tables_in(store)
@@ -130,8 +130,8 @@ def portion(pserver: Pserver, request: TableRequest) -> tuple[TableEnd, memoryvi
             f"the tables are at version {rows.version}, {version} was asked: whole tables are read at the newest"
         )
     total = rows.rows_in_table(request.table)
-    count, payload, following = rows.portion(request.table, request.first)
-    return TableEnd(rows=count, next=following, total=total), payload
+    count, payload, following, part = rows.portion(request.table, request.first, request.part)
+    return TableEnd(rows=count, next=following, part=part, total=total), payload
 
 
 @dataclass(slots=True)

@@ -36,6 +36,7 @@ def compile_loops() -> None:
     for _ in range(2):  # the second time into memory that was given back
         for some in rows:
             copy.put_rows(some)
+            copy.read_slot(0, 0, 1)
             copy.put(copy.rows_of(some.ids))
             copy.remove(some.ids[:1])
         copy.restamp(np.ones(SLOTS, np.bool_), 1)

@@ -28,6 +28,7 @@ CHUNK_BYTES = 64 << 20
 SMALLEST = 8  # cells of a slot that has rows
 TOO_EMPTY = 0.2  # then a slot gets a smaller table
 OWN_PAGES_BYTES = 32 << 10  # of a slot's cells, from which on they have pages of their own
+HASHES = 1 << 32  # of an id in its slot: the half of its hash that says where its cell is
 CELLS_AT_ONCE = 1 << 15  # that move between two values of `reserve`: about a millisecond
 
 Words = npt.NDArray[np.uint64]
@@ -175,12 +176,16 @@ class Cells:
         self._arrays[slot] = cells
         self.addresses[slot], self.capacities[slot] = cells.ctypes.data, len(cells) // 2
 
-    def of_slot(self, slot: int) -> tuple[Numbers, Words]:
-        """Copies of the ids and the words of a slot, in no order that means anything."""
-        used = int(self.used[slot])
+    def of_slot(self, slot: int, first: int = 0, last: int = HASHES) -> tuple[Numbers, Words]:
+        """Copies of the ids and the words of a slot, in no order that means anything; of those with hashes [first, last). These are halves of the hash, whatever
+        the size of the slot: so a slot can be read part after part, though it grows meanwhile."""
+        used, address, capacity = int(self.used[slot]), self.addresses[slot], int(self.capacities[slot])
         ids, words = np.empty(used, np.int64), np.empty(used, np.uint64)
+        if used and last - first < HASHES:
+            found = cell_loops.cells_between(address, capacity, self.seed, first, last, ids, words)
+            return ids[:found].copy(), words[:found].copy()
         if used:
-            cell_loops.cells_of(self.addresses[slot], int(self.capacities[slot]), ids, words)
+            cell_loops.cells_of(address, capacity, ids, words)
         return ids, words
 
     def collect(self, slots: Numbers, after: int, version: int) -> CellsOfSlots:

@@ -24,7 +24,7 @@ from shared.tables.kernels import cells as cell_loops
 from shared.tables.kernels import parts
 from shared.tables.kernels import rows as row_loops
 from shared.tables.leaving import Counts, Oldest, forget_counts, shared_out, swept, without_room
-from shared.tables.memory import Cells, Floats, Numbers, Rows, Words, places_of, with_places
+from shared.tables.memory import HASHES, Cells, Floats, Numbers, Rows, Words, places_of, with_places
 from shared.tables.needs import SKETCH_CELLS, SKETCH_DEPTH
 from shared.tables.removed import RemovedIds
 from shared.tables.turns import TOLD_AT_ONCE, portions
@@ -369,9 +369,9 @@ class Table:
         """For snapshots."""
         return self._cells, self._rows
 
-    def read_slot(self, slot: int) -> RowsOfIds:
-        """Copies of its rows at the newest version."""
-        ids, words = self._cells.of_slot(slot)
+    def read_slot(self, slot: int, first: int = 0, last: int = HASHES) -> RowsOfIds:
+        """Copies of its rows at the newest version, of those with hashes [first, last)."""
+        ids, words = self._cells.of_slot(slot, first, last)
         order = np.argsort(ids)
         ids, words = ids[order], words[order]
         return RowsOfIds(ids, words, self._rows.read(places_of(words)))

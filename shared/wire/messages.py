@@ -191,20 +191,23 @@ class LookupEnd(Record):
 
 class TableRequest(MessageHeader):
     """All rows of the `table`th embedding table at `version`, the newest one (None: whichever that is): those of slots from `first` on, as many as go into
-    one answer. `first` = slot_count: only how many rows there are. `slots`: version of the slot map that the asker goes by; 0: not checked."""
+    one answer; of the first one those whose hash is at least `part` (shared/tables/memory.py). `first` = slot_count: only how many rows there are. `slots`: version
+    of the slot map that the asker goes by; 0: not checked."""
 
     version: int | None = None
     table: int = Field(ge=0, lt=MOST_TABLES)
     first: int = Field(default=0, ge=0)
+    part: int = Field(default=0, ge=0, lt=1 << 32)
     slots: int = 0
 
 
 class TableEnd(Record):
-    """After a payload of `rows` ids, ascending, and their rows; expired rows are left out. `next`: the first slot that is not in it; slot_count:
-    that was all. `total`: rows of the table at this parameter server, expired ones included."""
+    """After a payload of `rows` ids, ascending, and their rows; expired rows are left out. `next`: the first slot that is not whole in it, and `part`, from
+    which hash on it is not; slot_count: that was all. `total`: rows of the table at this parameter server, expired ones included."""
 
     rows: int = Field(ge=0)
     next: int = Field(ge=0)
+    part: int = Field(default=0, ge=0, lt=1 << 32)
     total: int = Field(ge=0)
 
 

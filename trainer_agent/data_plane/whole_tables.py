@@ -29,31 +29,27 @@ class WholeTables(Lookups):
         return sum(await self._ask_by_one_map(ask))
 
     async def whole_table(self, table: int, version: int | None) -> Part:
-        """int64 (n,), ascending, and float32 (n, dim). Raises TooLarge: a parameter server cannot send it."""
+        """int64 (n,), ascending, and float32 (n, dim)."""
         dim = self._dims[table]
 
         async def ask(routes: Routes, index: int) -> list[Part]:
-            found, slot = [], 0
+            found, slot, part = [], 0, 0
             while slot < self._layout.slot_count:
-                end, payload = await self._portion(routes, index, version, table, slot)
-                if end.next <= slot:
+                end, payload = await self._portion(routes, index, version, table, slot, part)
+                if (end.next, end.part) <= (slot, part):
                     raise BadFrame(f"pserver-{index} sent slots {slot} to {end.next} of a table: none at all")
                 (ids,) = ids_in(payload, [end.rows], [dim], rows=True)
                 (rows,) = rows_in(payload, [end.rows], [dim], ids=True)
                 found.append((ids, rows))
-                slot = end.next
+                slot, part = end.next, end.part
             return found
 
         parts = [part for found in await self._ask_by_one_map(ask) for part in found]
         return in_order([ids for ids, _ in parts], [rows for _, rows in parts], dim)
 
     async def _portion(
-        self, routes: Routes, index: int, version: int | None, table: int, first: int
+        self, routes: Routes, index: int, version: int | None, table: int, first: int, part: int = 0
     ) -> tuple[TableEnd, memoryview]:
-        return await self._ask(
-            index,
-            lambda port: port.table(
-                TableRequest(**self.envelope(), version=version, table=table, first=first, slots=routes.version)
-            ),
-            routes=routes,
-        )
+        fields = {"version": version, "table": table, "first": first, "part": part, "slots": routes.version}
+        request = TableRequest(**self.envelope(), **fields)
+        return await self._ask(index, lambda port: port.table(request), routes=routes)

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from shared.errors import TooLarge
 from shared.records.layout import TableSpec
 from shared.runtime import telemetry
 from shared.tables.hashing import Ids
@@ -43,11 +42,7 @@ async def export_tables(
         if size > limit:
             left_out(spec, f"its {rows} rows are {size} bytes, and a trainer writes at most {limit}")
             continue
-        try:
-            ids, values = await reader.whole_table(number, version)
-        except TooLarge as error:
-            left_out(spec, error.message)
-            continue
+        ids, values = await reader.whole_table(number, version)
         urls |= await offload(write_tables, [StoredTable(spec, version or 0, ids, values)], directory)
     return urls
 

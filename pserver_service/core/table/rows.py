@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pserver_service.core.table.kept import KeptRows
-from shared.errors import InvalidArgument, TooLarge
+from shared.errors import InvalidArgument
 from shared.lanes import Interval
 from shared.records import SlotMap
 from shared.records.job_spec import Narrow
@@ -27,8 +27,8 @@ from shared.records.layout import Layout, schedule_factor
 from shared.records.step import LaneZero
 from shared.tables.hashing import owned_slots, slots_of
 from shared.tables.lanes import LaneRows, means_over_lanes
-from shared.tables.memory import Floats, Numbers
-from shared.tables.payload import ID_BYTES, MOST_BYTES, NUMBER_BYTES, ids_in, narrowed, rows_in, size_of
+from shared.tables.memory import HASHES, Floats, Numbers
+from shared.tables.payload import ID_BYTES, NUMBER_BYTES, ids_in, narrowed, rows_in, size_of
 from shared.tables.payload import joined as payload_of
 from shared.tables.sharded import ShardedTable
 from shared.tables.snapshot import TableSnapshot, new_lock, record_words
@@ -36,7 +36,7 @@ from shared.tables.table import Flags, RowsOfIds, joined, living
 from shared.wire.verdict import Verdict
 
 LOCK_S = 0.001  # that the event loop waits for the lock
-PORTION_BYTES = 4 << 20  # of a whole table in one answer, if its slots are not larger: milliseconds
+PORTION_BYTES = 4 << 20  # of a whole table in one answer: milliseconds
 
 
 @dataclass(slots=True, eq=False)
@@ -351,24 +351,23 @@ class TableRows:
             raise InvalidArgument(f"table {number} was asked for: the model has {len(self.tables)}")
         return self.tables[number].rows
 
-    def portion(self, number: int, first: int) -> tuple[int, memoryview, int]:
-        """Of a table at the newest version, which none of them lacks, the rows of slots from `first` on that go into one answer: how many, the payload (ids, rows), and
-        the first slot that is not in it. Raises TooLarge: one slot has more than a payload can."""
+    def portion(self, number: int, first: int, part: int = 0) -> tuple[int, memoryview, int, int]:
+        """Of a table at the newest version, which none of them lacks, the rows of slots from `first` on that go into one answer, of that one those whose hash is
+        at least `part`: how many, the payload (ids, rows), the first slot that is not whole in it, and its part."""
         table = self.tables[number]
         counts, dim = table.counts_by_slot(), table.spec.dim
-        row_bytes = ID_BYTES + NUMBER_BYTES * dim
-        most, rows, slot = PORTION_BYTES // row_bytes, 0, first
+        left, slot = float(PORTION_BYTES // (ID_BYTES + NUMBER_BYTES * dim)), first
         found: list[RowsOfIds] = []
-        for slot in range(first, self.slot_count):
-            count = int(counts[slot])
-            if found and rows + count > most:
+        while slot < self.slot_count:
+            count = float(counts[slot]) * (HASHES - part) / HASHES
+            if count > left and found:
                 break
-            if count * row_bytes > MOST_BYTES:
-                raise TooLarge(f"slot {slot} of table {table.spec.name} has {count} rows: too many for one answer")
-            rows += count
+            last = min(HASHES, part + max(1, int(left * HASHES / counts[slot]))) if count > left else HASHES
             if count:
-                found.append(table.read_slot(slot))
-        else:
-            slot = self.slot_count
+                found.append(table.read_slot(slot, part, last))
+                left -= count
+            slot, part = (slot + 1, 0) if last == HASHES else (slot, last)
+            if part:
+                break
         whole = living(joined(found, table.width), table.spec, table.version)
-        return len(whole), payload_of([whole.ids], [whole.content[:, :dim]]), slot
+        return len(whole), payload_of([whole.ids], [whole.content[:, :dim]]), slot, part

@@ -25,6 +25,7 @@ from shared.tables.kernels.parts import (
     mix,
     remove_cell,
     stamp_of,
+    start_of,
     touched_word,
 )
 
@@ -276,6 +277,32 @@ def restamp(address, capacity, later):
         word = own[2 * i + 1]
         if word != EMPTY:
             own[2 * i + 1] = (np.uint64(max(0, stamp_of(word) + later)) << STAMP_SHIFT) | (word & marks)
+
+
+@compiled
+def cells_between(address, capacity, seed, first, last, keys, words):
+    """The cells of a slot whose ids have the high halves [first, last) of their hash, into `keys` (int64) and `words` (uint64); answers how many. They lie behind the
+    cell where the search for the first of them begins, up to the first empty cell behind that of the last."""
+    own = cells_at(address, capacity)
+    begin, end = (
+        start_of(np.uint64(first) << np.uint64(32), capacity),
+        start_of(np.uint64(last - 1) << np.uint64(32), capacity),
+    )
+    found = 0
+    for step in range(capacity):
+        i = begin + step
+        if i >= capacity:
+            i -= capacity
+        if own[2 * i + 1] == EMPTY:
+            if begin + step >= end:
+                break
+            continue
+        high = np.int64(hash_of(own[2 * i], seed) >> np.uint64(32))
+        if first <= high < last:
+            keys[found] = np.int64(own[2 * i])
+            words[found] = own[2 * i + 1]
+            found += 1
+    return found
 
 
 @compiled

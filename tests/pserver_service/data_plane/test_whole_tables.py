@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from pserver_service.core.table import rows
 from pserver_service.data_plane.health import Collector
-from shared.errors import CallerError, Gone, NotReady, TooLarge, WrongOwner
+from shared.errors import CallerError, Gone, NotReady, WrongOwner
 from shared.records import SlotMap
 from shared.records.layout import RowInit, RowOptimizer, TableSpec
 from shared.tables.payload import ids_in, rows_in
@@ -48,21 +48,24 @@ def request(**fields) -> TableRequest:
 
 async def read(server: Server, **fields) -> tuple[int, np.ndarray, np.ndarray]:
     """How many answers, and what is in them."""
-    found, slot = [], 0
+    found, slot, part = [], 0, 0
     while slot < 16:
-        end, payload = await server.client.table(request(first=slot, **fields))
+        end, payload = await server.client.table(request(first=slot, part=part, **fields))
         found.append((ids_in(payload, [end.rows], [3], rows=True)[0], rows_in(payload, [end.rows], [3], ids=True)[0]))
-        slot = end.next
+        slot, part = end.next, end.part
     ids, values = (np.concatenate(each) for each in zip(*found, strict=True))
     order = np.argsort(ids)
     return len(found), ids[order], values[order]
 
 
-async def test_the_answers_together_are_the_table(server, monkeypatch):
-    monkeypatch.setattr(rows, "PORTION_BYTES", 600)
+@pytest.mark.parametrize(("most_bytes", "least"), [(600, 3), (60, 30)])
+async def test_the_answers_together_are_the_table_also_where_a_slot_is_more_than_one(
+    server, monkeypatch, most_bytes, least
+):
+    monkeypatch.setattr(rows, "PORTION_BYTES", most_bytes)
     await filled(server)
     answers, ids, values = await read(server)
-    assert answers > 3
+    assert answers > least
     expected = np.empty((100, 3), np.float32)
     server.pserver.store.rows.tables[0].lookup(IDS, expected)
     assert np.array_equal(ids, IDS)
@@ -86,7 +89,7 @@ async def test_a_job_without_tables_has_none_to_read(server):
         await server.client.table(request())
 
 
-async def test_requests_of_the_past_the_future_and_other_maps_are_refused(server, monkeypatch):
+async def test_requests_of_the_past_the_future_and_other_maps_are_refused(server):
     await filled(server)
     with pytest.raises(NotReady, match="have not reached version 2"):
         await server.client.table(request(version=2))
@@ -97,9 +100,6 @@ async def test_requests_of_the_past_the_future_and_other_maps_are_refused(server
     server.pserver.store.slots = SlotMap(version=5, owners=(0,) * 16)
     with pytest.raises(WrongOwner, match="slot map 4 is old"):
         await server.client.table(request(slots=4))
-    monkeypatch.setattr(rows, "MOST_BYTES", 20)
-    with pytest.raises(TooLarge, match="too many for one answer"):
-        await server.client.table(request(slots=5))
     server.pserver.timeline = 3
     with pytest.raises(NotReady, match="rolled back in generation 3, this is of 2"):
         await server.client.table(request(generation=2))

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from pserver_service.core import calls, ledger
+from pserver_service.core import ledger
 from pserver_service.core.calls import BlockServer, OpenPush
 from pserver_service.core.moving import ArrivingBlocks, LeavingBlocks, adopt, forget
 from pserver_service.core.store import Store
-from pserver_service.core.table.arrivals import take_arrived
+from pserver_service.core.table.arrivals import ArrivedRows
 from pserver_service.core.table.moving import LeavingRows, RowPart
 from pserver_service.core.table.moving_on_arrival import ArrivingOnArrival, ChangedIds, LeavingOnArrival
 from pserver_service.core.table.rows import TableRows
@@ -252,12 +252,17 @@ def alike(rows):
     return [(*rows[0][:2], sum(bits for _, _, bits in rows))] if rows else []
 
 
-def take_frozen(rows: TableRows, *arguments) -> Verdict:
-    kept, rows.freeze_at = rows.freeze_at, None
-    try:
-        return take_arrived(rows, *arguments)
-    finally:
-        rows.freeze_at = kept
+def taken_frozen() -> Callable:
+    steps = ArrivedRows.steps
+
+    def stepped(self: ArrivedRows) -> Iterator[None]:
+        kept, self.rows.freeze_at = self.rows.freeze_at, None
+        try:
+            return (yield from steps(self))
+        finally:
+            self.rows.freeze_at = kept
+
+    return replaced(ArrivedRows, "steps", stepped)
 
 
 def without_sketches() -> Callable:
@@ -271,7 +276,7 @@ def without_removals() -> Callable:
 
 ABLATIONS = {
     "ledger of each group of slots": lambda: replaced(ledger, "_alike", alike),
-    "freeze": lambda: replaced(calls, "take_arrived", take_frozen),
+    "freeze": taken_frozen,
     "what changes while rows are sent": lambda: replaced(ChangedIds, "ids", lambda _: np.empty(0, np.int64)),
     "rows as they are now": without_removals,
     "sketches": without_sketches,
@@ -299,7 +304,8 @@ MOVED = frozenset((3,))
 
 
 def step(store: Store, *keys: int) -> None:
-    store.rows.apply([np.array(sorted(keys), np.int64)], [np.ones((len(keys), 1), np.float32)], 2)
+    for _ in store.rows.apply([np.array(sorted(keys), np.int64)], [np.ones((len(keys), 1), np.float32)], 2):
+        pass
 
 
 def ages(store: Store) -> dict[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.records.layout import RowInit, RowOptimizer, TableSpec
-from shared.tables.memory import CELLS_AT_ONCE
+from shared.tables.memory import CELLS_AT_ONCE, HASHES
 from shared.tables.needs import needs_of
 from shared.tables.table import Table, joined, stamps_of
 from shared.tables.turns import AT_ONCE
@@ -158,3 +159,24 @@ def test_rows_stay_found_while_others_leave_from_cells_beside_them() -> None:
         there = joined([table.read_slot(slot) for slot in table.slots()], table.width)
         assert len(there) == len(np.unique(there.ids)) == table.rows
         assert np.array_equal(looked_up(table, there.ids), -gradients_of(there.ids))
+
+
+@pytest.mark.parametrize("cuts", [(), (1 << 31,), (1, 1 << 30, 3 << 30, (1 << 32) - 1)])
+def test_a_slot_can_be_read_in_parts_while_it_grows(cuts: tuple[int, ...]) -> None:
+    rng, table = np.random.default_rng(3), table_of(2)
+    first = some_ids(rng, 3000)
+    table.step(first, gradients_of(first))
+    bounds, found = [0, *cuts, HASHES], []
+    for part, (low, high) in enumerate(itertools.pairwise(bounds)):
+        if part == 1:
+            more = some_ids(rng, 9000)
+            table.step(more, gradients_of(more))
+        found += [table.read_slot(slot, low, high) for slot in range(2)]
+    ids = np.concatenate([rows.ids for rows in found])
+    assert len(set(ids.tolist())) == len(ids)
+    assert set(first.tolist()) <= set(ids.tolist())
+    whole = joined([table.read_slot(slot) for slot in range(2)], table.width)
+    for rows in found[2 * bool(cuts) :]:  # those of the first part are of the version before
+        at = np.searchsorted(whole.ids, rows.ids)
+        assert np.array_equal(whole.ids[at], rows.ids)
+        assert np.array_equal(whole.content[at], rows.content)
