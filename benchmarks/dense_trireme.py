@@ -54,10 +54,12 @@ class PserverProcess:
     def start(self) -> int:
         from pserver_service.data_plane.server import make_app, serving
         from pserver_service.pserver import Pserver
+        from pserver_service.table_loops import compile_in_thread
         from shared.wire.region_allocator import RegionAllocator
 
         async def serve(ready: asyncio.Future, stop: asyncio.Event) -> None:
             self.pserver = Pserver(JOB, "ps", self._index, allocate=RegionAllocator)
+            self.pserver.prepare_tables = compile_in_thread  # as the service does
             app = make_app(self.pserver)
             async with serving(app, "127.0.0.1", 0, self._uds) as listening:
                 ready.set_result(listening.port)

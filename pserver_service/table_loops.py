@@ -4,12 +4,14 @@ read (recovery/start_rows.py), while the event loop goes on."""
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from shared.checkpoints.start_tables import mark_in
 from shared.errors import NotReady
 from shared.records.layout import Layout
+from shared.runtime.service import settled
 from shared.wire.messages import InitHeader
 
 if TYPE_CHECKING:
@@ -42,3 +44,5 @@ def _compile() -> None:
     from shared.tables.first_use import compile_loops  # noqa: PLC0415  numba takes a second to be loaded
 
     compile_loops()
+    gc.collect()
+    settled()  # numba's objects, too

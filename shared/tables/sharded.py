@@ -41,7 +41,7 @@ class ShardedTable(Table):
 
     def begin_at(self, version: int) -> None:
         """No rows are its own yet, so what is known of the version before is complete."""
-        self.version, self._before = version, [joined([], self.width)]
+        self.version, self._before, self._pieces = version, [joined([], self.width)], None
 
     def put_sketch(self, slots: Numbers, counts: npt.NDArray[np.uint8]) -> None:
         """Counts of ids without a row that come: uint8 (slots, cells)."""

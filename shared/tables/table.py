@@ -19,6 +19,7 @@ import torch
 
 from shared.errors import InvalidArgument
 from shared.records.layout import TableSpec
+from shared.tables.grouping import Pieces
 from shared.tables.hashing import slots_of
 from shared.tables.kernels import cells as cell_loops
 from shared.tables.kernels import parts
@@ -112,6 +113,7 @@ class Table:
         self.slot_count = slot_count
         self.counts = Counts()
         self._before: list[RowsOfIds] | None = None  # parts, each with ids that ascend
+        self._pieces: Pieces | None = None  # of these, if it has their number
         self.removed = RemovedIds(version)
         self.leaving: list[Callable[[RowsOfIds], None]] = []
         self._cells = Cells(slot_count, spec.seed)
@@ -157,7 +159,7 @@ class Table:
     def before(self) -> RowsOfIds | None:
         """The rows that the newest step has changed or removed, as they were."""
         if self._before is not None and len(self._before) > 1:
-            self._before = [joined(self._before, self.width)]  # few ask for it: trainers that are late
+            self._before = [joined(self._before, self.width)]  # few ask for it: slots that move
         return None if self._before is None else self._before[0]
 
     # ------------------------------------------------------------ reading
@@ -183,18 +185,15 @@ class Table:
         if wanted == self.version:
             return
         assert wanted == self.version - 1
-        before = self.before
-        assert before is not None
-        if not len(before):
-            return
-        places = np.searchsorted(before.ids, ids)
-        places[places == len(before)] = 0
-        changed = np.flatnonzero(before.ids[places] == ids)
-        lived = self._lives(before.words[places[changed]], wanted)
-        out[changed[lived]] = before.content[places[changed[lived]], : self.spec.dim]
-        fresh = changed[~lived]
-        if len(fresh):
-            out[fresh] = initial_values(self.spec, ids[fresh])
+        assert self._before is not None
+        if self._pieces is None or self._pieces.count != len(self._before):
+            self._pieces = Pieces([part.ids for part in self._before])
+        for number, there, places in self._pieces.find(ids):
+            part = self._before[number]
+            lived = self._lives(part.words[places], wanted)
+            out[there[lived]] = part.content[places[lived], : self.spec.dim]
+            if len(fresh := there[~lived]):
+                out[fresh] = initial_values(self.spec, ids[fresh])
 
     def _lives(self, words: Words, version: int) -> Flags:
         lives: Flags = words != 0
@@ -246,7 +245,7 @@ class Table:
     def steps(self, ids: Numbers, gradients: Floats | None, lr: float | None = None) -> Iterator[None]:
         """`step`, after `prepare` with the same ids (with no data: none); milliseconds of work between two values. Meanwhile nothing can be read."""
         self.version += 1
-        self._before = []
+        self._before, self._pieces = [], None
         if gradients is None:
             self._before = [joined([], self.width)]
             yield from self._sweeps()

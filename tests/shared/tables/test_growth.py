@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.records.layout import RowInit, RowOptimizer, TableSpec
+from shared.tables import table as tables
 from shared.tables.memory import CELLS_AT_ONCE, HASHES
 from shared.tables.needs import needs_of
 from shared.tables.table import Table, joined, stamps_of
 from shared.tables.turns import AT_ONCE
+from tests.equipment.replaced import replaced
 
 DIM = 3
 ADAM = RowOptimizer(kind="adam", lr=0.01)
@@ -180,3 +182,20 @@ def test_a_slot_can_be_read_in_parts_while_it_grows(cuts: tuple[int, ...]) -> No
         at = np.searchsorted(whole.ids, rows.ids)
         assert np.array_equal(whole.ids[at], rows.ids)
         assert np.array_equal(whole.content[at], rows.content)
+
+
+def test_a_lookup_of_the_version_before_moves_no_rows_that_left() -> None:
+    """Full tables give up as many rows as come: a late trainer would have held up everybody while they were put in order."""
+    table, rng = table_of(4, max_rows=30_000), np.random.default_rng(7)
+    known = some_ids(rng, 30_000)
+    for _ in range(3):
+        ids = np.setdiff1d(some_ids(rng, 20_000), known)
+        before = np.concatenate([known, ids])
+        expected = looked_up(table, before)
+        table.step(ids, gradients_of(ids))
+        with replaced(tables, "joined", lambda *_: pytest.fail("rows were put in order")):
+            out = np.empty((len(before), DIM), np.float32)
+            table.lookup(before, out, table.version - 1)
+        assert np.array_equal(out, expected)
+        known = before
+    assert table.counts.evicted > 20_000
