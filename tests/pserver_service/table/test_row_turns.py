@@ -266,3 +266,14 @@ async def test_a_push_that_is_refused_in_its_turn_leaves_the_stream_to_the_other
     assert await asyncio.gather(*pushing[:2]) == ["APPLIED"] * 2
     assert repr(turns) == "<RowTurns: 0 pushes wait, 0 bytes>"
     assert await push(server.client, 2, MANY, NONE) == "APPLIED"
+
+
+async def test_rows_freeze_when_the_push_that_is_being_stepped_is_whole():
+    async with serving() as pserver:
+        rows = pserver.store.rows
+        first, second = (asyncio.ensure_future(push(pserver, start, MANY, NONE)) for start in range(2))
+        await begun(pserver)
+        rows.freeze_at = rows.version
+        assert not rows.frozen
+        assert (await first, await second, rows.frozen) == ("APPLIED", Verdict.MOVING, True)
+        assert await push(pserver, 0, MANY, NONE) == "DUPLICATE"
