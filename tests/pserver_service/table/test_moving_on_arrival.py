@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -252,17 +252,12 @@ def alike(rows):
     return [(*rows[0][:2], sum(bits for _, _, bits in rows))] if rows else []
 
 
-def taken_frozen() -> Callable:
-    steps = ArrivedRows.steps
-
-    def stepped(self: ArrivedRows) -> Iterator[None]:
-        kept, self.rows.freeze_at = self.rows.freeze_at, None
-        try:
-            return (yield from steps(self))
-        finally:
-            self.rows.freeze_at = kept
-
-    return replaced(ArrivedRows, "steps", stepped)
+def taken_frozen(self: ArrivedRows, steps: Callable = ArrivedRows.steps) -> Iterator[None]:
+    kept, self.rows.freeze_at = self.rows.freeze_at, None
+    try:
+        return (yield from steps(self))
+    finally:
+        self.rows.freeze_at = kept
 
 
 def without_sketches() -> Callable:
@@ -276,7 +271,7 @@ def without_removals() -> Callable:
 
 ABLATIONS = {
     "ledger of each group of slots": lambda: replaced(ledger, "_alike", alike),
-    "freeze": taken_frozen,
+    "freeze": lambda: replaced(ArrivedRows, "steps", taken_frozen),
     "what changes while rows are sent": lambda: replaced(ChangedIds, "ids", lambda _: np.empty(0, np.int64)),
     "rows as they are now": without_removals,
     "sketches": without_sketches,
@@ -304,8 +299,7 @@ MOVED = frozenset((3,))
 
 
 def step(store: Store, *keys: int) -> None:
-    for _ in store.rows.apply([np.array(sorted(keys), np.int64)], [np.ones((len(keys), 1), np.float32)], 2):
-        pass
+    deque(store.rows.apply([np.array(sorted(keys), np.int64)], [np.ones((len(keys), 1), np.float32)], 2), 0)
 
 
 def ages(store: Store) -> dict[int, int]:
