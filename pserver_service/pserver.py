@@ -25,7 +25,7 @@ from shared.checkpoints.schedule import Schedule
 from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, NotReady, StaleGeneration, StepTorn, WrongOwner
 from shared.membership.directory import Directory
 from shared.records import JobState, Mode
-from shared.records.layout import ELEMENT_BYTES
+from shared.records.layout import ELEMENT_BYTES, ROWS
 from shared.records.pauses import Torn
 from shared.runtime import clock, telemetry
 from shared.runtime.waiting import event_within
@@ -166,7 +166,8 @@ class Pserver(BlockServer):
         pushing, settled = self.begin_push(header), asyncio.Event()
         pushing.on_settled = settled.set
         async for item, payload in blocks:
-            pushing.apply(item, payload)
+            # the memory of rows that wait is somebody else's from the next block on
+            pushing.apply(item, memoryview(payload).toreadonly() if item.block == ROWS else payload)
             await asyncio.sleep(0)
         while pushing.waiting:
             settled.clear()

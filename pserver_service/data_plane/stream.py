@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from pserver_service.core.calls import OpenPull, OpenPush
 from pserver_service.data_plane.heads import head_of, same_of
 from pserver_service.data_plane.lookups import StreamLookups
+from pserver_service.data_plane.open_calls import Pull, Push
 from pserver_service.pserver import Pserver
 from shared.blocks.buffers import Buffer
 from shared.errors import BadFrame, DeadlineExceeded, PeerError, TooLarge, TriremeError
@@ -37,33 +36,6 @@ UNUSED_S = 3600.0  # for a connection without a call: trainers keep it open whil
 log = telemetry.logger("pserver.stream")
 
 
-@dataclass(slots=True)
-class _Push:
-    """`pushing` None: it is refused, its blocks are skipped. `memory`: where one is received. `ahead`: those that are not applied yet. `ended`: no more will come."""
-
-    number: int
-    pushing: OpenPush | None = None
-    memory: Buffer | None = None
-    blocks_left: int = 0
-    ahead: int = 0
-    ended: bool = False
-
-    def close(self) -> None:
-        if self.memory is not None:
-            self.memory.release()
-            self.memory = None
-        if self.pushing is not None:
-            self.pushing.on_settled = None  # it holds this one: memory is given back at once
-
-
-@dataclass(slots=True)
-class _Pull:
-    pulling: OpenPull
-    expiry: asyncio.TimerHandle
-    queued: bool = True
-    expired: bool = False
-
-
 class PserverStream(FrameStream):
     """`turns`, `answers`: of all streams of the pserver. `stall_s`, `idle_s`: see http_frames.TimeLimits. `over` is called when the
     connection is lost. `check_token` is called now and then; it raises TriremeError once the peer's token was revoked."""
@@ -82,14 +54,14 @@ class PserverStream(FrameStream):
         self._pserver, self._turns, self._lost = pserver, turns, over
         self._stall_s, self._idle_s = stall_s, idle_s
         self._check_token = check_token
-        self._pushes: dict[int, _Push] = {}
-        self._pulls: dict[int, _Pull] = {}
+        self._pushes: dict[int, Push] = {}
+        self._pulls: dict[int, Pull] = {}
         self._due: deque[int] = deque()  # pulls that have something to send
         self._sent: list[Buffer] = []  # values the transport may still refer to
         self._item: PushBlock | None = None
-        self._push: _Push | None = None  # the push whose payload is being read
+        self._push: Push | None = None  # the push whose payload is being read
         self._referred: memoryview | None = None  # its payload, if it lies in the trainer's memory
-        self._ahead: deque[tuple[_Push, PushBlock, memoryview]] = deque()  # such payloads that are not applied yet
+        self._ahead: deque[tuple[Push, PushBlock, memoryview]] = deque()  # such payloads that are not applied yet
         self._lookups = StreamLookups(pserver, self._send_rows, self._refuse, lambda: self._is_writable)
         self._memory = ServerMemory(
             lambda: peer_of(self.transport and self.transport.get_extra_info("socket")), answers
@@ -199,7 +171,7 @@ class PserverStream(FrameStream):
         self.send_head(head)
 
     def _begin_push(self, number: int, header: PushHeader) -> None:
-        push = self._pushes[number] = _Push(number)
+        push = self._pushes[number] = Push(number)
         try:
             push.memory, push.blocks_left = self._pserver.memory_for(header)
             push.pushing = self._pserver.begin_push(header)
@@ -208,7 +180,7 @@ class PserverStream(FrameStream):
             push.close()
             self._refuse(number, error)
 
-    def _end_push(self, push: _Push) -> None:
+    def _end_push(self, push: Push) -> None:
         push.ended = True
         if push.ahead or self._pushes.get(push.number) is not push or (push.pushing and push.pushing.waiting):
             return
@@ -231,13 +203,13 @@ class PserverStream(FrameStream):
             return
         wait_s = pulling.deadline - clock.monotonic()
         expiry = asyncio.get_running_loop().call_later(wait_s, self._expired, number)
-        self._pulls[number] = _Pull(pulling, expiry)
+        self._pulls[number] = Pull(pulling, expiry)
         self._due.append(number)
         self.on_writable()
 
     # ------------------------------------------------------------ shared memory
 
-    def apply_later(self, push: _Push, item: PushBlock, payload: memoryview) -> None:
+    def apply_later(self, push: Push, item: PushBlock, payload: memoryview) -> None:
         """References are read ahead of applying their blocks, so the frames behind them are read in time."""
         if not self._ahead:
             self._turns.ask(self._apply_some)
