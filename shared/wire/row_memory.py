@@ -33,6 +33,14 @@ class AnswerMemory:
     def __repr__(self) -> str:
         return f"<AnswerMemory {self._pool!r}>"
 
+    @property
+    def bytes(self) -> int:
+        return self._pool.allocated_bytes
+
+    @property
+    def lent_bytes(self) -> int:
+        return self._pool.allocated_bytes - self._pool.free_bytes
+
     def copied(self, payload: memoryview) -> Buffer | None:
         """A buffer that begins with a copy of the payload, for the caller to release. None: it has to be sent."""
         if payload.nbytes < LEAST_BYTES:
@@ -53,16 +61,16 @@ class GradientMemory:
         self._possible = True
 
     def __repr__(self) -> str:
-        return f"<GradientMemory {len(self._regions)} regions, {self._bytes >> 10} KiB>"
+        return f"<GradientMemory {len(self._regions)} regions, {self.bytes >> 10} KiB>"
+
+    @property
+    def bytes(self) -> int:
+        return sum(map(len, self._regions))
 
     def take(self, size: int) -> memoryview:
         """Memory of `size` bytes; it is its own as long as something refers to it. Private memory where there is no other."""
         region = self._region(_rounded(size)) if size >= LEAST_BYTES else None
         return memoryview(bytearray(size)) if region is None else memoryview(region)[:size]
-
-    @property
-    def _bytes(self) -> int:
-        return sum(map(len, self._regions))
 
     def _region(self, size: int) -> Region | None:
         self._regions = [region for region in self._regions if not region.lost]  # somebody may read them still
@@ -73,7 +81,7 @@ class GradientMemory:
                 self._regions.append(self._regions.pop(place))
                 return region
         self._make_room(size)
-        if not self._possible or self._bytes + size > MOST_BYTES:
+        if not self._possible or self.bytes + size > MOST_BYTES:
             return None
         try:
             self._regions.append(Region.create(size))
@@ -86,7 +94,7 @@ class GradientMemory:
     def _make_room(self, size: int) -> None:
         """Forget regions of other sizes that nobody refers to, those that were not used for longest first."""
         place = 0
-        while self._bytes + size > MOST_BYTES and place < len(self._regions):
+        while self.bytes + size > MOST_BYTES and place < len(self._regions):
             if sys.getrefcount(self._regions[place]) == 2:
                 del self._regions[place]
             else:

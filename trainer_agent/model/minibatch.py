@@ -23,13 +23,12 @@ from shared.metric_names import LOSS
 from shared.records.job_spec import Precision
 from shared.tables.grouping import Grouped
 from trainer_agent.data.collate import default_collate
-from trainer_agent.data.ready_batch import ReadyBatch, undisturbed
+from trainer_agent.data.ready_batch import ReadyBatch, seed_everything, undisturbed
 from trainer_agent.model.buffers import LiveBuffers
 from trainer_agent.model.compute import Ready, Records
 from trainer_agent.model.devices import autocast
 from trainer_agent.model.finite import check_gradients, check_loss
 from trainer_agent.model.flat import Plan, Vector
-from trainer_agent.model.random_seed import seed_everything
 from trainer_agent.model.unshared_state import UnsharedState
 from trainer_agent.own_loop.turns import OwnLoop
 

@@ -42,6 +42,7 @@ from trainer_agent.data import (
     minibatches_in,
     open_dataset,
 )
+from trainer_agent.data.ready_batch import seed_everything
 from trainer_agent.model.clipping import GradientClipper
 from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.devices import autocast, check_precision, device_of
@@ -49,7 +50,6 @@ from trainer_agent.model.export import write_model
 from trainer_agent.model.finite import NonFiniteError, check_gradients, check_loss
 from trainer_agent.model.flat import checked_model, plan, trained_parameters
 from trainer_agent.model.minibatch import BackwardGuard, means_of, on_device, sums_of
-from trainer_agent.model.random_seed import seed_everything
 from trainer_agent.model.schedule import Schedule, check_plateau_metric
 from trainer_agent.script.user_module import UserModule
 from trainer_agent.start_values.load import load_start_values

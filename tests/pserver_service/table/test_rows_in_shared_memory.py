@@ -64,17 +64,17 @@ async def test_neither_rows_nor_gradients_go_through_the_stream(server, monkeypa
         answer = await step(server, number, lent(memory))
         assert (answer.applied, answer.refused) == (7, ())
     assert sum(came) < 20_000, f"the gradients of two steps are {2 * (ROW_BYTES + MANY.nbytes)} bytes"
-    assert len(memory._regions) == 1, "one push after the other has the same memory"
+    assert memory.bytes == 1 << 19, "one push after the other has the same memory"
     came.clear()
     found = await looked_up(server, 3)
     assert (found == 0.5 - 3 / 4).all()
     assert sum(came) < ROW_BYTES / 2 + MANY.nbytes, "the rows came through the stream"
     await settled(server.pserver)
-    answers = server.app[STREAMS].answers._pool
-    assert 0 < answers.allocated_bytes == answers.free_bytes
+    answers = server.app[STREAMS].answers
+    assert (answers.bytes, answers.lent_bytes) == (1 << 18, 0)
     for _ in range(5):
         await looked_up(server, 3)
-    assert answers.allocated_bytes == answers.free_bytes == 1 << 18, "memory of answers is used again"
+    assert (answers.bytes, answers.lent_bytes) == (1 << 18, 0), "memory of answers is used again"
 
 
 @over_shm
@@ -102,7 +102,7 @@ async def test_beyond_the_limit_of_memory_rows_go_through_the_stream(server, mon
     came.clear()
     assert (await looked_up(server, 1) == 0.5 - 1 / 4).all()
     assert sum(came) > ROW_BYTES
-    assert server.app[STREAMS].answers._pool.allocated_bytes == 0
+    assert server.app[STREAMS].answers.bytes == 0
 
 
 def test_memory_of_gradients_is_used_again_when_nobody_refers_to_it():
@@ -131,7 +131,7 @@ def test_memory_of_gradients_has_a_limit(monkeypatch):
     assert [isinstance(each.obj, Region) for each in held] == [True, True, True, False]
     held.clear()
     assert isinstance(memory.take(1 << 18).obj, Region), "regions of other sizes give way"
-    assert memory._bytes == 3 << 17
+    assert memory.bytes == 3 << 17
 
 
 def test_without_shared_memory_payloads_are_private(monkeypatch):
