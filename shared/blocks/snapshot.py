@@ -27,7 +27,7 @@ class SavedTensor:
 
 
 class TableSnapshot(Protocol):
-    """See shared.tables.snapshot."""
+    """See shared.tables.saving.snapshot."""
 
     version: int
 

@@ -70,8 +70,8 @@ def _read_chain(
     gone: Callable[[Ids], None],
 ) -> int:
     """A part and the last `links` parts that it builds on. `gone`: called with ids that have no row any more."""
-    from shared.tables.chain import Chain  # noqa: PLC0415  only where there are tables: it loads numba
-    from shared.tables.snapshot import from_records, record_words  # noqa: PLC0415
+    from shared.tables.saving.chain import Chain  # noqa: PLC0415  only where there are tables: it loads numba
+    from shared.tables.saving.snapshot import from_records, record_words  # noqa: PLC0415
     from shared.tables.table import living  # noqa: PLC0415
 
     words, chain = record_words(spec.row_words), Chain()

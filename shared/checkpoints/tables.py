@@ -1,6 +1,6 @@
 """Embedding tables in the parts of checkpoints.
 
-table.<name>.<first slot>   int64 (n, words): the rows of some slots, see shared.tables.snapshot.to_records
+table.<name>.<first slot>   int64 (n, words): the rows of some slots, see shared.tables.saving.snapshot.to_records
 table.<name>.sketch         int64 (n, 1 + words): slots, and their counts of ids without a row, of tables with admit_after
 metadata `tables`           JSON: updates of each table
 
@@ -27,7 +27,7 @@ from shared.records.checkpoints import CheckpointRef
 from shared.storage.tensor_file import Entry
 
 if TYPE_CHECKING:
-    from shared.tables.snapshot import SlotGroup, TableSnapshot  # loads numba
+    from shared.tables.saving.snapshot import SlotGroup, TableSnapshot  # loads numba
 
 Records = npt.NDArray[np.int64]
 
@@ -51,7 +51,7 @@ def tensors_of(snapshot: Snapshot, *, finite: bool) -> Iterator[tuple[Entry, Cal
     tables = tables_of(snapshot)
     if not tables:
         return
-    from shared.tables.snapshot import record_words  # noqa: PLC0415  only where there are tables: it loads numba
+    from shared.tables.saving.snapshot import record_words  # noqa: PLC0415  only where there are tables: it loads numba
 
     def rows(table: TableSnapshot, group: SlotGroup) -> memoryview:
         records, are_finite = table.records(group)

@@ -9,8 +9,8 @@ import numpy as np
 
 from shared.records.layout import RowInit, RowOptimizer, TableSpec
 from shared.tables.lanes import LaneRows, mean_over_lanes, sums_of_ids
+from shared.tables.saving.snapshot import TableSnapshot, new_lock
 from shared.tables.sharded import ShardedTable
-from shared.tables.snapshot import TableSnapshot, new_lock
 from shared.tables.table import Table
 
 SLOTS, IDS, DIM, STEPS = 4, 64, 4, 12

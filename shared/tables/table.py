@@ -101,7 +101,7 @@ def by_slot(rows: RowsOfIds, seed: int, slot_count: int, together: int = 1) -> I
 
 class Table:
     """`version`: steps made. `updates`: steps that had data (Adam counts them). Not for several threads at once. Each of `leaving` is called with rows
-    that a step has changed or removed, as they were (see snapshot.py). Raises InvalidArgument for a `max_rows` below `slot_count`."""
+    that a step has changed or removed, as they were (see saving/snapshot.py). Raises InvalidArgument for a `max_rows` below `slot_count`."""
 
     def __init__(self, spec: TableSpec, slot_count: int, version: int = 0) -> None:
         if spec.max_rows is not None and spec.max_rows < slot_count:

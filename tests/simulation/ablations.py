@@ -31,7 +31,7 @@ from shared.checkpoints import schedule, stored
 from shared.records import StepMetrics
 from shared.records.layout import ROWS
 from shared.tables.memory import Numbers
-from shared.tables.snapshot import SlotGroup, TableSnapshot, new_lock
+from shared.tables.saving.snapshot import SlotGroup, TableSnapshot, new_lock
 from shared.tables.table import Table, joined
 from shared.wire.messages import PushHeader
 from shared.wire.verdict import Verdict

@@ -19,7 +19,7 @@ from shared.records import Mode
 from shared.records.job_spec import Transported
 from shared.records.layout import RowInit, RowOptimizer, TableSpec
 from shared.tables.lanes import LaneRows, mean_over_lanes
-from shared.tables.snapshot import to_records
+from shared.tables.saving.snapshot import to_records
 from shared.tables.table import Table, joined
 from trainer_agent.tables.files import StoredTable, StoredTables
 

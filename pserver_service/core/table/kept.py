@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from shared.errors import InvalidArgument
 from shared.records.job_spec import SNAPSHOT_BYTES
-from shared.tables.snapshot import TableSnapshot
+from shared.tables.saving.snapshot import TableSnapshot
 
 LIMIT_S = 30.0
 

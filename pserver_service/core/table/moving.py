@@ -20,8 +20,8 @@ from pserver_service.core.table.rows import TableRows
 from shared.errors import BadFrame, NotReady
 from shared.records.layout import ROWS
 from shared.tables.memory import Numbers
+from shared.tables.saving.snapshot import from_records, record_words, to_records
 from shared.tables.sharded import ShardedTable
-from shared.tables.snapshot import from_records, record_words, to_records
 from shared.tables.table import Flags, RowsOfIds, joined
 from shared.wire.messages import HandoffPart, MovedTable
 

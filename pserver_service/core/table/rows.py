@@ -30,8 +30,8 @@ from shared.tables.lanes import LaneRows, means_over_lanes
 from shared.tables.memory import HASHES, Floats, Numbers
 from shared.tables.payload import ID_BYTES, NUMBER_BYTES, ids_in, narrowed, rows_in, size_of
 from shared.tables.payload import joined as payload_of
+from shared.tables.saving.snapshot import TableSnapshot, new_lock, record_words
 from shared.tables.sharded import ShardedTable
-from shared.tables.snapshot import TableSnapshot, new_lock, record_words
 from shared.tables.table import Flags, RowsOfIds, joined, living
 from shared.wire.verdict import Verdict
 

@@ -12,7 +12,7 @@ from shared.records.layout import ROWS, RowInit, RowOptimizer, TableSpec
 from shared.tables.hashing import owned_slots, slots_of
 from shared.tables.lanes import LaneRows, mean_over_lanes
 from shared.tables.payload import joined as payload_of
-from shared.tables.snapshot import to_records
+from shared.tables.saving.snapshot import to_records
 from shared.tables.table import Table, joined
 from shared.wire.messages import PushBlock
 from tests.pserver_service.checkpoints import parts

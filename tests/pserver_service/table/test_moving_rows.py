@@ -16,8 +16,8 @@ from shared.errors import BadFrame, NotReady
 from shared.records import SlotMap
 from shared.records.layout import RowInit, RowOptimizer, TableSpec
 from shared.tables.hashing import slots_of
+from shared.tables.saving.snapshot import to_records
 from shared.tables.sharded import ShardedTable
-from shared.tables.snapshot import to_records
 from shared.tables.table import joined
 from shared.wire.verdict import Verdict
 from tests.equipment.replaced import replaced

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.tables.chain import Chain
-from shared.tables.overwritten import TOGETHER
 from shared.tables.removed import LEAST_KEPT, RemovedIds
+from shared.tables.saving.chain import Chain
+from shared.tables.saving.overwritten import TOGETHER
+from shared.tables.saving.snapshot import SlotGroup, TableSnapshot, new_lock
 from shared.tables.sharded import ShardedTable
-from shared.tables.snapshot import SlotGroup, TableSnapshot, new_lock
 from shared.tables.table import RowsOfIds, Table, joined, living
 from tests.shared.tables.test_snapshot import SLOTS, contents, copy_of, step, table_of
 from tests.shared.tables.test_table import EXACT, spec_of

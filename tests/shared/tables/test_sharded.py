@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from shared.tables.hashing import slots_of
+from shared.tables.saving.snapshot import TableSnapshot, new_lock
 from shared.tables.sharded import ShardedTable
-from shared.tables.snapshot import TableSnapshot, new_lock
 from shared.tables.table import RowsOfIds, joined
 from tests.shared.tables.test_snapshot import SLOTS, contents
 from tests.shared.tables.test_table import EXACT, spec_of

@@ -16,7 +16,7 @@ from shared.records.layout import RowInit, RowOptimizer, TableSpec
 from shared.tables import overwritten
 from shared.tables.kernels.saving import sort_slots
 from shared.tables.memory import Rows
-from shared.tables.snapshot import SlotGroup, TableSnapshot, from_records, new_lock, record_words, to_records
+from shared.tables.saving.snapshot import SlotGroup, TableSnapshot, from_records, new_lock, record_words, to_records
 from shared.tables.table import RowsOfIds, Table, joined
 
 SLOTS, DIM = 8, 3

@@ -21,7 +21,7 @@ from shared.errors import InvalidArgument
 from shared.tables.kernels import parts
 from shared.tables.kernels import saving as loops
 from shared.tables.memory import CellsOfSlots, Numbers, Words
-from shared.tables.overwritten import Overwritten
+from shared.tables.saving.overwritten import Overwritten
 from shared.tables.table import RowsOfIds, Table, stamps_of
 
 GROUP_BYTES = 16 << 20  # of rows that are read at a time
