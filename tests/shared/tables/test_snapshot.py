@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from shared.errors import InvalidArgument
 from shared.records.layout import RowInit, RowOptimizer, TableSpec
-from shared.tables import overwritten
 from shared.tables.kernels.saving import sort_slots
 from shared.tables.memory import Rows
+from shared.tables.saving import overwritten
 from shared.tables.saving.snapshot import SlotGroup, TableSnapshot, from_records, new_lock, record_words, to_records
 from shared.tables.table import RowsOfIds, Table, joined
 
