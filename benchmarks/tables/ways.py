@@ -94,6 +94,7 @@ class Server:
     def __init__(self, kind: str, data: Minibatches, port: int, uds: str) -> None:
         from shared.records import PserverMember
         from shared.records.layout import Layout, OptimizerSpec, Segment
+        from shared.wire.row_memory import GradientMemory
         from trainer_agent.data_plane.http import HttpPserver
         from trainer_agent.data_plane.stream import StreamPserver
 
@@ -104,6 +105,7 @@ class Server:
         self.layout = Layout(
             segments=(segment,), block_bytes=256, digest="d", optimizer=spec, tables=(table_spec(data.dim),)
         )
+        self._memory = GradientMemory()
         self._loop = new_loop()  # no asyncio.Runner: each `run` sets a handler of signals, and takes 0.7 ms for it
         host, url = socket.gethostname(), f"http://127.0.0.1:{port}"
         local = f"{uds}-0" if kind in ("shm", "unix") else ""
@@ -156,7 +158,8 @@ class Server:
 
         async def blocks():
             yield PushBlock(block=0, lanes=(0, 1), count=1), memoryview(np.zeros(64, np.float32)).cast("B")
-            yield PushBlock(block=ROWS, lanes=(0, 1), count=1, rows=(len(ids),)), joined([ids], [gradients])
+            payload = joined([ids], [gradients], None, self._memory.take)
+            yield PushBlock(block=ROWS, lanes=(0, 1), count=1, rows=(len(ids),)), payload
 
         answer = await self._port.push(header, blocks())
         assert not answer.refused, answer

@@ -14,7 +14,7 @@ from shared.runtime import telemetry
 from shared.wire.region_allocator import RegionAllocator
 from shared.wire.shared_memory import Region
 
-LEAST_BYTES = 64 << 10  # smaller payloads go through the stream: that is as fast
+LEAST_BYTES = 256 << 10  # smaller payloads go through the stream: that is as fast
 MOST_BYTES = 256 << 20  # of a process
 
 log = telemetry.logger("wire.row_memory")

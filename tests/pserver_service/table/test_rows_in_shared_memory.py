@@ -22,7 +22,7 @@ from tests.pserver_service.table.tables import LAYOUT, NONE, pushed_rows, wanted
 from trainer_agent.data_plane.stream import StreamPserver
 
 __all__ = ["server"]
-MANY = np.arange(20_000, dtype=np.int64)
+MANY = np.arange(40_000, dtype=np.int64)
 ROW_BYTES = MANY.size * 2 * 4  # of table 0
 
 
@@ -64,17 +64,17 @@ async def test_neither_rows_nor_gradients_go_through_the_stream(server, monkeypa
         answer = await step(server, number, lent(memory))
         assert (answer.applied, answer.refused) == (7, ())
     assert sum(came) < 20_000, f"the gradients of two steps are {2 * (ROW_BYTES + MANY.nbytes)} bytes"
-    assert memory.bytes == 1 << 19, "one push after the other has the same memory"
+    assert memory.bytes == 1 << 20, "one push after the other has the same memory"
     came.clear()
     found = await looked_up(server, 3)
     assert (found == 0.5 - 3 / 4).all()
     assert sum(came) < ROW_BYTES / 2 + MANY.nbytes, "the rows came through the stream"
     await settled(server.pserver)
     answers = server.app[STREAMS].answers
-    assert (answers.bytes, answers.lent_bytes) == (1 << 18, 0)
+    assert (answers.bytes, answers.lent_bytes) == (1 << 19, 0)
     for _ in range(5):
         await looked_up(server, 3)
-    assert (answers.bytes, answers.lent_bytes) == (1 << 18, 0), "memory of answers is used again"
+    assert (answers.bytes, answers.lent_bytes) == (1 << 19, 0), "memory of answers is used again"
 
 
 @over_shm
@@ -95,7 +95,7 @@ async def test_gradients_that_change_after_they_were_taken_change_nothing(server
 @over_shm
 async def test_beyond_the_limit_of_memory_rows_go_through_the_stream(server, monkeypatch):
     await server.initialise(LAYOUT)
-    monkeypatch.setattr(row_memory, "MOST_BYTES", 1 << 17)
+    monkeypatch.setattr(row_memory, "MOST_BYTES", 1 << 18)
     came, memory = came_in(monkeypatch), GradientMemory()
     await step(server, 0, lent(memory))
     assert sum(came) > ROW_BYTES + MANY.nbytes
@@ -106,7 +106,7 @@ async def test_beyond_the_limit_of_memory_rows_go_through_the_stream(server, mon
 
 
 def test_memory_of_gradients_is_used_again_when_nobody_refers_to_it():
-    memory, size = GradientMemory(), 100_000
+    memory, size = GradientMemory(), 300_000
     first = memory.take(size)
     second = memory.take(size)
     regions = {first.obj.name, second.obj.name}
@@ -125,13 +125,13 @@ def test_memory_of_gradients_is_used_again_when_nobody_refers_to_it():
 
 
 def test_memory_of_gradients_has_a_limit(monkeypatch):
-    monkeypatch.setattr(row_memory, "MOST_BYTES", 3 << 17)
+    monkeypatch.setattr(row_memory, "MOST_BYTES", 3 << 18)
     memory = GradientMemory()
-    held = [memory.take(1 << 17) for _ in range(4)]
+    held = [memory.take(1 << 18) for _ in range(4)]
     assert [isinstance(each.obj, Region) for each in held] == [True, True, True, False]
     held.clear()
-    assert isinstance(memory.take(1 << 18).obj, Region), "regions of other sizes give way"
-    assert memory.bytes == 3 << 17
+    assert isinstance(memory.take(1 << 19).obj, Region), "regions of other sizes give way"
+    assert memory.bytes == 3 << 18
 
 
 def test_without_shared_memory_payloads_are_private(monkeypatch):
@@ -139,8 +139,8 @@ def test_without_shared_memory_payloads_are_private(monkeypatch):
         raise OSError("no memfd")
 
     monkeypatch.setattr(os, "memfd_create", refused)
-    assert not isinstance(GradientMemory().take(100_000).obj, Region)
-    copied = AnswerMemory().copied(memoryview(bytes(100_000)))
+    assert not isinstance(GradientMemory().take(300_000).obj, Region)
+    copied = AnswerMemory().copied(memoryview(bytes(300_000)))
     assert copied is not None
     assert copied.home is None
 
