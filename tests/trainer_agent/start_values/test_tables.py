@@ -48,9 +48,9 @@ def scripted(folder: Path, model: str = MODEL, dim: int = 4) -> Path:
     return write_script(folder, model=model.replace("DIM", str(dim)))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def first(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The exported model of a run; its tables lie beside it."""
+    """The exported model of a run; its tables lie beside it. Of each test: scripts that it loads are forgotten behind it."""
     folder = tmp_path_factory.mktemp("first")
     written(run(load(scripted(folder)), spec_for(folder / "script.py", seed=11)), folder)
     return str(folder / "model.safetensors")
