@@ -95,9 +95,10 @@ def read_start_rows(header: InitHeader, slots: SlotMap, init_from: str | None, s
     made, mark = rows_of(header), mark_in(header.layout.initial)
     assert made is not None
     fit = fit_tables(header.layout.tables, init_from or "", states=states)
-    if fit.mark != mark:
+    here = fit.mark()
+    if here != mark:
         msg = (
-            f"the tables beside {init_from} are not the same for pserver-{header.pserver} as for the trainer that begins the job (mark {fit.mark or 'none'}, "
+            f"the tables beside {init_from} are not the same for pserver-{header.pserver} as for the trainer that begins the job (mark {here or 'none'}, "
             f"the job has {mark}): they were changed meanwhile, or one of the two sees other files"
         )
         hint = "all members must see the same files; start a new job for new ones"

@@ -71,7 +71,6 @@ class Fit:
     too_many: tuple[str, ...] = ()
     stateless: tuple[str, ...] = ()
 
-    @property
     def mark(self) -> str:
         """Changes if one of the files does, as far as its header and both of its ends tell; "": there are none. Reads them. Raises OSError."""
         if not self.tables:

@@ -84,14 +84,17 @@ def read_manifest(storage_url: str, job: str, ref: CheckpointRef) -> Manifest:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
         unusable(ref, f"{url} is no manifest: {error.errors(include_url=False)[0]}", error)
-    expected = (job, ref.uuid, ref.step, ref.timeline)
-    if (manifest.job, manifest.uuid, manifest.step, manifest.timeline) != expected:
-        unusable(
-            ref,
-            f"{url} is of job {manifest.job!r}, step {manifest.step}, timeline {manifest.timeline}: expected job {job!r}, "
-            f"step {ref.step}, timeline {ref.timeline}",
-        )
+    if wrong := misplaced(manifest, job, ref, url):
+        unusable(ref, wrong)
     return manifest
+
+
+def misplaced(manifest: Manifest, job: str, ref: CheckpointRef, where: str) -> str:
+    """How a manifest that was read at `where` is of another checkpoint than `ref` of the job; "": it is of that one."""
+    if (manifest.job, manifest.uuid, manifest.step, manifest.timeline) == (job, ref.uuid, ref.step, ref.timeline):
+        return ""
+    told = f"{where} is of job {manifest.job!r}, checkpoint {manifest.uuid}, step {manifest.step}, timeline {manifest.timeline}"
+    return f"{told}: expected job {job!r}, checkpoint {ref.uuid}, step {ref.step}, timeline {ref.timeline}"
 
 
 def open_tasks(manifest: Manifest) -> dict[int, int]:

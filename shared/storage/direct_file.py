@@ -30,13 +30,6 @@ class DirectFile(io.RawIOBase):
     the error of an earlier write."""
 
     def __init__(self, path: Path) -> None:
-        import numpy as np  # noqa: PLC0415  not for those who only read
-
-        def copy(target: memoryview, source: memoryview) -> None:
-            """Without the interpreter's lock, which an assignment of memoryviews holds: this thread may have the lowest priority."""
-            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-
-        self._copy = copy
         self.descriptor, self._direct = _create(path)
         self._filling, self._other = _buffer(), _buffer()
         self._filled = 0
@@ -52,7 +45,7 @@ class DirectFile(io.RawIOBase):
         taken = 0
         while taken < view.nbytes:
             count = min(BUFFER_BYTES - self._filled, view.nbytes - taken)
-            self._copy(self._filling[self._filled : self._filled + count], view[taken : taken + count])
+            _copy(self._filling[self._filled : self._filled + count], view[taken : taken + count])
             self._filled += count
             taken += count
             if self._filled == BUFFER_BYTES:
@@ -95,6 +88,13 @@ class DirectFile(io.RawIOBase):
 
         fcntl.fcntl(self.descriptor, fcntl.F_SETFL, 0)
         self._direct = False
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    """Without the interpreter's lock, which an assignment of memoryviews holds: this thread may have the lowest priority."""
+    import numpy as np  # noqa: PLC0415  not for those who only read
+
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _buffer() -> memoryview:

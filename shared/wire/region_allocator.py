@@ -13,6 +13,15 @@ REGION_BYTES = 64 << 20  # at least, and a quarter of what there is
 log = telemetry.logger("wire.regions")
 
 
+def new_region(size: int) -> Region | None:
+    """None where there is no sealed memfd; the log says why."""
+    try:
+        return Region.create(size)
+    except OSError as error:
+        log.info("memory_not_shared", cause=f"{type(error).__name__}: {error}")
+        return None
+
+
 class RegionAllocator:
     """Of one pool; private memory where regions cannot be made. Block by block malloc would take a fifth more than it gives."""
 
@@ -35,9 +44,6 @@ class RegionAllocator:
         self._region, self._used = None, 0
         if not self._possible:
             return
-        try:
-            self._region = Region.create(size)
-            self._total += size
-        except OSError as error:
-            self._possible = False
-            log.info("memory_not_shared", cause=f"{type(error).__name__}: {error}")
+        self._region = new_region(size)
+        self._possible = self._region is not None
+        self._total += size

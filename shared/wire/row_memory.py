@@ -10,14 +10,11 @@ from __future__ import annotations
 import sys
 
 from shared.blocks.buffers import Buffer, BufferPool
-from shared.runtime import telemetry
-from shared.wire.region_allocator import RegionAllocator
+from shared.wire.region_allocator import RegionAllocator, new_region
 from shared.wire.shared_memory import Region
 
 LEAST_BYTES = 256 << 10  # smaller payloads go through the stream: that is as fast
 MOST_BYTES = 256 << 20  # of a process
-
-log = telemetry.logger("wire.row_memory")
 
 
 def _rounded(size: int) -> int:
@@ -83,13 +80,10 @@ class GradientMemory:
         self._make_room(size)
         if not self._possible or self.bytes + size > MOST_BYTES:
             return None
-        try:
-            self._regions.append(Region.create(size))
-        except OSError as error:
-            self._possible = False
-            log.info("memory_not_shared", cause=f"{type(error).__name__}: {error}")
-            return None
-        return self._regions[-1]
+        made = new_region(size)
+        self._possible = made is not None
+        self._regions += [] if made is None else [made]
+        return made
 
     def _make_room(self, size: int) -> None:
         """Forget regions of other sizes that nobody refers to, those that were not used for longest first."""

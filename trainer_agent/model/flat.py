@@ -25,13 +25,11 @@ from shared.blocks.narrow import DTYPES
 from shared.errors import InvalidArgument
 from shared.records.job_spec import Transported
 from shared.records.layout import ALIGNMENT_BYTES, ELEMENT_BYTES, Block, Layout, Segment
-from shared.runtime import telemetry
-from shared.wire.shared_memory import Region
+from shared.wire.region_allocator import new_region
 from trainer_agent.model.devices import HOST, is_host
 from trainer_agent.model.optimizer_spec import spec_of
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-log = telemetry.logger("flat")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,7 @@ class Vector:
         aligned = (-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes)
         offsets = list(accumulate(aligned, initial=0))[:-1]
         end = offsets[-1] + sizes[-1]
-        self._region = _region(end) if shared else None
+        self._region = new_region(end) if shared else None
         self.flat = (
             torch.zeros(end, dtype=torch.uint8, device=device, pin_memory=pinned)
             if self._region is None
@@ -165,14 +163,6 @@ class PinnedVector:
         """Free the memory."""
         self._vector = self._there = None
         self._memory = []
-
-
-def _region(size: int) -> Region | None:
-    try:
-        return Region.create(size)
-    except OSError as error:
-        log.info("memory_not_shared", cause=f"{type(error).__name__}: {error}")
-        return None
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

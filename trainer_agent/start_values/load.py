@@ -80,7 +80,7 @@ def load_start_values(model: nn.Module, spec: JobSpec) -> Started:
             f"init_optimizer: the rows beside {spec.init_from} do not fit the script's tables: {'; '.join(tables.stateless[:SHOWN])}",
             hint="use the row optimizers that the tables were trained with, and files of `trireme export --optimizer`, or leave --init-optimizer out",
         )
-    return Started(marked(digest_of(model), tables.mark), sentence, tables.tables)
+    return Started(marked(digest_of(model), tables.mark()), sentence, tables.tables)
 
 
 def load_state(

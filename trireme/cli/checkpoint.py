@@ -92,7 +92,8 @@ def _list(spec: JobSpec, *, as_json: bool) -> Answer:
     there, unreadable = stored.manifests(spec.storage)
     for ref, manifest, damage in there:
         row: dict[str, Any] = {"checkpoint": ref.uuid, "step": ref.step, "timeline": ref.timeline}
-        if damage := damage or _stranger(spec, ref, manifest):
+        where = f"{stored.folder(spec.storage, ref.uuid)}/{ref.manifest}"
+        if damage := damage or stored.misplaced(manifest, spec.job, ref, where):
             rows.append({**row, "damage": damage})
             continue
         number = manifest.evaluation or evaluation_of(manifest.record, spec.evaluate_every, spec.epochs)
@@ -113,13 +114,6 @@ def _list(spec: JobSpec, *, as_json: bool) -> Answer:
             Console(soft_wrap=True).print(f"not readable: {url}", highlight=False)
     document = {"job": spec.job, "storage": spec.storage, "checkpoints": rows, "unreadable": unreadable}
     return document, exit_codes.OK
-
-
-def _stranger(spec: JobSpec, ref: CheckpointRef, manifest: Manifest) -> str:
-    """Why the manifest is of none of the job's checkpoints; "": it is."""
-    if (manifest.job, manifest.uuid) == (spec.job, ref.uuid):
-        return ""
-    return f"the manifest in {ref.uuid} is of checkpoint {manifest.uuid} of job {manifest.job!r}"
 
 
 def _kind(row: Mapping[str, Any], steps: Mapping[str, int]) -> str:

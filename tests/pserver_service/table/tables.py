@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
+from pserver_service.core.moving import ArrivingBlocks
+from pserver_service.core.table.moving import ArrivingRows
 from shared.blocks.buffers import bytes_of
 from shared.records.layout import ROWS, RowInit, RowOptimizer, TableSpec
 from shared.tables.payload import joined
-from shared.wire.messages import LookupRequest, PushBlock
+from shared.wire.messages import HandoffPart, LookupRequest, PushBlock
 from tests.pserver_service.jobs import JOB, PLAIN, layout_of
 
 SGD = RowOptimizer(kind="sgd", lr=1.0)
@@ -64,3 +67,13 @@ def values_in(rows: memoryview, *counts: int) -> list[list[list[float]]]:
         found.append(flat[first : first + count * spec.dim].reshape(count, spec.dim).tolist())
         first += count * spec.dim
     return found
+
+
+def carry(
+    rng: random.Random, arriving: ArrivingRows | ArrivingBlocks, parts: Iterable[tuple[HandoffPart, memoryview]]
+) -> None:
+    """From a source to a target; some parts twice."""
+    for part, payload in parts:
+        copied = memoryview(bytearray(payload))
+        for _ in range(rng.choice([1, 1, 2])):
+            arriving.take(part, copied)

@@ -29,6 +29,7 @@ from shared.wire.messages import PushBlock
 from shared.wire.verdict import Verdict
 from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import PLAIN, async_header, init_header, layout_of
+from tests.pserver_service.table.tables import carry
 
 SLOTS, MEMBERS, MINIBATCHES, TASKS, TRAINERS = 16, 3, 6, 12, 2
 ZEROS, SGD = RowInit(kind="constant", scale=0.0), RowOptimizer(kind="sgd", lr=1.0)
@@ -162,11 +163,11 @@ class Job:
         if move is None:
             self.begin()
         elif (part := next(move.early, None)) is not None:
-            self.carry(move, [part])
+            carry(self.rng, move.arriving, [part])
         elif not move.leaving.frozen:
             move.leaving.freeze()
         elif not move.whole:
-            self.carry(move, move.leaving.rest())
+            carry(self.rng, move.arriving, move.leaving.rest())
             tables, version = move.leaving.described_tables()
             move.arriving.rows.complete(tables, version, joins=not self.slots_of(move.target))
             history = self.stores[move.source].history.handed()
@@ -174,12 +175,6 @@ class Job:
             move.whole = True
         elif self.rng.random() < 0.2:
             self.end(drop=self.rng.random() < 0.15)
-
-    def carry(self, move: Move, parts) -> None:
-        for part, payload in parts:
-            copied = memoryview(bytearray(payload))
-            for _ in range(self.rng.choice([1, 1, 2])):
-                move.arriving.take(part, copied)
 
     def begin(self) -> None:
         source, target = self.rng.sample(range(MEMBERS), 2)

@@ -22,6 +22,7 @@ from shared.tables.table import joined
 from shared.wire.verdict import Verdict
 from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import PLAIN, layout_of
+from tests.pserver_service.table.tables import carry
 
 SLOTS, LANES, MEMBERS = 16, 2, 3
 INIT = RowInit(kind="uniform", scale=0.5)
@@ -141,13 +142,13 @@ class Job:
         move = self.move
         part = next(move.early, None)
         if part is not None:
-            self.carry(move, [part])
+            carry(self.rng, move.arriving, [part])
         elif not move.frozen:
             move.frozen = move.leaving.frozen
             if not move.frozen and move.leaving.idle and self.rng.random() < 0.1:
                 move.leaving.freeze()
         elif not move.whole:
-            self.carry(move, move.leaving.rest())
+            carry(self.rng, move.arriving, move.leaving.rest())
             joins = move.target not in self.joined
             try:
                 move.arriving.complete(move.leaving.described(), move.leaving.version, joins=joins)
@@ -156,12 +157,6 @@ class Job:
             move.whole = True
         elif self.rng.random() < 0.2:
             self.end(drop=self.rng.random() < 0.15)
-
-    def carry(self, move: Move, parts) -> None:
-        for part, payload in parts:
-            copied = memoryview(bytearray(payload))
-            for _ in range(self.rng.choice([1, 1, 2])):
-                move.arriving.take(part, copied)
 
     def begin(self) -> None:
         source, target = self.rng.sample(range(MEMBERS), 2)
