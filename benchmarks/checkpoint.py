@@ -30,7 +30,6 @@ import torch
 import uvloop
 
 from benchmarks.checkpoint_steps import Measured, Round, Steps, slow_downs
-from pserver_service.core.store import Store
 from shared.blocks.buffers import bytes_of
 from shared.checkpoints.schedule import Schedule
 from shared.records import Mode
@@ -38,6 +37,7 @@ from shared.records.layout import Layout, OptimizerSpec, Segment
 from shared.records.step import LanePosition, LaneZero, StepRecord
 from shared.runtime import telemetry
 from shared.runtime.light_torch import optimizers_without_compiler
+from shared.serving.core.store import Store
 from shared.wire.messages import InitHeader, PushBlock, PushHeader
 
 JOB = "benchmark"

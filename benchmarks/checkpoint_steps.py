@@ -26,8 +26,6 @@ from pathlib import Path
 import torch
 import uvloop
 
-from pserver_service.data_plane.server import make_app, serving
-from pserver_service.pserver import Pserver
 from shared.checkpoints import writer
 from shared.checkpoints.background import Background, lower_priority
 from shared.checkpoints.schedule import Schedule
@@ -35,6 +33,8 @@ from shared.records import JobSpec, Mode, PserverMember
 from shared.records.step import CheckpointAsked, LanePosition, StepRecord
 from shared.runtime import telemetry
 from shared.runtime.light_torch import optimizers_without_compiler
+from shared.serving.data_plane.server import make_app, serving
+from shared.serving.pserver import Pserver
 from shared.wire.messages import InitBlock, InitHeader, PullRequest, PushBlock, PushHeader
 from shared.wire.region_allocator import RegionAllocator
 from trainer_agent.data_plane.outbox import Outbox

@@ -52,9 +52,9 @@ class PserverProcess:
         return self._memory.now() - self._memory.borrowed()
 
     def start(self) -> int:
-        from pserver_service.data_plane.server import make_app, serving
-        from pserver_service.pserver import Pserver
-        from pserver_service.table_loops import compile_in_thread
+        from shared.serving.data_plane.server import make_app, serving
+        from shared.serving.pserver import Pserver
+        from shared.serving.table_loops import compile_in_thread
         from shared.wire.region_allocator import RegionAllocator
 
         async def serve(ready: asyncio.Future, stop: asyncio.Event) -> None:

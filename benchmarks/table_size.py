@@ -54,7 +54,7 @@ class Server(PserverProcess):
     """That tells, too, how long its event loop was held up."""
 
     def __init__(self, index: int, uds: str) -> None:
-        from pserver_service.core.table.rows import TableRows
+        from shared.serving.core.table.rows import TableRows
 
         super().__init__(index, uds)
         self._portions: list[float] = []

@@ -44,11 +44,8 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
 
     from pserver_service.context import PserverContext  # noqa: PLC0415
     from pserver_service.data_plane.handoff_client import HttpHandoff  # noqa: PLC0415
-    from pserver_service.data_plane.server import make_app, serving, socket_path  # noqa: PLC0415
     from pserver_service.member import Member  # noqa: PLC0415
     from pserver_service.membership.index import OwnIndex, own_number  # noqa: PLC0415
-    from pserver_service.pserver import Pserver  # noqa: PLC0415
-    from pserver_service.table_loops import compile_in_thread  # noqa: PLC0415
     from shared.checkpoints.background import Background  # noqa: PLC0415
     from shared.keys import Keys  # noqa: PLC0415
     from shared.membership.directory import Directory  # noqa: PLC0415
@@ -56,6 +53,9 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     from shared.runtime import ids, service  # noqa: PLC0415
     from shared.runtime.light_torch import optimizers_without_compiler  # noqa: PLC0415
     from shared.runtime.network import own_network  # noqa: PLC0415
+    from shared.serving.data_plane.server import make_app, serving, socket_path  # noqa: PLC0415
+    from shared.serving.pserver import Pserver  # noqa: PLC0415
+    from shared.serving.table_loops import compile_in_thread  # noqa: PLC0415
     from shared.wire.region_allocator import RegionAllocator  # noqa: PLC0415
 
     torch.set_num_threads(settings.threads)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from pserver_service.data_plane.handoff_client import Connect, HttpHandoff
 from pserver_service.membership.index import OwnIndex
-from pserver_service.pserver import Pserver
 from shared.checkpoints.background import Offload
 from shared.etcd import Etcd
 from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.records import JobSpec, JobState
+from shared.serving.pserver import Pserver
 
 LOOK_S = 5.0
 

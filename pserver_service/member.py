@@ -8,7 +8,6 @@ from pserver_service.checkpoints.independent import Independent
 from pserver_service.checkpoints.parts import Checkpointer
 from pserver_service.checkpoints.pause import PausedCopy
 from pserver_service.context import PserverContext
-from pserver_service.core.clipping import Clipping
 from pserver_service.drain import Drain
 from pserver_service.handoff.follower import SlotFollower
 from pserver_service.handoff.sender import HandOver
@@ -16,6 +15,7 @@ from pserver_service.recovery.rejoin import Rejoin
 from pserver_service.recovery.rollback import Rollback
 from pserver_service.recovery.start_rows import StartRowsReader
 from shared.checkpoints.schedule import Schedule
+from shared.serving.core.clipping import Clipping
 
 
 class Member:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from pserver_service.core.saved_ledger import AsyncSnapshot
-from pserver_service.core.store import Store
-from pserver_service.pserver import Pserver
 from shared.records.layout import ROWS
 from shared.records.step import StepRecord
 from shared.runtime import telemetry
+from shared.serving.core.saved_ledger import AsyncSnapshot
+from shared.serving.core.store import Store
+from shared.serving.pserver import Pserver
 
 COPY_BYTES = 4 << 20  # of values, with their optimizer's state: a few milliseconds
 

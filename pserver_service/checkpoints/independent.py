@@ -13,8 +13,6 @@ import asyncio
 from pserver_service.checkpoints.copies import begin
 from pserver_service.checkpoints.parts import write_part
 from pserver_service.context import PserverContext
-from pserver_service.core.saved_ledger import AsyncSnapshot
-from pserver_service.core.store import Store
 from shared.checkpoints import writer
 from shared.checkpoints.async_cut import Cut, GivenUp, cut_at
 from shared.checkpoints.pending import PendingCheckpoint
@@ -26,6 +24,8 @@ from shared.records import JobSpec, Mode
 from shared.records.checkpoints import CheckpointRef, OwnCheckpoints
 from shared.records.step import StepRecord
 from shared.runtime import clock, ids, telemetry
+from shared.serving.core.saved_ledger import AsyncSnapshot
+from shared.serving.core.store import Store
 from shared.storage import files
 
 LOOK_S = 0.5

@@ -10,10 +10,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pserver_service.core.saved_ledger import AsyncSnapshot, SavedEpoch, SavedLedger, SavedTask
 from shared.blocks.snapshot import Snapshot
 from shared.errors import BadFrame
 from shared.records.layout import ROWS
+from shared.serving.core.saved_ledger import AsyncSnapshot, SavedEpoch, SavedLedger, SavedTask
 from shared.wire.messages import EpochLedger
 
 LEDGER = "ledger"

@@ -14,8 +14,6 @@ from typing import TypeVar
 from pserver_service.checkpoints.chains import Chains, versions_of
 from pserver_service.checkpoints.ledger_text import ledger_metadata
 from pserver_service.context import PserverContext
-from pserver_service.core.saved_ledger import AsyncSnapshot
-from pserver_service.core.store import Store
 from shared.blocks.snapshot import Snapshot
 from shared.checkpoints import stored, writer
 from shared.checkpoints.async_cut import GivenUp, read_cut
@@ -29,6 +27,8 @@ from shared.etcd import Delete, LeaseLost, Operation, Put
 from shared.records import SlotMap
 from shared.records.checkpoints import CheckpointPart, CheckpointStarted, PartLink
 from shared.runtime import clock, ids, telemetry
+from shared.serving.core.saved_ledger import AsyncSnapshot
+from shared.serving.core.store import Store
 from shared.storage import files
 
 OUTAGE_S = 600.0  # how long etcd may be away before a snapshot is given up

@@ -16,12 +16,6 @@ from typing import TYPE_CHECKING
 
 from pserver_service.checkpoints import ledger_text
 from pserver_service.context import PserverContext
-from pserver_service.core.calls import Payload
-from pserver_service.core.geometry import Geometry
-from pserver_service.core.moving import ArrivingBlocks, adopt, forget
-from pserver_service.core.saved_ledger import SavedLedger
-from pserver_service.core.store import Store
-from pserver_service.core.table.of_model import rows_of
 from shared.blocks.buffers import BufferPool
 from shared.errors import NotReady
 from shared.records import JobState, Mode, SlotMap
@@ -29,12 +23,18 @@ from shared.records.assignments import Group, Migration
 from shared.records.layout import ROWS, Block, Layout
 from shared.records.step import StepRecord
 from shared.runtime import clock, telemetry
+from shared.serving.core.calls import Payload
+from shared.serving.core.geometry import Geometry
+from shared.serving.core.moving import ArrivingBlocks, adopt, forget
+from shared.serving.core.saved_ledger import SavedLedger
+from shared.serving.core.store import Store
+from shared.serving.core.table.of_model import rows_of
 from shared.slots import blocks_in
 from shared.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart, InitHeader
 
 if TYPE_CHECKING:
-    from pserver_service.core.table.moving import ArrivingRows
-    from pserver_service.core.table.rows import TableRows
+    from shared.serving.core.table.moving import ArrivingRows
+    from shared.serving.core.table.rows import TableRows
 
 REST_S = 0.02  # at most; a group has up to 32 pieces, and its source waits for 5 s
 LAG_S = 2.0  # until a group is sent again whose rows are a step ahead
@@ -221,8 +221,8 @@ class SlotFollower:
         """None: the model has no tables."""
         if not layout.tables:
             return None
-        from pserver_service.core.table.moving import ArrivingRows  # noqa: PLC0415  loads numba
-        from pserver_service.core.table.moving_on_arrival import ArrivingOnArrival  # noqa: PLC0415
+        from shared.serving.core.table.moving import ArrivingRows  # noqa: PLC0415  loads numba
+        from shared.serving.core.table.moving_on_arrival import ArrivingOnArrival  # noqa: PLC0415
 
         if self._rows is None and self._pserver.store is not None:
             into = self._pserver.store.rows

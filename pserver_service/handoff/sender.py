@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 
 from pserver_service.checkpoints import ledger_text
 from pserver_service.context import LOOK_S, PserverContext
-from pserver_service.core.moving import LeavingBlocks
-from pserver_service.core.store import Store
 from pserver_service.data_plane.handoff_client import HandoffPort, Parts
 from pserver_service.handoff.follower import places
 from shared.errors import TriremeError
@@ -26,10 +24,12 @@ from shared.records import Mode
 from shared.records.assignments import Group, Handed, Migration
 from shared.runtime import clock, ids, telemetry
 from shared.runtime.waiting import event_within
+from shared.serving.core.moving import LeavingBlocks
+from shared.serving.core.store import Store
 from shared.wire.messages import HandoffHeader, HandoffPart
 
 if TYPE_CHECKING:
-    from pserver_service.core.table.moving import LeavingRows
+    from shared.serving.core.table.moving import LeavingRows
 
 IDLE_S = 1.0  # without a step a group freezes as it is
 PAUSE_S = 0.1
@@ -269,8 +269,8 @@ def _rows(store: Store, group: Group) -> LeavingRows | None:
     """None: the model has no tables."""
     if store.rows is None:
         return None
-    from pserver_service.core.table.moving import LeavingRows  # noqa: PLC0415  loads numba
-    from pserver_service.core.table.moving_on_arrival import LeavingOnArrival  # noqa: PLC0415
+    from shared.serving.core.table.moving import LeavingRows  # noqa: PLC0415  loads numba
+    from shared.serving.core.table.moving_on_arrival import LeavingOnArrival  # noqa: PLC0415
 
     return (LeavingOnArrival if store.mode is Mode.ASYNC else LeavingRows)(store.rows, group.slots)
 

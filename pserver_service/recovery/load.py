@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 
 from pserver_service.context import PserverContext
-from pserver_service.core.store import Store
 from pserver_service.recovery import store_loader
 from shared.errors import CheckpointUnusable, PeerError
 from shared.etcd.reading import read_record
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef, OwnCheckpoints
 from shared.runtime import ids, telemetry
+from shared.serving.core.store import Store
 
 PAUSE_S = 0.5
 TRIES = 4

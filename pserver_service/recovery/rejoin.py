@@ -13,12 +13,12 @@ from __future__ import annotations
 import asyncio
 
 from pserver_service.context import LOOK_S, StateFollower
-from pserver_service.core.store import Store
 from pserver_service.recovery.load import PAUSE_S, kept_checkpoints, load_checkpoint
 from shared.errors import CheckpointUnusable, NotReady, PeerError
 from shared.records import JobState, Mode, Phase, Restored
 from shared.records.checkpoints import CheckpointLatest, OwnCheckpoints
 from shared.runtime import ids, telemetry
+from shared.serving.core.store import Store
 
 GOING_ON = (Phase.RUNNING, Phase.CHECKPOINTING)
 

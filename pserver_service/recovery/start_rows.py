@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pserver_service.context import PserverContext
-from pserver_service.core.table.of_model import rows_of
 from shared.checkpoints.start_tables import fit_tables, mark_in, put_rows
 from shared.errors import InvalidArgument, NotReady, TriremeError
 from shared.records import SlotMap
 from shared.runtime import clock, telemetry
 from shared.runtime.waiting import event_within
+from shared.serving.core.table.of_model import rows_of
 from shared.tables.hashing import owned_slots
 from shared.wire.messages import InitHeader
 
 if TYPE_CHECKING:
-    from pserver_service.core.table.rows import TableRows  # loads numba
+    from shared.serving.core.table.rows import TableRows  # loads numba
 
 WAIT_S = 5.0  # of one request; the trainer asks again
 

@@ -10,10 +10,6 @@ import torch
 
 from pserver_service.checkpoints import ledger_text
 from pserver_service.checkpoints.ledger_text import LEDGER
-from pserver_service.core.clipping import Clipping
-from pserver_service.core.ledger import Ledger
-from pserver_service.core.saved_ledger import SavedLedger
-from pserver_service.core.store import Store
 from pserver_service.recovery.table_loader import TableLoader
 from shared.blocks.buffers import Buffer, BufferPool, bytes_of
 from shared.blocks.narrow import DTYPES
@@ -23,6 +19,10 @@ from shared.errors import BadFrame, CheckpointUnusable
 from shared.records import Mode, SlotMap
 from shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
 from shared.records.layout import Block
+from shared.serving.core.clipping import Clipping
+from shared.serving.core.ledger import Ledger
+from shared.serving.core.saved_ledger import SavedLedger
+from shared.serving.core.store import Store
 from shared.slots import slot_of
 from shared.storage.tensor_file import Entry, Summary
 from shared.wire.messages import InitHeader

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pserver_service.core.store import Store
 from shared.checkpoints import stored
 from shared.checkpoints.tables import EXPIRED, REMOVED, Records, ids_for, records_for, table_in, updates_in
 from shared.errors import BadFrame
 from shared.records import SlotMap
 from shared.records.checkpoints import CheckpointPart, CheckpointRef
+from shared.serving.core.store import Store
 from shared.storage.tensor_file import Entry, Sink, Summary
 from shared.tables.hashing import owned_slots, slots_of
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest_asyncio
 import torch
 
-from pserver_service.pserver import Pserver
 from shared.blocks.buffers import bytes_of
 from shared.records import Mode
 from shared.records.layout import Layout, OptimizerSpec, Segment
 from shared.records.step import LanePosition, LaneZero, StepRecord
 from shared.runtime.light_torch import optimizers_without_compiler
+from shared.serving.pserver import Pserver
 from shared.wire.messages import InitBlock, InitHeader, PulledBlock, PullEnd, PullRequest, PushBlock, PushHeader
 
 optimizers_without_compiler()

@@ -8,11 +8,11 @@ import pytest
 import pytest_asyncio
 import torch
 
-from pserver_service.core.clipping import Clipping
-from pserver_service.pserver import Pserver
 from shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
 from shared.errors import InvalidArgument
 from shared.records.layout import Segment
+from shared.serving.core.clipping import Clipping
+from shared.serving.pserver import Pserver
 from shared.wire.messages import InitBlock, StepNorm
 from tests.pserver_service.jobs import (
     JOB,

@@ -5,11 +5,11 @@ import asyncio
 import pytest
 import torch
 
-from pserver_service.pserver import Pserver
 from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, NotReady, StaleGeneration, TooLarge, WrongOwner
 from shared.lanes import combine
 from shared.records import Mode
 from shared.records.layout import Layout, Segment
+from shared.serving.pserver import Pserver
 from shared.wire.messages import InitBlock, LedgerQuery, PushBlock, Refusal
 from tests.pserver_service.jobs import (
     JOB,

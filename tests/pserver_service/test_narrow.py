@@ -14,9 +14,6 @@ from shared.records import Mode
 from shared.records.layout import Segment
 from shared.wire import codec
 from shared.wire.messages import PushBlock
-from tests.pserver_service.data_plane.servers import SIZES, TRANSPORTS
-from tests.pserver_service.data_plane.servers import server as whole
-from tests.pserver_service.data_plane.streams import growth
 from tests.pserver_service.jobs import (
     PLAIN,
     async_header,
@@ -29,6 +26,9 @@ from tests.pserver_service.jobs import (
     stream,
 )
 from tests.pserver_service.jobs import check_invariants as check_without_casts
+from tests.shared.serving.data_plane.servers import SIZES, TRANSPORTS
+from tests.shared.serving.data_plane.servers import server as whole
+from tests.shared.serving.data_plane.streams import growth
 
 __all__ = ["whole"]
 MIXED = layout_of(

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pserver_service.core.blocks import BlockState
-from pserver_service.pserver import Pserver
 from shared.blocks.accumulator import Accumulator, Node
 from shared.errors import StaleGeneration
 from shared.lanes import aligned_intervals, combine
+from shared.serving.core.blocks import BlockState
+from shared.serving.pserver import Pserver
 from shared.wire.verdict import Verdict
 from tests.pserver_service.jobs import (
     check_invariants,

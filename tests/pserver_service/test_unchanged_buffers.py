@@ -9,12 +9,12 @@ from contextlib import aclosing
 import pytest
 import torch
 
-from pserver_service.core import calls
-from pserver_service.core.store import Store
 from shared.blocks.buffers import bytes_of
 from shared.errors import BadFrame
 from shared.records import Mode
 from shared.records.layout import Layout, Segment
+from shared.serving.core import calls
+from shared.serving.core.store import Store
 from shared.wire import codec
 from shared.wire.messages import InitBlock, PullEnd, PullRequest, PushBlock
 from tests.equipment.replaced import replaced

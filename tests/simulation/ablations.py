@@ -17,19 +17,19 @@ from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.whole_steps import WholeSteps
 from master_service.masterless.writer import SharedWriter
 from master_service.store.writer import MasterWriter
-from pserver_service.core.blocks import BlockState
-from pserver_service.core.calls import BlockServer, OpenPull
-from pserver_service.core.history import Results
-from pserver_service.core.ledger import Ledger
-from pserver_service.core.store import Store
-from pserver_service.core.table.rows import TableRows
-from pserver_service.pserver import Pserver
 from pserver_service.recovery.table_loader import TableLoader
 from shared.blocks.accumulator import Accumulator
 from shared.blocks.buffers import Buffer
 from shared.checkpoints import schedule, stored
 from shared.records import StepMetrics
 from shared.records.layout import ROWS
+from shared.serving.core.blocks import BlockState
+from shared.serving.core.calls import BlockServer, OpenPull
+from shared.serving.core.history import Results
+from shared.serving.core.ledger import Ledger
+from shared.serving.core.store import Store
+from shared.serving.core.table.rows import TableRows
+from shared.serving.pserver import Pserver
 from shared.tables.memory import Numbers
 from shared.tables.saving.snapshot import SlotGroup, TableSnapshot, new_lock
 from shared.tables.table import Table, joined

@@ -14,13 +14,13 @@ from functools import lru_cache, partial
 from typing import Any
 
 from master_service.core.queue.checks import violations
-from pserver_service.core.store import Store
-from pserver_service.pserver import Pserver
 from shared.errors import TriremeError
 from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.records import Dispatch, JobState, MasterLock, Mode, Phase, PserverMember, SlotMap
 from shared.records.operations import Operation
+from shared.serving.core.store import Store
+from shared.serving.pserver import Pserver
 from shared.storage import files
 from tests.equipment.cluster.cluster import Cluster
 from tests.equipment.cluster.network import STEADY, Conditions, Network

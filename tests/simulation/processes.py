@@ -9,16 +9,16 @@ from functools import partial
 from typing import Any
 
 from master_service.masterless.dispatcher import Dispatcher
-from pserver_service.core.calls import OpenPush
-from pserver_service.core.store import Store
-from pserver_service.data_plane.row_turns import RowTurns
-from pserver_service.pserver import Pserver
 from shared.blocks.buffers import Buffer
 from shared.membership.directory import Directory
 from shared.records import Dispatch, TrainerMember
 from shared.records.layout import ROWS
 from shared.runtime import ids
 from shared.runtime.service import LEASE_LOST
+from shared.serving.core.calls import OpenPush
+from shared.serving.core.store import Store
+from shared.serving.data_plane.row_turns import RowTurns
+from shared.serving.pserver import Pserver
 from shared.wire.messages import PushBlock, PushHeader
 from shared.wire.verdict import Verdict
 from tests.equipment.cluster.network_ports import STALL_S, SimulatedMaster, SimulatedPserver

@@ -15,14 +15,14 @@ import pytest
 from master_service.core.decisions import resize
 from master_service.core.placement import slot_moves as moves
 from master_service.core.state.job import Job
-from pserver_service.core import calls, ledger
-from pserver_service.core.blocks import BlockState
-from pserver_service.core.held import settle_rows
-from pserver_service.core.store import Store
-from pserver_service.core.table.rows import TableRows
 from shared.records import Mode
 from shared.records.assignments import Handed, Migration
 from shared.records.operations import OperationState, ResizePhase
+from shared.serving.core import calls, ledger
+from shared.serving.core.blocks import BlockState
+from shared.serving.core.held import settle_rows
+from shared.serving.core.store import Store
+from shared.serving.core.table.rows import TableRows
 from tests.equipment.cluster.network import STEADY, conditions_of
 from tests.equipment.replaced import replaced
 from tests.simulation.compute import Speed

@@ -27,8 +27,7 @@ FLOORS = {
         {"agent", "process"},
     ],
     "pserver_service": [
-        {"core", "membership"},
-        {"pserver"},
+        {"membership"},
         {"context", "data_plane"},
         {"checkpoints"},
         {"recovery", "drain", "handoff"},
@@ -40,6 +39,9 @@ FLOORS = {
         {"etcd", "storage", "wire", "security"},
         {"membership"},
         {"checkpoints"},
+        {"serving.core"},
+        {"serving.pserver", "serving.table_loops"},
+        {"serving.data_plane"},
     ],
     "trireme": [
         {"validation", "data", "nn"},

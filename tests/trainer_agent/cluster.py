@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from master_service.leadership.master import Master
-from pserver_service.core.clipping import Clipping
-from pserver_service.pserver import Pserver
 from shared.membership.directory import Directory
 from shared.records import JobSpec, JobState, Phase, PserverMember, TrainerMember
+from shared.serving.core.clipping import Clipping
+from shared.serving.pserver import Pserver
 from tests.equipment.cluster.cluster import Cluster
 from tests.equipment.cluster.direct_ports import DirectMaster, DirectPserver
 from trainer_agent.agent import Agent

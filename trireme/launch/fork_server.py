@@ -48,7 +48,7 @@ NEEDS = {
     "pserver_service": (
         *_SERVICE,
         "pserver_service.settings",
-        "pserver_service.data_plane.server",
+        "shared.serving.data_plane.server",
         "pserver_service.member",
     ),
     "trireme.pool.task_process": ("pydantic_settings", "shared.membership.local_script", "shared.membership.settings"),

@@ -15,11 +15,11 @@ from pserver_service.context import PserverContext
 from pserver_service.data_plane.handoff_client import HandoffPort, HttpHandoff
 from pserver_service.member import Member
 from pserver_service.membership.index import OwnIndex
-from pserver_service.pserver import Pserver
 from shared.etcd import Etcd
 from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.records import JobSpec, PserverMember
+from shared.serving.pserver import Pserver
 from tests.equipment.etcd.simulated import SimulatedEtcd
 
 

@@ -8,9 +8,9 @@ from contextlib import aclosing
 from typing import Any
 
 from master_service.leadership.master import Master
-from pserver_service.data_plane.lookups import lookup, portion
-from pserver_service.pserver import Pserver
 from shared.errors import NotFound, PeerError
+from shared.serving.data_plane.lookups import lookup, portion
+from shared.serving.pserver import Pserver
 from shared.wire.messages import LookupEnd, PullEnd
 
 

@@ -1,6 +1,6 @@
 """The trainer's ports over the simulated network, and the etcd of one process.
 
-They do what the HTTP adapters do (trainer_agent/tasks/master.py, trainer_agent/data_plane/http.py, pserver_service/data_plane/http.py), down
+They do what the HTTP adapters do (trainer_agent/tasks/master.py, trainer_agent/data_plane/http.py, shared/serving/data_plane/http.py), down
 to memory: a payload lies in the receiver's one buffer only until the next is asked for.
 """
 
@@ -12,7 +12,6 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, Self
 
 from pserver_service.data_plane.handoff_client import Parts
-from pserver_service.data_plane.lookups import lookup, portion
 from shared.errors import DeadlineExceeded, NotLeader, PeerError
 from shared.membership.directory import Directory
 from shared.records import (
@@ -27,6 +26,7 @@ from shared.records import (
     TaskProgress,
     UserFailure,
 )
+from shared.serving.data_plane.lookups import lookup, portion
 from shared.wire.messages import (
     HandoffAnswer,
     HandoffHeader,

@@ -10,11 +10,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from master_service.core.changes import Decision
-from pserver_service.core.progress import Counters
-from pserver_service.data_plane.health import COUNTERS, Collector
-from pserver_service.pserver import Pserver
 from shared.records.cluster import PoolMember
 from shared.records.pauses import Losses
+from shared.serving.core.progress import Counters
+from shared.serving.data_plane.health import COUNTERS, Collector
+from shared.serving.pserver import Pserver
 from tests.equipment.metric_names import names_asked_for, names_in, wrong_metrics
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pserver_service.core.store import Store
-from pserver_service.pserver import Pserver
 from pserver_service.recovery.store_loader import load_store
 from shared.checkpoints import stored
 from shared.etcd import Etcd, Put
@@ -18,6 +16,8 @@ from shared.records.checkpoints import CheckpointLatest
 from shared.records.layout import Layout
 from shared.records.step import CheckpointAsked
 from shared.runtime import ids
+from shared.serving.core.store import Store
+from shared.serving.pserver import Pserver
 from shared.wire.messages import InitBlock, PushBlock, PushHeader
 from tests.equipment import logs
 from tests.equipment.cluster.cluster import Cluster

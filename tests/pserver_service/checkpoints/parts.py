@@ -7,8 +7,6 @@ from functools import partial
 import torch
 
 from pserver_service.checkpoints.ledger_text import ledger_metadata
-from pserver_service.core.saved_ledger import AsyncSnapshot
-from pserver_service.core.store import Store
 from pserver_service.recovery.store_loader import load_store
 from shared.blocks.snapshot import Snapshot
 from shared.checkpoints import stored, writer
@@ -19,6 +17,8 @@ from shared.records import Mode, SlotMap, TaskMeta, TrainerList
 from shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
 from shared.records.layout import Layout, OptimizerSpec, Segment
 from shared.records.step import LanePosition, LaneZero, StepRecord
+from shared.serving.core.saved_ledger import AsyncSnapshot
+from shared.serving.core.store import Store
 from shared.slots import slot_of, spread
 from shared.wire.messages import InitHeader, PushBlock, PushHeader
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from pserver_service.core.store import Store
 from shared.records.layout import ROWS, RowInit, RowOptimizer, TableSpec
+from shared.serving.core.store import Store
 from shared.tables.hashing import owned_slots, slots_of
 from shared.tables.lanes import LaneRows, mean_over_lanes
 from shared.tables.payload import joined as payload_of

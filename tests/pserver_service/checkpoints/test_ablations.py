@@ -8,7 +8,6 @@ import string
 
 import pytest
 
-from pserver_service.pserver import Pserver
 from pserver_service.recovery import store_loader
 from pserver_service.recovery.rollback import Rollback
 from shared.checkpoints import commit, stored, writer
@@ -19,6 +18,7 @@ from shared.etcd import Compare
 from shared.membership.own_key import OwnKey
 from shared.records import JobState, Phase
 from shared.records.checkpoints import CheckpointLatest, CheckpointPart
+from shared.serving.pserver import Pserver
 from tests.equipment.replaced import replaced
 from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import kill_scenarios, parts

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from pserver_service.checkpoints import copies, ledger_text
-from pserver_service.core.ledger import Ledger
-from pserver_service.core.store import Store
 from shared.checkpoints import stored
 from shared.errors import NotReady
 from shared.records import JobState, Mode, Phase, PserverMember
@@ -19,6 +17,8 @@ from shared.records.checkpoints import OwnCheckpoints
 from shared.records.pauses import Saving
 from shared.records.step import StepRecord
 from shared.runtime import clock
+from shared.serving.core.ledger import Ledger
+from shared.serving.core.store import Store
 from shared.wire.verdict import Verdict
 from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import parts

@@ -7,11 +7,8 @@ import asyncio
 import pytest
 
 from pserver_service.context import PserverContext
-from pserver_service.core import moving
-from pserver_service.core.moving import LeavingBlocks
 from pserver_service.handoff.follower import REST_S, SlotFollower, rest_s
 from pserver_service.membership.index import OwnIndex
-from pserver_service.pserver import Pserver
 from shared.blocks.buffers import BufferPool
 from shared.errors import NotReady
 from shared.etcd import Etcd
@@ -19,6 +16,9 @@ from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.records import JobState, Phase, PserverMember, SlotMap
 from shared.records.assignments import Group, Migration
+from shared.serving.core import moving
+from shared.serving.core.moving import LeavingBlocks
+from shared.serving.pserver import Pserver
 from shared.wire.messages import HandoffHeader
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.replaced import replaced

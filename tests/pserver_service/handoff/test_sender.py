@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from pserver_service.context import LOOK_S, PserverContext
-from pserver_service.core.moving import LeavingBlocks
 from pserver_service.handoff.sender import IDLE_S, HandOver
 from pserver_service.membership.index import OwnIndex
-from pserver_service.pserver import Pserver
 from shared.errors import PeerError
 from shared.etcd import Etcd
 from shared.keys import Keys
@@ -22,6 +20,8 @@ from shared.membership.directory import Directory
 from shared.records import JobState, Phase, PserverMember, SlotMap
 from shared.records.assignments import Group, Migration
 from shared.records.layout import OptimizerSpec
+from shared.serving.core.moving import LeavingBlocks
+from shared.serving.pserver import Pserver
 from shared.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.replaced import replaced

@@ -7,7 +7,7 @@ import sys
 
 MAKE = "import sys, torch; from shared.runtime.light_torch import optimizers_without_compiler; optimizers_without_compiler()"
 AS_A_PSERVER = """
-from pserver_service.core.optimizers import CLASSES, BlockOptimizer
+from shared.serving.core.optimizers import CLASSES, BlockOptimizer
 for name in CLASSES:
     values = torch.ones(4)
     BlockOptimizer(name, {}, values).step(values, torch.ones(4), {"lr": 0.1})

@@ -12,13 +12,13 @@ import pytest
 import uvloop
 
 from master_service.api.server import Connections, Server
-from pserver_service.data_plane.server import ARRIVALS, make_app, serving
-from pserver_service.pserver import Pserver
 from shared.membership.status_server import StatusServer
 from shared.security import authority, handshakes
 from shared.security import tls as tls_files
 from shared.security.access import Access
 from shared.security.tls import Tls
+from shared.serving.data_plane.server import ARRIVALS, make_app, serving
+from shared.serving.pserver import Pserver
 from tests.equipment.uvicorn_server import served
 from tests.pserver_service.jobs import JOB
 from trireme.pool.host_metrics import HostMetrics

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pserver_service.core.clipping import Clipping
-from pserver_service.pserver import Pserver
 from shared.errors import Gone, InvalidArgument, PeerError
 from shared.records import SlotMap
 from shared.records.step import StepRecord
+from shared.serving.core.clipping import Clipping
+from shared.serving.pserver import Pserver
 from shared.slots import slot_of
 from shared.wire.messages import InitBlock, StepNorm
 from tests.equipment.cluster.direct_ports import DirectPserver

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 import torch
 
-from pserver_service.core import calls
 from shared.records import Phase
+from shared.serving.core import calls
 from tests.equipment.replaced import replaced
 from tests.trainer_agent.cluster import cluster, trained
 from tests.trainer_agent.scripts import RECORDS, differing, records, spec_for, write_script

@@ -12,9 +12,9 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from pserver_service.core.history import History
-from pserver_service.pserver import Pserver
 from shared.records import Phase
+from shared.serving.core.history import History
+from shared.serving.pserver import Pserver
 from tests.equipment.replaced import replaced
 from tests.trainer_agent.cluster import TorchCluster
 from tests.trainer_agent.scripts import differing, spec_for, write_script

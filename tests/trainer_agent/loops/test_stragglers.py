@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from pserver_service.core.progress import missing_lanes
 from shared.errors import UserCodeError
 from shared.records import Phase
+from shared.serving.core.progress import missing_lanes
 from tests.equipment.replaced import replaced
 from tests.trainer_agent.cluster import TorchCluster, cluster, trained
 from tests.trainer_agent.scripts import RECORDS, differing, spec_for, write_script

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from pserver_service.core.table import rows
 from shared.errors import NotReady
 from shared.records import Phase
+from shared.serving.core.table import rows
 from shared.tables.table import joined
 from tests.equipment.cluster import direct_ports
 from tests.equipment.cluster.direct_ports import DirectPserver

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pserver_service.core.store import Store
 from shared.checkpoints.schedule import Schedule
 from shared.records import JobSpec, Mode
 from shared.records.step import LanePosition, StepRecord
+from shared.serving.core.store import Store
 from shared.wire.messages import InitHeader
 from tests.end_to_end.scripts import write_script
 from tests.pserver_service.checkpoints import parts

@@ -1,0 +1,399 @@
+"""Pushes and pulls in progress at one owner of blocks, and the state they share. Nothing here waits.
+
+OpenPush   apply(block, payload) ... --> answer()          OpenPull   next() --> block | end | None: nothing yet
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from shared.blocks.buffers import Buffer
+from shared.errors import BadFrame
+from shared.records import Mode
+from shared.records.job_spec import Narrow
+from shared.records.layout import ROWS
+from shared.records.step import StepRecord
+from shared.serving.core.held import do_rows_wait, settle, settle_rows
+from shared.serving.core.progress import Counters, is_same, known_of, moment_of, squares_at
+from shared.serving.core.store import Store
+from shared.serving.core.table.arrivals import ArrivedRows
+from shared.wire.messages import PullEnd, PullRequest, PushAnswer, PushBlock, PushHeader, Refusal
+from shared.wire.verdict import Verdict
+
+if TYPE_CHECKING:
+    from shared.serving.core.table.rows import TableRows  # loads numba
+    from shared.tables.memory import Floats, Numbers
+
+Payload = bytes | bytearray | memoryview
+
+
+class BlockServer:
+    """The blocks being served, and what all pushes and pulls of them share.
+
+    `store` None: no parameters yet. `generation`: the highest seen; pushes of a lower one are stale. `snapshot_ready` is
+    called when `store.take_snapshot()` has a snapshot, `on_step` (if set) when a block has a new version, `on_moving` (if set) when
+    a push is refused because its block moves. `step_rows` is called when all data of a step of the embedding tables is there, `take_rows` with those of an
+    asynchronous push. One of those at a time is being stepped: `finish_rows` ends that at once, `between_pushes` calls what it gets when none is."""
+
+    def __init__(self, snapshot_ready: Callable[[], None]) -> None:
+        self.store: Store | None = None
+        self.generation = self.timeline = 0
+        self.counters = Counters()
+        self.pulls: list[OpenPull] = []
+        self.lookups: list[Callable[[], None]] = []  # called when rows have a new version, or are gone
+        self.on_step: Callable[[], None] | None = None
+        self.on_moving: Callable[[], None] | None = None
+        self.step_rows: Callable[[Store], None] = self._step_rows
+        self.take_rows: Callable[[ArrivedRows], None] = lambda arrived: self.rows_taken(arrived, arrived.whole())
+        self.finish_rows: Callable[[], None] = lambda: None
+        self.between_pushes: Callable[[Callable[[], None]], None] = lambda call: call()
+        self.index = -1
+        self._snapshot_ready = snapshot_ready
+
+    def is_stale(self, generation: int) -> bool:
+        return generation < self.generation
+
+    def stepped(self, number: int, version: int) -> None:
+        """A block has reached a version: serve the pulls that wait for it; it may be the last block of a snapshot."""
+        for pull in tuple(self.pulls):
+            pull.stepped(number, version)
+        self.look_for_snapshot()
+        if self.on_step is not None:
+            self.on_step()
+
+    def held(self, number: int) -> None:
+        """All data of a block is there, which waits for the norm of the whole gradient."""
+        for pull in tuple(self.pulls):
+            pull.held(number)
+
+    def forgotten(self, numbers: Collection[int]) -> None:
+        """Other parameter servers have these blocks now: the pulls that wait for them end."""
+        for pull in tuple(self.pulls):
+            pull.forgotten(numbers)
+
+    def _step_rows(self, store: Store) -> None:
+        """At once: where nobody else needs the processor meanwhile."""
+        assert store.rows is not None
+        before = store.rows.version
+        for _ in store.rows.steps(store.history.lane_zero(before)):
+            pass
+        self.rows_stepped(store, before)
+
+    def rows_stepped(self, store: Store, before: int) -> None:
+        """`before`: the version they had; it is still theirs if some of them are late."""
+        rows = store.rows
+        assert rows is not None
+        if rows.version > before:
+            settle_rows(store)
+        for wake in tuple(self.lookups):
+            wake()
+        if rows.version > before:
+            self.stepped(ROWS, rows.version)
+
+    def rows_taken(self, arrived: ArrivedRows, found: Verdict | Exception) -> None:
+        """What became of rows of an asynchronous push."""
+        for wake in tuple(self.lookups):
+            wake()
+        if found is Verdict.APPLIED:
+            self.stepped(ROWS, arrived.rows.version)
+        arrived.settled(found)
+
+    def look_for_snapshot(self) -> None:
+        if self.store is not None and self.store.snapshot_waits:
+            self._snapshot_ready()
+
+
+class OpenPush:
+    """An admitted push. Blocks that were applied stay applied, even if the rest fails. Raises as `Store.admit`. `waiting`: rows of an asynchronous one that
+    are not applied yet; `on_settled` is called when some are."""
+
+    def __init__(self, server: BlockServer, store: Store, header: PushHeader) -> None:
+        self._server, self._store, self._header = server, store, header
+        self._push = store.admit(header)
+        store.history.results.forget(header.stored)
+        self._applied = self._duplicate = self.waiting = 0
+        self._refused: list[Refusal] = []
+        self._error: Exception | None = None
+        self.on_settled: Callable[[], None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<OpenPush {self._applied} applied, {self._duplicate} duplicate, {len(self._refused)} refused>"
+
+    def apply(self, item: PushBlock, payload: Payload, memory: Buffer | None = None) -> None:
+        """The payload of a block is used during the call only; a writable one may be overwritten. `memory`: the buffer that starts with
+        it; it is retained if the payload has to wait for others. A writable payload of rows without `memory` is kept: it is ours."""
+        view = memoryview(payload).cast("B")
+        stale = self._server.is_stale(self._header.generation)
+        verdict = Verdict.STALE_GENERATION if stale else self.take_block(item, view, memory)
+        if verdict is not None:
+            self._count(item, view.nbytes, verdict)
+
+    def _count(self, item: PushBlock, size: int, verdict: Verdict) -> None:
+        server, counters = self._server, self._server.counters
+        if verdict is Verdict.APPLIED:
+            self._applied += 1
+            counters.blocks_applied += 1
+        elif verdict is Verdict.DUPLICATE:
+            self._duplicate += 1
+            counters.blocks_duplicate += 1
+        else:
+            state = self._store.blocks.get(item.block)
+            version = state.version if state else 0
+            why = self._store.misfit(item, size) if verdict is Verdict.LAYOUT_MISMATCH else ""
+            self._refused.append(
+                Refusal(block=item.block, lanes=item.lanes, code=verdict, version=version, message=why)
+            )
+            counters.blocks_refused += 1
+            if verdict is Verdict.MOVING and server.on_moving is not None:
+                server.on_moving()
+
+    def most_bytes(self, item: PushBlock, block: int) -> int:
+        """Of its payload; `block`: of one of a block. Raises BadFrame: no rows can be as many."""
+        rows = self._store.rows
+        if item.block != ROWS or rows is None or item.rows is None:
+            return block
+        return rows.payload_bytes(item.rows, item.dtype)
+
+    def answer(self) -> PushAnswer:
+        """Once no rows of it wait. Raises what kept them from being applied."""
+        if self._error is not None:
+            raise self._error
+        return PushAnswer(
+            applied=self._applied,
+            duplicate=self._duplicate,
+            first=self._store.history.first_from(self._header.trainer, self._header.step),
+            refused=tuple(self._refused),
+            generation=self._server.generation,
+        )
+
+    def take_block(self, item: PushBlock, view: memoryview, memory: Buffer | None) -> Verdict | None:
+        """None: rows that wait for their turn."""
+        store = self._store
+        state = store.blocks.get(item.block)
+        if item.result is not None:
+            self._push.results[item.lanes] = item.result
+        self._server.counters.bytes_pushed += view.nbytes
+        before = state.version if state else 0
+        if item.block == ROWS:
+            # others may write into what is read only here, ids that were checked too
+            kept = memory is None and not view.readonly
+            return self._take_rows(item, view if kept else memoryview(bytearray(view)))
+        verdict = store.apply(self._push, item, view, memory)
+        if state is not None and state.version != before:
+            self._server.stepped(item.block, state.version)
+        elif state is not None and verdict is Verdict.APPLIED and state.held:
+            self._server.held(item.block)
+        return verdict
+
+    def _take_rows(self, item: PushBlock, payload: memoryview) -> Verdict | None:
+        """Gradients of rows of the embedding tables: of a lane, or of an asynchronous push, which wait for their turn. The payload is kept."""
+        store, (lane, after) = self._store, item.lanes
+        rows, step, on_arrival = store.rows, self._header.step, store.mode is Mode.ASYNC
+        if rows is None or item.rows is None or after != lane + 1 or item.count < 0:
+            return Verdict.LAYOUT_MISMATCH
+        if not on_arrival and (refusal := store.judge(self._push, item.lanes)) is not None:
+            return refusal
+        try:
+            ids, gradients = rows.read(item.rows, payload, item.dtype)
+        except BadFrame:
+            return Verdict.BAD_FRAME
+        if on_arrival:
+            self._arrived(item, payload.nbytes, rows, ids, gradients)
+            return None
+        if not rows.are_by(item.slots, store.slots) or not rows.are_owned(ids, store.slots, self._server.index):
+            return Verdict.WRONG_OWNER
+        verdict = rows.push(step, lane, ids, gradients, item.count)
+        if verdict is Verdict.APPLIED and item.lanes not in self._push.noted:
+            self._push.noted.add(item.lanes)
+            store.history.note(self._header, self._push.positions, item.lanes, self._push.results.get(item.lanes))
+        if rows.is_whole:
+            self._server.step_rows(store)
+        return verdict
+
+    def _arrived(
+        self, item: PushBlock, size: int, rows: TableRows, ids: Sequence[Numbers], gradients: Sequence[Floats]
+    ) -> None:
+        """Rows of an asynchronous push."""
+
+        def settled(found: Verdict | Exception) -> None:
+            self.waiting -= 1
+            if isinstance(found, Exception):
+                self._error = found
+            else:
+                self._count(item, size, found)
+            if self.on_settled is not None:
+                self.on_settled()
+
+        self.waiting += 1
+        refusal = partial(self.refusal_of_rows, item, rows)
+        arrived = ArrivedRows(
+            rows, lambda: self._store.ledger, self._push, ids, gradients, item.count, size, refusal, settled
+        )
+        self._server.take_rows(arrived)
+
+    def refusal_of_rows(self, item: PushBlock, rows: TableRows, ids: Sequence[Numbers]) -> Verdict | None:
+        """Why rows of an asynchronous push are not taken, now that it is their turn."""
+        server, store = self._server, self._store
+        if server.store is not store or server.is_stale(self._header.generation):
+            return Verdict.STALE_GENERATION
+        if not rows.are_by(item.slots, store.slots) or not rows.are_owned(ids, store.slots, server.index):
+            return Verdict.WRONG_OWNER
+        return None
+
+
+class OpenPull:
+    """`arrived` is called when `next` has a block again, or the end, after it had none. Close it at the end."""
+
+    def __init__(
+        self, server: BlockServer, store: Store, request: PullRequest, deadline: float, arrived: Callable[[], None]
+    ) -> None:
+        self.deadline, self.wake = deadline, arrived
+        self._server, self._store = server, store
+        self._version, self._dtype = request.version, request.dtype
+        self._results_from = request.results_from
+        self._moment = moment_of(store, request.known)
+        self._known = None if request.known is None else known_of(store, request.version)
+        self._blocks = request.blocks
+        self._due = deque(request.blocks)
+        self._slots = request.slots
+        self._missing: set[int] = set()
+        self._unheld: set[int] = set()  # those of the missing ones whose data is not all there
+        self._lost: int | None = None  # one of the missing blocks, which another parameter server has now
+        if store.rows is not None and request.version is not None and store.rows.version < request.version:
+            self._missing.add(ROWS)
+            self._unheld.add(ROWS)
+        self._lowest = store.highest
+        self._record: StepRecord | None = None
+        server.pulls.append(self)
+
+    def __repr__(self) -> str:
+        return f"<OpenPull of version {self._version}: {len(self._due)} due, {len(self._missing)} missing>"
+
+    def next(self) -> tuple[int, int, Buffer | None] | PullEnd | None:
+        """A block, its version and its values (retained: the caller releases them when they are sent; None: the puller has
+        them), the end, or None: not yet."""
+        store, wanted = self._store, self._version
+        if self._server.store is not store:
+            return PullEnd(code="NOT_READY", message="the job is being rolled back")
+        while self._due:
+            number = self._due.popleft()
+            found = store.pull(number, wanted)
+            if found is Verdict.TOO_EARLY and settle(store, number):
+                self._server.stepped(number, store.blocks[number].version)
+                found = store.pull(number, wanted)
+            if found is Verdict.WRONG_OWNER:
+                return _moved(number)
+            if found is Verdict.TOO_EARLY:
+                self._missing.add(number)
+                if not store.blocks[number].held:
+                    self._unheld.add(number)
+                continue
+            if not isinstance(found, Buffer):
+                held = store.blocks[number].version
+                return PullEnd(
+                    code="GONE", message=f"block {number} is at version {held}, {wanted} was asked: join again"
+                )
+            version = store.blocks[number].version if wanted is None else wanted
+            self._lowest = min(self._lowest, version)
+            # the history may drop it before the last block is sent
+            self._record = self._record or store.history.record(version)
+            if self._moment is not None and is_same(store, number, wanted, self._moment):
+                return number, version, None
+            try:
+                narrow = self.narrow(number)
+                sent = found.narrowed(narrow) if narrow else found.retain()
+            except OverflowError as error:
+                return PullEnd(code="OVERFLOW", message=f"a parameter in block {number}: {error}")
+            self._server.counters.bytes_pulled += sent.view.nbytes
+            return number, version, sent
+        if self._missing:
+            if self._lost is not None:
+                return _moved(self._lost)
+            return None if self._unheld else self._held_end()
+        if store.rows is not None and not store.rows.are_by(self._slots, store.slots):
+            return PullEnd(code="WRONG_OWNER", message=f"slot map {self._slots} does not say whose rows are here")
+        if do_rows_wait(store, wanted):
+            if not settle_rows(store):
+                return self._held_end()
+            self._server.look_for_snapshot()
+        version = self._lowest if wanted is None else wanted
+        record = self._record
+        if record is None or record.version != version:
+            record = store.history.record(version)
+        if store.mode is Mode.ASYNC:
+            return PullEnd(code="OK", known=self._known, timeline=self._server.timeline)
+        return PullEnd(
+            code="OK",
+            record=record,
+            known=self._known,
+            squares=squares_at(store.blocks, self._blocks, version) if store.clipping.measures(version - 1) else (),
+            timeline=self._server.timeline,
+            results=None if self._results_from is None else store.history.results.portion(self._results_from),
+        )
+
+    def _held_end(self) -> PullEnd:
+        """All data of the missing blocks is there; or none is missing, and the rows' step waits."""
+        version = min((self._store.blocks[each].version for each in self._missing), default=-1)  # ROWS is an unheld one
+        return PullEnd(
+            code="HELD",
+            message=f"{len(self._missing) or 'no'} blocks, and the record of the version, wait for the norm of the whole gradient",
+            known=self._known,
+            squares=squares_at(self._store.blocks, sorted(self._missing), version),
+            timeline=self._server.timeline,
+        )
+
+    def narrow(self, number: int) -> Narrow | None:
+        """The dtype that a block's values are sent in, if it is not their own."""
+        return self._dtype if self._store.blocks[number].narrows else None
+
+    def stepped(self, number: int, version: int) -> None:
+        """A block has reached a version."""
+        if version == self._version and number in self._missing:
+            self._missing.remove(number)
+            self._unheld.discard(number)
+            if number != ROWS:
+                self._due.append(number)
+            if number == ROWS and not self._unheld:
+                self._due.extend(self._missing)  # they are held
+                self._missing.clear()
+            self.wake()
+
+    def held(self, number: int) -> None:
+        """All data of a block is there. If that is so of all, the puller has to find the norm."""
+        if number in self._unheld:
+            self._unheld.remove(number)
+            if not self._unheld:
+                self._due.extend(self._missing)  # the norm may be known
+                self._missing.clear()
+                self.wake()
+
+    def forgotten(self, numbers: Collection[int]) -> None:
+        """Other parameter servers have these blocks now."""
+        if not self._missing.isdisjoint(numbers):
+            self._lost = min(self._missing.intersection(numbers))
+            self.wake()
+
+    def too_early(self) -> PullEnd:
+        """The end of a pull that has waited until its deadline."""
+        if self._lost is not None:
+            return _moved(self._lost)
+        number = min(self._missing - {ROWS}, default=ROWS)
+        held = self._store.lowest if number == ROWS else self._store.blocks[number].version
+        what = "rows of tables are" if number == ROWS else f"block {number} is"
+        return PullEnd(
+            code="TOO_EARLY",
+            message=f"{len(self._missing)} blocks have not reached version {self._version} ({what} at {held}): ask again",
+            known=self._known,
+        )
+
+    def close(self) -> None:
+        self._missing.clear()
+        if self in self._server.pulls:
+            self._server.pulls.remove(self)
+
+
+def _moved(number: int) -> PullEnd:
+    return PullEnd(code="WRONG_OWNER", message=f"block {number} is at another parameter server now")

@@ -1,0 +1,136 @@
+"""A pserver on real sockets, with the trainer's client and a plain one."""
+
+import io
+import socket
+from functools import partial
+
+import aiohttp
+import msgpack
+import pytest_asyncio
+import torch
+
+from shared.blocks.buffers import bytes_of
+from shared.records import Mode, PserverMember
+from shared.records.layout import OptimizerSpec
+from shared.security.access import Access
+from shared.security.tokens import Tokens
+from shared.serving.data_plane.server import make_app, serving
+from shared.serving.pserver import Pserver
+from shared.wire.messages import InitBlock, PushBlock
+from shared.wire.region_allocator import RegionAllocator
+from shared.wire.shared_memory import Region
+from tests.pserver_service.jobs import JOB, init_header, layout_of, settled, stream, values_of
+from trainer_agent.data_plane.http import HttpPserver
+from trainer_agent.data_plane.stream import StreamPserver
+
+TOKEN = "boat"
+PLAIN = OptimizerSpec(name="SGD", defaults={"lr": 1.0}, groups=({},))
+LAYOUT = layout_of(200_000, block_bytes=1 << 18, optimizer=PLAIN)  # three blocks of 256 KiB and a short one
+SIZES = {block.number: block.elements for block in LAYOUT.blocks()}
+STALL_S = 1.0  # the server's patience with tests of modules that import this name
+PATIENCE_S = 20.0  # with all others: a busy machine is not what they test
+TRANSPORTS = ["tcp", "unix", "stream tcp", "stream unix", "stream shm"]
+
+
+class Sharer(StreamPserver):
+    """Payloads are put into a region, as a trainer's gradients are in one."""
+
+    layout = LAYOUT
+
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
+        self.regions = []
+
+    async def push(self, header, blocks):
+        region = self.regions.pop() if self.regions else Region.create(self.layout.vector_bytes)
+        try:
+            return await super().push(header, self._moved(memoryview(region), blocks))
+        finally:
+            if not region.lost:
+                self.regions.append(region)
+
+    async def _moved(self, free, blocks):
+        async for block, payload in blocks:
+            place = free[: len(payload)]
+            place[:] = payload
+            free = free[-(-len(payload) // 64) * 64 :]
+            yield block, place
+
+
+CONNECT = {
+    "tcp": HttpPserver,
+    "unix": HttpPserver,
+    "stream tcp": StreamPserver,
+    "stream unix": partial(StreamPserver, share=False),
+    "stream shm": Sharer,
+}
+
+
+def accepting(token: str) -> Access:
+    """A service that takes this token only."""
+    return Access.of(Tokens(given=token))
+
+
+class Server:
+    """A pserver on a socket, and a client of it."""
+
+    def __init__(self, pserver: Pserver, url: str, uds: str, connect=HttpPserver) -> None:
+        self.pserver, self.url = pserver, url
+        host = socket.gethostname()
+        self.member = PserverMember(index=0, url=url, incarnation="ps-1", host=host, pid=1, uds=uds)
+        self.connect = connect
+        self.client = connect(self.member, TOKEN, stall_s=20)
+
+    async def initialise(self, layout=LAYOUT, mode=Mode.SYNC, lanes=4):
+        values, self.client.layout = values_of(layout), layout
+        items = ((InitBlock(block=k), bytes_of(value)) for k, value in values.items())
+        await self.client.init(init_header(layout, mode, lanes), stream(*items))
+        return values
+
+    async def raw(self, path: str, body=None, token: str = TOKEN, method: str = "POST"):
+        """(status, answer) of a plain request; the answer read by the msgpack library."""
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        data = io.BytesIO(body) if body is not None else None
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(method, self.url + path, data=data, headers=headers) as answer,
+        ):
+            return answer.status, list(msgpack.Unpacker(io.BytesIO(await answer.read()), raw=False))
+
+
+@pytest_asyncio.fixture
+async def server(request, tmp_path):
+    """Plain requests over TCP; `parametrize("server", TRANSPORTS, indirect=True)` for all."""
+    transport = getattr(request, "param", "tcp")
+    uds = "" if "tcp" in transport else str(tmp_path / "ps.sock")
+    connect = CONNECT[transport]
+    pserver = Pserver(JOB, "ps-1", index=0, allocate=RegionAllocator if connect is Sharer else None)
+    mark = request.node.get_closest_marker("stall")
+    stall_s = mark.args[0] if mark else getattr(request.module, "STALL_S", PATIENCE_S)
+    app = make_app(pserver, accepting(TOKEN), stall_s=stall_s, idle_s=2 * stall_s)
+    async with serving(app, "127.0.0.1", 0, uds) as listening:
+        made = Server(pserver, f"http://127.0.0.1:{listening.port}", listening.uds, connect)
+        made.app = app
+        async with made.client:
+            yield made
+    await settled(pserver)
+
+
+def gradients(value: float = 1.0):
+    return stream(
+        *((PushBlock(block=k, lanes=(0, 4), count=4), bytes_of(torch.full((n,), value))) for k, n in SIZES.items())
+    )
+
+
+class Flat:
+    """A second flat vector: where pulled blocks go."""
+
+    def __init__(self) -> None:
+        self.values = {number: torch.zeros(elements) for number, elements in SIZES.items()}
+        self.placed: list[int] = []
+
+    def sink(self, block):
+        return bytes_of(self.values[block.block])
+
+    def done(self, block):
+        self.placed.append(block.block)

@@ -1,0 +1,63 @@
+"""Connections of peers that show no token: they end, and are few; those of trainers stay."""
+
+from __future__ import annotations
+
+import asyncio
+
+from shared.security import arrivals
+from shared.serving.data_plane.server import ARRIVALS, make_app, serving
+from shared.serving.pserver import Pserver
+from tests.equipment.waiting import until
+from tests.pserver_service.jobs import JOB
+from tests.shared.serving.data_plane.servers import TOKEN, accepting
+
+REQUEST = f"GET /v1/info HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
+HEALTH = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+WRONG = REQUEST.replace(TOKEN.encode(), b"wrong")
+
+
+async def is_over(reader: asyncio.StreamReader, limit_s: float) -> bool:
+    """Whether the server closes the connection within that time."""
+    try:
+        async with asyncio.timeout(limit_s):
+            while await reader.read(1 << 16):
+                pass
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        pass
+    return True
+
+
+async def test_who_shows_no_token_is_cut_off_and_who_did_stays(monkeypatch):
+    monkeypatch.setattr(arrivals, "LOOK_S", 0.05)
+    app = make_app(Pserver(JOB, "ps-1", index=0), accepting(TOKEN))
+    app[ARRIVALS].patience_s = 0.5
+    async with serving(app, "127.0.0.1", 0) as listening:
+        said = {"nothing": b"", "half": REQUEST[:40], "health": HEALTH, "wrong": WRONG, "good": REQUEST}
+        found = {}
+        for name, words in said.items():
+            found[name] = await asyncio.open_connection("127.0.0.1", listening.port)
+            found[name][1].write(words)
+        strangers = (is_over(found[name][0], 10) for name in said if name != "good")
+        assert await asyncio.gather(*strangers) == [True] * 4
+        assert not await is_over(found["good"][0], 1.0)
+        for _, writer in found.values():
+            writer.close()
+
+
+async def test_a_peer_has_few_connections_without_a_token(monkeypatch):
+    monkeypatch.setattr(arrivals, "LOOK_S", 0.05)
+    app = make_app(Pserver(JOB, "ps-1", index=0), accepting(TOKEN))
+    app[ARRIVALS].per_peer = 5
+    async with serving(app, "127.0.0.1", 0) as listening:
+        _, trainer = good = await asyncio.open_connection("127.0.0.1", listening.port)
+        trainer.write(REQUEST)
+        await good[0].readuntil(b"\r\n\r\n")
+        idle = [await asyncio.open_connection("127.0.0.1", listening.port) for _ in range(40)]
+        await until(lambda: app[ARRIVALS].waiting == 5, "the others to be cut")
+        trainer.write(REQUEST)
+        async with asyncio.timeout(5):
+            await good[0].readuntil(b"HTTP/1.1 ")
+        for _, writer in [good, *idle]:
+            writer.close()

@@ -1,0 +1,279 @@
+"""Buffers that stay as they are travel once, over every transport: the trainer's Transfer on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import msgpack
+import pytest
+import torch
+
+from shared.blocks.buffers import bytes_of
+from shared.errors import BadFrame, PeerError
+from shared.records import SlotMap
+from shared.records.layout import Segment
+from shared.serving.core import calls
+from shared.serving.core.store import Store
+from shared.wire.messages import PulledBlock, PullRequest, PushBlock
+from tests.equipment.replaced import replaced
+from tests.pserver_service.jobs import init_header, layout_of, push_header, stream, values_of
+from tests.shared.serving.data_plane.servers import PATIENCE_S, PLAIN, TOKEN, TRANSPORTS, server
+from trainer_agent.data_plane.pulls import Pulls
+from trainer_agent.data_plane.transfer import Transfer
+
+__all__ = ["server"]
+everywhere = pytest.mark.parametrize("server", TRANSPORTS, indirect=True)
+TABLE_ELEMENTS, BLOCK_BYTES, STEPS = 500_000, 1 << 16, 6
+LAYOUT = layout_of(
+    10_000,
+    Segment(kind="buffer", dtype="float32", elements=TABLE_ELEMENTS),
+    Segment(kind="buffer", dtype="int64", elements=10),
+    block_bytes=BLOCK_BYTES,
+    optimizer=PLAIN,
+)
+SEGMENTS = {block.number: block.segment for block in LAYOUT.blocks()}
+SIZES = {block.number: block.elements for block in LAYOUT.blocks()}
+PARAMETERS, TABLE, COUNTER = ([n for n, segment in SEGMENTS.items() if segment == wanted] for wanted in range(3))
+OTHER_BYTES = 4 * 10_000 + 8 * 10
+
+
+class Vectors:
+    """The two vectors of a trainer."""
+
+    layout = LAYOUT
+
+    def __init__(self):
+        self.values, self.next = ({n: bytearray(b.bytes) for n, b in enumerate(LAYOUT.blocks())} for _ in range(2))
+        self.kept = []
+
+    def current(self, block):
+        return memoryview(self.values[block])
+
+    def staging(self, block):
+        return memoryview(self.next[block])
+
+    def keep(self, block):
+        self.kept.append(block)
+        self.next[block][:] = self.values[block]
+
+    def swap(self):
+        self.values, self.next = self.next, self.values
+
+
+def transfer_to(port):
+    async def changed(*_):
+        await asyncio.sleep(0.01)
+
+    directory = SimpleNamespace(
+        keys=SimpleNamespace(job="ctr"),
+        master=None,
+        pservers={0: SimpleNamespace(incarnation="ps-1")},
+        slots=SlotMap(version=1, owners=(0,) * LAYOUT.slot_count),
+        state=SimpleNamespace(generation=1),
+        revision=1,
+        changed=changed,
+    )
+    vectors = Vectors()
+    made = Transfer(directory, lambda _: port, vectors, lambda *_: None)
+    made.vectors, made.directory = vectors, directory
+    return made
+
+
+def pushed(changed=()):
+    """A gradient of ones, and the values of the buffers that forward changed."""
+    for number, elements in SIZES.items():
+        if number in PARAMETERS:
+            payload = bytes_of(torch.ones(elements))
+        else:
+            payload = bytes_of(changed[number]) if number in changed else memoryview(b"")
+        yield PushBlock(block=number, lanes=(0, 4), count=4), payload
+
+
+async def step(server, transfer, number, changed=()):
+    pushing = server.client.push(push_header(number), stream(*pushed(changed)))
+    answer, record = await asyncio.gather(pushing, transfer.pull(number + 1))
+    assert (answer.applied, record.version) == (len(SIZES), number + 1)
+    transfer.swap()
+
+
+def held(server):
+    return {n: bytes(state.current.view) for n, state in server.pserver.store.blocks.items()}
+
+
+async def bytes_of_steps(server):
+    """Payload bytes that were pulled in each step, after each of which the trainer has the pserver's bits."""
+    await server.initialise(LAYOUT)
+    transfer, found = transfer_to(server.client), []
+    for number in range(STEPS):
+        before = server.pserver.counters.bytes_pulled
+        changed = {COUNTER[0]: torch.full((10,), number + 1)}
+        if number == 3:
+            changed[TABLE[1]] = torch.full((SIZES[TABLE[1]],), 3.0)
+        await step(server, transfer, number, changed)
+        found.append(server.pserver.counters.bytes_pulled - before)
+        assert transfer.vectors.values == held(server)
+    return found
+
+
+@everywhere
+async def test_a_large_constant_is_pulled_once(server):
+    whole = OTHER_BYTES + 4 * TABLE_ELEMENTS
+    table_block = BLOCK_BYTES
+    wanted = [whole, OTHER_BYTES, OTHER_BYTES, OTHER_BYTES + table_block, OTHER_BYTES, OTHER_BYTES]
+    found = await bytes_of_steps(server)
+    assert found == wanted
+
+
+@everywhere
+async def test_without_names_every_pull_is_whole_and_has_the_same_bits(server):
+    with replaced(calls, "moment_of", lambda *_: None):
+        assert await bytes_of_steps(server) == [OTHER_BYTES + 4 * TABLE_ELEMENTS] * STEPS
+
+
+@everywhere
+async def test_after_a_rollback_and_after_joining_everything_comes(server):
+    await server.initialise(LAYOUT)
+    transfer, whole = transfer_to(server.client), OTHER_BYTES + 4 * TABLE_ELEMENTS
+    for number in range(3):
+        await step(server, transfer, number)
+    older = Store(init_header(LAYOUT), pool=server.pserver.new_pool())
+    for number, values in values_of(LAYOUT, seed=1).items():
+        older.add_block(number, bytes_of(values))
+    older.seal()
+    server.pserver.restore(older, 1, "checkpoint")
+    before = server.pserver.counters.bytes_pulled
+    await transfer.pull(0)
+    transfer.swap()
+    assert server.pserver.counters.bytes_pulled - before == whole
+    assert transfer.vectors.values == held(server)
+    await step(server, transfer, 0)
+    before, late = server.pserver.counters.bytes_pulled, transfer_to(server.client)
+    await late.pull(1)
+    late.swap()
+    assert server.pserver.counters.bytes_pulled - before == whole
+    assert late.vectors.values == transfer.vectors.values == held(server)
+
+
+async def given_up(server):
+    """A step's values come, and the step is given up before they are in use; then it is pulled again."""
+    await server.initialise(LAYOUT)
+    transfer = transfer_to(server.client)
+    await step(server, transfer, 0)
+    await server.client.push(push_header(1), stream(*pushed({TABLE[0]: torch.ones(SIZES[TABLE[0]])})))
+    await transfer.pull(2)  # and no swap
+    await transfer.pull(2)
+    transfer.swap()
+    return transfer.vectors.values == held(server)
+
+
+async def test_only_values_in_use_are_named(server):
+    assert await given_up(server)
+
+
+async def test_if_staged_values_were_named_old_ones_would_be_kept(server):
+    pull = Pulls.pull
+
+    async def named_too_early(self, *arguments, **keywords):
+        found = await pull(self, *arguments, **keywords)
+        self._known = dict(self._staged)
+        return found
+
+    with replaced(Pulls, "pull", named_too_early):
+        assert not await given_up(server)
+
+
+class Breaks:
+    """Breaks off the first pull after `blocks` blocks. Meanwhile `meanwhile` happens."""
+
+    def __init__(self, client, blocks, meanwhile):
+        self.client, self.left, self.meanwhile, self.requests = client, blocks, meanwhile, []
+
+    async def pull(self, request, sink, placed):
+        self.requests.append(request)
+        if self.meanwhile is None:
+            return await self.client.pull(request, sink, placed)
+        some = request.model_copy(update={"blocks": request.blocks[: self.left]})
+        await self.client.pull(some, sink, placed)
+        meanwhile, self.meanwhile = self.meanwhile, None
+        await meanwhile()
+        raise PeerError("the connection broke off")
+
+
+async def test_a_pull_of_two_connections_is_not_named(server):
+    """Between them the pserver may have become another one."""
+    await server.initialise(LAYOUT)
+    client = server.client
+
+    async def another():
+        older = Store(init_header(LAYOUT))
+        for number, values in values_of(LAYOUT, seed=1).items():
+            older.add_block(number, bytes_of(values))
+        older.seal()
+        server.pserver.restore(older, 0, "checkpoint")
+
+    port = Breaks(client, len(PARAMETERS) + 1, another)
+    transfer = transfer_to(port)
+    await transfer.pull(0)
+    transfer.swap()
+    await transfer.pull(0)
+    transfer.swap()
+    assert [request.known for request in port.requests] == ["", "", ""]
+    assert transfer.vectors.values == held(server)
+
+
+async def test_another_slot_map_makes_names_void(server):
+    await server.initialise(LAYOUT)
+    transfer = transfer_to(server.client)
+    await transfer.pull(0)
+    transfer.swap()
+    transfer.directory.slots = SlotMap(version=2, owners=(0,) * LAYOUT.slot_count)
+    await transfer.pull(0)
+    assert transfer.vectors.kept == []
+
+
+@everywhere
+async def test_a_block_is_not_the_same_if_nothing_was_named(server):
+    await server.initialise(LAYOUT)
+    with (
+        replaced(calls, "moment_of", lambda *_: 0),
+        pytest.raises(BadFrame, match="as unchanged, but no values were named"),
+    ):
+        await transfer_to(server.client).pull(0)
+
+
+@pytest.mark.parametrize("server", ["stream tcp", "tcp"], indirect=True)
+async def test_an_older_parameter_server_sends_everything(server):
+    """It knows neither field."""
+    await server.initialise(LAYOUT)
+    begin = type(server.pserver).begin_pull
+
+    def unknowing(self, request, arrived):
+        fields = request.model_dump()
+        del fields["known"]
+        return begin(self, PullRequest(**fields), arrived)
+
+    transfer = transfer_to(server.client)
+    with replaced(type(server.pserver), "begin_pull", unknowing):
+        for number in range(2):
+            await step(server, transfer, number)
+    assert transfer.vectors.kept == []
+    assert transfer.vectors.values == held(server)
+
+
+async def test_the_answer_reads_the_same_with_any_msgpack_library(server):
+    await server.initialise(LAYOUT)
+    fields = {"protocol": 1, "job": "ctr", "generation": 1, "version": 0, "blocks": [PARAMETERS[0], TABLE[0]]}
+    first = await pulled_plainly(server, fields | {"known": ""})
+    again = await pulled_plainly(server, fields | {"known": first[-1]["known"]})
+    assert [len(payload) for _, payload in first[1:-1]] == [40_000, BLOCK_BYTES]
+    assert again[2] == [{"block": TABLE[0], "version": 0, "same": True}, b""]
+    assert PulledBlock(**again[2][0]).same
+    assert "known" not in (await pulled_plainly(server, fields))[-1]
+
+
+async def pulled_plainly(server, fields):
+    async with asyncio.timeout(PATIENCE_S):
+        status, answer = await server.raw("/v1/pull", msgpack.packb(fields), TOKEN)
+    assert status == 200
+    return answer
