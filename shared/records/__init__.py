@@ -5,8 +5,8 @@ The records of checkpoints, layout, steps, operations and trainers' progress are
 
 from shared.records.assignments import SlotMap, TrainerList, TrainersChange
 from shared.records.job import FailureCause, JobResult, JobState, Phase, Stage, TaskSummary
-from shared.records.job_spec import Dispatch, JobSpec, Mode
-from shared.records.members import MasterAddress, MasterLock, PserverMember, Restored, TrainerMember
+from shared.records.job_spec import Dispatch, JobSpec, Mode, Strategy
+from shared.records.members import Exchange, Holding, MasterAddress, MasterLock, PserverMember, Restored, TrainerMember
 from shared.records.queue import (
     Attempt,
     DiscardedTask,
@@ -42,8 +42,10 @@ __all__ = [
     "DiscardedTask",
     "Dispatch",
     "EvaluationSums",
+    "Exchange",
     "FailTask",
     "FailureCause",
+    "Holding",
     "JobResult",
     "JobSpec",
     "JobState",
@@ -62,6 +64,7 @@ __all__ = [
     "Stage",
     "StepMetrics",
     "StepTimes",
+    "Strategy",
     "TakeNext",
     "Task",
     "TaskAnswer",

@@ -39,6 +39,13 @@ class Mode(StrEnum):
     ASYNC = "async"
 
 
+class Strategy(StrEnum):
+    """Where parameters are stepped: on parameter servers, or (COLLECTIVE) by every trainer, with gradients that the trainers exchange."""
+
+    PARAMETER_SERVER = "parameter_server"
+    COLLECTIVE = "collective"
+
+
 class Dispatch(StrEnum):
     """Who keeps the task queues: a master, or (`etcd`) the trainers themselves, by compare-and-set."""
 
@@ -139,6 +146,7 @@ class JobSettings(Record):
     dataset: Dataset
     evaluation_dataset: Dataset | None = None
     mode: Mode = Mode.SYNC
+    strategy: Strategy = Strategy.PARAMETER_SERVER
     dispatch: Dispatch = Dispatch.MASTER
     epochs: int = Field(default=1, ge=1, lt=2**63)
     global_batch_size: int = Field(default=256, ge=1, lt=2**63)

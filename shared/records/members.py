@@ -79,9 +79,29 @@ def pserver_names(indices: Iterable[int]) -> str:
     return ", ".join(f"pserver-{index}" for index in indices)
 
 
+class Exchange(Record):
+    """Where a trainer of a collective job serves its share of the gradients. `uds`: see PserverMember."""
+
+    url: str
+    uds: str = ""
+
+
+class Holding(Record):
+    """What a trainer of a collective job has: parameters and optimizer of `version` at the time it said so (it may be further by now), in
+    `timeline`, which began with `checkpoint` (see JobState). `error`: why it could not load that checkpoint; then it has nothing.
+    `superseded`: see Restored."""
+
+    timeline: int
+    checkpoint: str = ""
+    version: int = 0
+    error: Message = ""
+    superseded: bool = False
+
+
 class TrainerMember(Record):
     """`url` answers /healthz, which tells a dead trainer from a slow one. `lease`, `network`: see MasterLock. `paused`: see Paused.
-    `leaving`: see PserverMember."""
+    `leaving`, `torn`, `trouble`: see PserverMember. `exchange`, `holds`: of a collective job; a trainer without `holds` still fetches the
+    parameters."""
 
     trainer: str
     url: str
@@ -92,3 +112,7 @@ class TrainerMember(Record):
     network: str = ""
     paused: Paused | None = None
     leaving: bool = False
+    exchange: Exchange | None = None
+    holds: Holding | None = None
+    torn: Torn | None = None
+    trouble: Message = ""
