@@ -22,7 +22,7 @@ FLOORS = {
     "trainer_agent": [
         {"core", "data", "waiting", "own_loop", "start_values", "tables"},
         {"model", "data_plane"},
-        {"script", "tasks", "membership"},
+        {"script", "tasks", "membership", "collective"},
         {"loops"},
         {"agent", "process"},
     ],

@@ -1,0 +1,192 @@
+"""The whole model with its optimizer in one trainer of a collective job, stepped as parameter servers step their blocks: the same bits.
+
+    version s in use ─step: mean gradients of all blocks─► version s + 1 in the staging vectors ─swap─► in use
+    copy_share: some blocks of the version in use, for a checkpoint or a trainer that joins ─load, loaded─► another replica
+
+Values lie in the compute's vectors, each optimizer's state here. One call at a time; `step` may run in a thread of its own, beside
+forward and backward of the version in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from xxhash import xxh3_128
+
+from shared.blocks.buffers import bytes_of, tensor_over
+from shared.blocks.gradient_norm import norm_of, squares_of
+from shared.errors import BadFrame
+from shared.records.layout import Block
+from shared.records.step import LanePosition, StepRecord
+from shared.serving.core.clipping import Clipping
+from shared.serving.core.optimizers import BlockOptimizer, Options, arguments, options_of
+from trainer_agent.model.compute import Compute
+
+State = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Copies of some blocks at the version of `record`. `values[block]`: 1-d, in the block's dtype. `states[block]`: of its optimizer, by
+    name; empty for buffers, and before the first step of most classes."""
+
+    record: StepRecord
+    values: dict[int, torch.Tensor]
+    states: dict[int, dict[str, torch.Tensor]]
+
+
+class Replica:
+    """`record`: of the version in use, None as long as there is none; `stepped`: of the version in the staging vectors, if that is the next one.
+    `timeline` and `checkpoint`: of both, see JobState."""
+
+    def __init__(self, compute: Compute, clipping: Clipping | None = None) -> None:
+        self._compute, self._clipping = compute, clipping or Clipping(None)
+        self._layout = compute.layout
+        self._blocks = tuple(self._layout.blocks())
+        spec = self._layout.optimizer
+        self._arguments = [
+            arguments(spec, segment.group) if segment.kind == "param" else None for segment in self._layout.segments
+        ]
+        self._optimizers: dict[int, BlockOptimizer] = {}
+        self.record: StepRecord | None = None
+        self.stepped: StepRecord | None = None
+        self.timeline, self.checkpoint = 0, ""
+        self._forget_states()
+
+    def __repr__(self) -> str:
+        staged = f", {self.stepped.version} stepped" if self.stepped is not None else ""
+        return f"<Replica of {len(self._blocks)} blocks at version {self.version}{staged}, timeline {self.timeline}>"
+
+    @property
+    def version(self) -> int | None:
+        """The version in use; None: none yet."""
+        return self.record.version if self.record is not None else None
+
+    # ------------------------------------------------------------ first values
+
+    def begin(self, lanes: int) -> None:
+        """Version 0: the values that the compute has at first, and the state that its optimizer starts with. Raises BadFrame: the optimizer has
+        no such state."""
+        self._forget_states()
+        for block in self._blocks:
+            for name, payload in self._compute.initial_state(block.number):
+                optimizer = self._optimizers.get(block.number)
+                if optimizer is None or not optimizer.add_state(name, payload):
+                    msg = f"state {name!r} of block {block.number}, {payload.nbytes} bytes: its optimizer has no such state"
+                    raise BadFrame(msg)
+        positions = tuple(LanePosition(lane=lane) for lane in range(lanes))
+        first = StepRecord(version=0, positions=positions, lane_zero=self._compute.initial_lane_zero())
+        self._is_at(first, 0, "")
+
+    def digest(self) -> str:
+        """Of all values in use and all states: the same for all trainers that may go on together from here."""
+        found = xxh3_128()
+        for block in self._blocks:
+            found.update(self._compute.current(block.number))
+            for name, tensor in sorted(self.state(block.number).items()):
+                found.update(name.encode())
+                found.update(bytes_of(tensor.detach().reshape(-1).contiguous()))
+        return found.hexdigest()
+
+    # ------------------------------------------------------------ steps
+
+    def step(self, gradients: Mapping[int, torch.Tensor | None], record: StepRecord) -> float | None:
+        """Make the version of `record`, the next one, in the staging vectors. `gradients[block]`: the mean over all lanes, 1-d; for buffers their
+        values; None: no lane had data, or the buffer stays as it is. They are only read. Returns the norm of the whole gradient, if that is
+        measured in this step."""
+        assert self.record is not None
+        assert record.version == self.record.version + 1
+        norm = self._norm(gradients, record)
+        factor: float | None = 1.0
+        if self._clipping.holds and norm is not None:
+            factor = self._clipping.factor(norm)
+        options = [options_of(each) for each in record.lane_zero.options] if record.lane_zero is not None else []
+        for block in self._blocks:
+            self._step(block, gradients[block.number], factor, options)
+        self.stepped = record
+        return norm
+
+    def swap(self) -> None:
+        """What was stepped is the version in use from now on."""
+        assert self.stepped is not None
+        self._compute.swap()
+        self.record, self.stepped = self.stepped, None
+
+    def _norm(self, gradients: Mapping[int, torch.Tensor | None], record: StepRecord) -> float | None:
+        """The same bits as parameter servers and their trainers find together."""
+        if not self._clipping.holds and not self._clipping.measures(record.version - 1):
+            return None
+        found = [gradients[block.number] for block in self._blocks if self._arguments[block.segment] is not None]
+        return norm_of(0.0 if gradient is None else squares_of(gradient) for gradient in found)
+
+    def _step(self, block: Block, gradient: torch.Tensor | None, factor: float | None, options: list[Options]) -> None:
+        optimizer = self._optimizers.get(block.number)
+        if gradient is None or (optimizer is not None and factor is None):
+            self._compute.keep(block.number)
+            return
+        out = tensor_over(memoryview(self._compute.staging(block.number)).cast("B"), block.dtype)
+        if optimizer is None:
+            out.copy_(gradient)
+            return
+        own = options[self._layout.segments[block.segment].group] if options else {}
+        if factor is not None and factor != 1.0:
+            gradient = gradient * factor
+        elif not optimizer.only_reads(own):
+            gradient = gradient.clone()
+        values = tensor_over(memoryview(self._compute.current(block.number)).cast("B").toreadonly(), block.dtype)
+        optimizer.step_into(out, values, gradient, own)
+
+    # ------------------------------------------------------------ shares of it
+
+    def state(self, block: int) -> dict[str, torch.Tensor]:
+        """Of a block's optimizer, not copies: of the version in use, and of the one that was stepped once that is there. Empty for buffers."""
+        optimizer = self._optimizers.get(block)
+        return {} if optimizer is None else optimizer.state()
+
+    def copy_share(self, blocks: Iterable[int]) -> Share:
+        """At the version in use. Only while nothing is stepped: states are those of the last step."""
+        assert self.record is not None
+        assert self.stepped is None
+        values, states = {}, {}
+        for number in blocks:
+            payload = memoryview(self._compute.current(number)).cast("B").toreadonly()
+            values[number] = tensor_over(payload, self._blocks[number].dtype).clone()
+            states[number] = {name: tensor.detach().clone() for name, tensor in self.state(number).items()}
+        return Share(self.record, values, states)
+
+    def load(self, block: int, values: memoryview, state: State) -> None:
+        """Copy the values of a block to the staging vectors; its optimizer goes on from `state`, whose tensors are its own from now on. Raises
+        BadFrame: the layout has no such block, or one of another size."""
+        place = self._blocks[block] if 0 <= block < len(self._blocks) else None
+        if place is None or values.nbytes != place.bytes:
+            expected = "no such block" if place is None else f"{place.bytes} bytes"
+            msg = f"block {block} of {values.nbytes} bytes: the layout has {expected}"
+            raise BadFrame(msg)
+        self.record = self.stepped = None
+        self._compute.staging(block)[:] = values.cast("B")
+        if (optimizer := self._optimizers.get(block)) is not None:
+            optimizer.load(dict(state))
+
+    def loaded(self, record: StepRecord, timeline: int, checkpoint: str) -> None:
+        """All blocks were loaded, at the version of `record`: it is in use from now on. The loop that trains restores the schedule."""
+        self._compute.swap()
+        self._is_at(record, timeline, checkpoint)
+
+    def forget(self) -> None:
+        """What it has is no version any more: `load` all blocks, or `begin`."""
+        self.record = self.stepped = None
+        self._forget_states()
+
+    def _is_at(self, record: StepRecord, timeline: int, checkpoint: str) -> None:
+        self.record, self.stepped = record, None
+        self.timeline, self.checkpoint = timeline, checkpoint
+
+    def _forget_states(self) -> None:
+        """Optimizers without state. The memory that each is made with is not read or written."""
+        name, self._optimizers = self._layout.optimizer.name, {}
+        for block in self._blocks:
+            if (chosen := self._arguments[block.segment]) is not None:
+                memory = tensor_over(memoryview(self._compute.staging(block.number)).cast("B"), block.dtype)
+                self._optimizers[block.number] = BlockOptimizer(name, chosen, memory)
