@@ -26,7 +26,7 @@ from trainer_agent.tasks.source import TaskSource
 
 SEEDS = range(8)
 FEW = range(3)
-ONCE_FAILED: tuple[tuple[int, int | str], ...] = ((253, 1), (115, 2), (178, 2), (391, 2))
+ONCE_FAILED: tuple[tuple[int, int | str], ...] = ((253, 1), (115, 2), (178, 2), (183, 2), (391, 2))
 MANY = [ONCE_FAILED, *(tuple((n, (1, 2, "epoch")[n % 3]) for n in range(k, k + 50)) for k in range(0, 200, 50))]
 """Seeds, and how often each is evaluated."""
 ENOUGH_S = 30.0
