@@ -173,7 +173,7 @@ class Ledger:
         A task is closed if it is closed in all parts. An epoch that is old for one of them is over, so it is old for all. Attempts start at
         0: the generation fences pushes from before the rollback.
         """
-        given = {id(place[0]): place[0] for place in (*blocks, *rows)}
+        given = {id(saved): saved for saved in [*(each for each, _ in blocks), *(each for each, _, _ in rows)]}
         over = {entry.epoch for saved in given.values() for entry in saved.old}
         aligned = {name: _without(saved, over) for name, saved in given.items()}
         blocks = [(aligned[id(saved)], position) for saved, position in blocks]
