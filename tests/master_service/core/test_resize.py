@@ -327,7 +327,7 @@ def test_a_job_started_again_while_slots_move_waits_for_no_owner_of_before(
     mode: Mode, phase: Phase, pservers: int
 ) -> None:
     """With as many parameter servers as the resize wanted, and another number of trainers."""
-    job = job_of(mode=mode)
+    job = job_of(mode=mode, checkpoint_kind="coordinated")
     migrating(job, pservers)
     assert job.slots is not None
     assert job.slots.serving == (0, 1)
