@@ -26,6 +26,9 @@ from trainer_agent.tasks.source import TaskSource
 
 SEEDS = range(8)
 FEW = range(3)
+ONCE_FAILED: tuple[tuple[int, int | str], ...] = ((253, 1), (115, 2), (178, 2), (183, 2), (391, 2))
+MANY = [ONCE_FAILED, *(tuple((n, (1, 2, "epoch")[n % 3]) for n in range(k, k + 50)) for k in range(0, 200, 50))]
+"""Seeds, and how often each is evaluated."""
 ENOUGH_S = 30.0
 """Of virtual time, after the last fault; without the safeguard it would take for ever."""
 
@@ -93,6 +96,17 @@ def test_a_masterless_job_gives_the_same_evaluations_and_stops_at_the_same_step_
     drawn = replace(drawn, stop_early="value:min:patience=1" if seed % 2 else None)
     outcome = simulate(seed, Mode.SYNC, plan=drawn, dispatch=Dispatch.ETCD)
     assert not broken(outcome), str(outcome)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dispatch", list(Dispatch))
+@pytest.mark.parametrize("seeds", MANY, ids=range(len(MANY)))
+def test_evaluations_of_asynchronous_jobs_are_each_of_one_version_in_many_seeds(
+    seeds: tuple[tuple[int, int | str], ...], dispatch: Dispatch
+):
+    for seed, every in seeds:
+        outcome = simulate(seed, Mode.ASYNC, plan=plan(seed, every, Mode.ASYNC, dispatch), dispatch=dispatch)
+        assert not broken(outcome), f"every {every}: {outcome}"
 
 
 def test_an_undisturbed_asynchronous_job_is_evaluated_about_as_often_as_it_says():

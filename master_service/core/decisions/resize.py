@@ -150,7 +150,7 @@ def advance(job: Job, operation: Operation, stamp: str) -> Decision[None]:
         return _begin(job, operation) if state.phase is Phase.RUNNING and job.members.init_done else Decision(None)
     if (spec.trainers, spec.pservers) != (resize.trainers, resize.pservers):
         reason = f"the job was started again with {spec.trainers} trainers and {spec.pservers} parameter servers"
-        return _end(job, operation, ResizePhase.ROLLED_BACK, reason, stamp, Conflict.code)
+        return _map_as_it_is(job) + _end(job, operation, ResizePhase.ROLLED_BACK, reason, stamp, Conflict.code)
     if resize.phase is ResizePhase.STARTING:
         return _start(job, operation, stamp)
     if resize.strategy is Strategy.RESTART:
@@ -366,6 +366,15 @@ def _end(job: Job, operation: Operation, phase: ResizePhase, reason: str, stamp:
     closing: tuple[Change, ...] = (DropMigration(),) if job.migration is not None else ()
     ended = progressed(operation, phase=phase)
     return Decision(None, closing) + end(ended, OperationState.FAILED, reason, stamp, code=code)
+
+
+def _map_as_it_is(job: Job) -> Decision[None]:
+    """Nobody moves slots on: a map that is made for another number than its slots' owners says so, and the job goes back to a checkpoint
+    with a fresh map (rollback.slots_fit). Else it would wait for owners that are not started any more."""
+    slots = job.slots
+    if slots is None or max(slots.owners) + 1 == slots.wanted:
+        return Decision(None)
+    return Decision(None, (slots.model_copy(update={"version": slots.version + 1, "pservers": 0}),))
 
 
 def _numbers(spec: JobSpec, trainers: int, pservers: int) -> JobSpec:

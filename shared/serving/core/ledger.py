@@ -152,17 +152,16 @@ class Ledger:
             )
             for epoch, entry in saved.epochs.items()
         }
-        return SavedLedger(epochs, saved.old, tuple(bits for bits in groups if bits))
+        old = saved.old if stays else tuple(entry.model_copy(update={"duplicates": 0}) for entry in saved.old)
+        return SavedLedger(epochs, old, tuple(bits for bits in groups if bits))
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[SavedLedger, int]]) -> Ledger:
-        """The ledger of blocks and rows that come from several parameter servers: each part with its number of blocks. An epoch that is old
-        for one of them is over, so it is old for all. No slot is in two parts."""
-        over = {entry.epoch for saved, _ in parts for entry in saved.old}
-        aligned = [(_without(saved, over), blocks) for saved, blocks in parts if blocks or saved.slots]
+        """The ledger of blocks and rows that come from several parameter servers: each part with its number of blocks. No slot is in two
+        parts."""
         return cls.loaded(
-            [(saved, position) for saved, blocks in aligned for position in range(blocks)],
-            [(saved, blocks + place, bits) for saved, blocks in aligned for place, bits in enumerate(saved.slots)],
+            [(saved, position) for saved, blocks in parts for position in range(blocks)],
+            [(saved, blocks + place, bits) for saved, blocks in parts for place, bits in enumerate(saved.slots)],
         )
 
     @classmethod
@@ -171,15 +170,21 @@ class Ledger:
     ) -> Ledger:
         """The ledger of these blocks, each given as (the part's ledger, its position there), and of the `rows` of these slots (bits, the third).
 
-        A task is closed if it is closed in all parts. Attempts start at 0: the generation fences pushes from before the rollback.
+        A task is closed if it is closed in all parts. An epoch that is old for one of them is over, so it is old for all. Attempts start at
+        0: the generation fences pushes from before the rollback.
         """
+        given = {id(saved): saved for saved in [*(each for each, _ in blocks), *(each for each, _, _ in rows)]}
+        over = {entry.epoch for saved in given.values() for entry in saved.old}
+        aligned = {name: _without(saved, over) for name, saved in given.items()}
+        blocks = [(aligned[id(saved)], position) for saved, position in blocks]
+        rows = [(aligned[id(saved)], position, bits) for saved, position, bits in rows]
         groups = _alike(rows)
         ledger = cls(len(blocks), [bits for _, _, bits in groups])
         places = [*blocks, *((saved, position) for saved, position, _ in groups)]
-        parts = list({id(saved): saved for saved, _ in places}.values())
+        parts = list(aligned.values())
         for epoch in sorted({epoch for part in parts for epoch in part.epochs}):
             ledger._epochs[epoch] = _joined(epoch, parts, places)
-        ledger._old = {entry.epoch: entry for part in parts for entry in part.old if entry.epoch not in ledger._epochs}
+        ledger._old = {epoch: _counts_together(epoch, parts) for epoch in sorted(over)}
         while len(ledger._epochs) > EPOCHS_IN_DETAIL:
             oldest = min(ledger._epochs)
             ledger._old[oldest] = _counts_of(oldest, ledger._epochs.pop(oldest))
@@ -216,6 +221,20 @@ def _counts_of(epoch: int, detail: EpochDetail) -> EpochLedger:
         tasks_closed=detail.closed_count,
         tasks_open=len(detail.open),
         duplicates=detail.duplicates,
+    )
+
+
+def _counts_together(epoch: int, parts: Sequence[SavedLedger]) -> EpochLedger:
+    """Of an old epoch. A part that knows nothing of it has had nothing of it."""
+    nothing = _counts_of(epoch, EpochDetail([]))
+    of = [next((entry for entry in part.old if entry.epoch == epoch), nothing) for part in parts]
+    return EpochLedger(
+        epoch=epoch,
+        applied_lowest=min(entry.applied_lowest for entry in of),
+        applied_highest=max(entry.applied_highest for entry in of),
+        tasks_closed=min(entry.tasks_closed for entry in of),
+        tasks_open=max(entry.tasks_open for entry in of),
+        duplicates=sum(entry.duplicates for entry in of),
     )
 
 

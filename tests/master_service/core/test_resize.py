@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from master_service.core.changes import Change, Decision, DesirePservers, DropMigration
-from master_service.core.decisions import operations, resize
+from master_service.core.decisions import membership, operations, resize, rollback
 from master_service.core.placement import slot_moves as moves
 from master_service.core.queue.file_table import FileTable
 from master_service.core.state.job import Job
 from shared.errors import Conflict, InvalidArgument, TriremeError
 from shared.records import Dispatch, JobSpec, JobState, Mode, Phase, SlotMap, TrainerList
 from shared.records.assignments import GivenNumbers, Handed, Migration
+from shared.records.checkpoints import CheckpointLatest, CheckpointRef
 from shared.records.layout import Layout, OptimizerSpec, RowInit, RowOptimizer, Segment, TableSpec
 from shared.records.operations import Operation, OperationKind, OperationState, Resize, ResizePhase, Strategy
 from shared.slots import spread
@@ -317,6 +318,31 @@ def test_a_job_started_again_with_other_numbers_ends_the_resize() -> None:
     step(job)
     assert progress(job).phase is ResizePhase.ROLLED_BACK
     assert "started again with" in job.operations.records["op-1"].reason
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.ROLLING_BACK])
+@pytest.mark.parametrize("pservers", [1, 3])
+def test_a_job_started_again_while_slots_move_waits_for_no_owner_of_before(
+    mode: Mode, phase: Phase, pservers: int
+) -> None:
+    """With as many parameter servers as the resize wanted, and another number of trainers."""
+    job = job_of(mode=mode, checkpoint_kind="coordinated")
+    migrating(job, pservers)
+    assert job.slots is not None
+    assert job.slots.serving == (0, 1)
+    saved = CheckpointRef(uuid="c", step=3, timeline=0, manifest="m")
+    latest = CheckpointLatest(
+        uuid="c", step=3, timeline=0, term=1, timestamp="now", manifest="m", slots=job.slots, kept=(saved,)
+    )
+    members = replace(job.members, pservers={}, latest=latest)
+    job.members, job.state = members, job.state.model_copy(update={"phase": phase, "checkpoint": "c"})
+    job.spec = job.spec.model_copy(update={"trainers": 3})
+    step(job)
+    take(job, membership.reconcile(job.spec, job.state, job.trainers, job.slots, job.members))
+    assert job.state.phase is Phase.ROLLING_BACK
+    assert job.slots.serving == tuple(range(pservers))
+    assert rollback.holders(job.spec, job.slots) == tuple(range(pservers))
 
 
 def test_a_restart_asks_for_a_checkpoint_first() -> None:

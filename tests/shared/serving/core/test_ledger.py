@@ -224,3 +224,30 @@ def test_counts_of_duplicates_stay_where_they_were_counted():
         Ledger.joined([(ledger.part((), 0b1, stays=stays), 0)]).counts()[0].duplicates for stays in (True, False)
     ]
     assert counted == [1, 0]
+
+
+def test_a_part_that_slept_through_an_epoch_takes_no_counts_from_the_others():
+    """It came back from an older checkpoint: it knows epoch 0 in detail and nothing of epoch 1; for the other epoch 0 is old."""
+    behind, ahead = Ledger(1), Ledger(1)
+    applied(behind, async_header(0, 0, 1, 2), 0)
+    for epoch in (0, 1):
+        for start in (0, 1):
+            applied(ahead, async_header(0, start, start + 1, 2, epoch=epoch), 0)
+    for ledger in (behind, ahead):
+        applied(ledger, async_header(0, 0, 1, 2, epoch=2), 0)
+    for parts in ([behind, ahead], [ahead, behind]):
+        saved = [ledger.saved() for ledger in parts]
+        joined = Ledger.loaded([(each, 0) for each in saved])
+        counts = {entry.epoch: (entry.applied_lowest, entry.applied_highest) for entry in joined.counts()}
+        assert counts == {0: (1, 2), 1: (0, 2), 2: (1, 1)}
+        assert applied(joined, async_header(0, 0, 1, 2), 0) is Verdict.DUPLICATE, "the epoch is over"
+        assert applied(joined, async_header(0, 0, 1, 2), 1) is Verdict.DUPLICATE, "the epoch is over"
+
+
+def test_counts_of_duplicates_of_old_epochs_stay_where_they_were_counted():
+    ledger = had((0, 0), slots=(0b11,))
+    applied(ledger, async_header(0, 0, 1, 2), 0)
+    for epoch in (1, 2):
+        applied(ledger, async_header(0, 0, 1, 2, epoch=epoch), 0)
+    staying, moved = ledger.part((), 0b1, stays=True), ledger.part((), 0b10)
+    assert Ledger.joined([(staying, 0), (moved, 0)]).counts()[0].duplicates == 1
