@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 
-from pserver_service.checkpoints.parts import Checkpointer
 from pserver_service.context import PserverContext
+from shared.checkpoints.saving.parts import Checkpointer
 from shared.records import Dispatch, Mode, Phase, Stage
 from shared.records.operations import saves_on_demand
 from shared.runtime import clock, telemetry

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from pserver_service.checkpoints.independent import Independent
-from pserver_service.checkpoints.parts import Checkpointer
 from pserver_service.checkpoints.pause import PausedCopy
+from pserver_service.checkpoints.store_copies import StoreCopies
 from pserver_service.context import PserverContext
 from pserver_service.drain import Drain
 from pserver_service.handoff.follower import SlotFollower
@@ -23,7 +23,7 @@ class Member:
 
     def __init__(self, context: PserverContext) -> None:
         self._directory, self._pserver, self._own_index = context.directory, context.pserver, context.own_index
-        self.checkpointer = Checkpointer(context)
+        self.checkpointer = StoreCopies(context).checkpointer
         self.drain = Drain(context, self.checkpointer)
         self.rollback, self.rejoin = Rollback(context), Rejoin(context)
         self.follower = SlotFollower(context)

@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 
 from pserver_service.checkpoints.copies import begin
-from pserver_service.checkpoints.parts import write_part
+from pserver_service.checkpoints.ledger_text import ledger_metadata
+from pserver_service.checkpoints.store_copies import saving_of
 from pserver_service.context import PserverContext
 from shared.checkpoints import writer
 from shared.checkpoints.async_cut import Cut, GivenUp, cut_at
-from shared.checkpoints.pending import PendingCheckpoint
-from shared.checkpoints.storage_problem import advice_for
+from shared.checkpoints.saving.parts import write_part
+from shared.checkpoints.saving.pending import PendingCheckpoint
+from shared.checkpoints.saving.storage_problem import advice_for
 from shared.errors import InvalidArgument, PeerError
 from shared.etcd import Compare, LeaseLost, Put
 from shared.etcd.reading import read_record
@@ -96,6 +98,7 @@ class Independent:
         self._number = number
         pending = PendingCheckpoint(
             uuid=ids.named_uuid("independent", self._keys.job, self._pserver.incarnation, number),
+            index=self._pserver.index,
             timeline=timeline,
             slots=slots,
             layout=store.layout,
@@ -107,7 +110,8 @@ class Independent:
             file=f"pserver-{self._pserver.index}.{ids.new_id()}.safetensors",
         )
         try:
-            part = await write_part(self._context, self.offload, pending, snapshot)
+            ledger = lambda: ledger_metadata(snapshot)  # noqa: E731
+            part = await write_part(saving_of(self._context), self.offload, pending, snapshot, ledger)
         finally:
             snapshot.release()
         if self._pserver.store is None:

@@ -55,6 +55,11 @@ class Snapshot:
         return self.record.version
 
     @property
+    def rows_version(self) -> int | None:
+        """By which its rows are stamped; None: by the version."""
+        return None
+
+    @property
     def whole(self) -> bool:
         return not self._missing
 

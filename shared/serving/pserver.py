@@ -93,6 +93,10 @@ class Pserver(BlockServer):
     def __repr__(self) -> str:
         return f"<Pserver {self.index} of {self.job}, generation {self.generation}: {self.store!r}, {len(self.pulls)} pulls wait>"
 
+    @property
+    def name(self) -> str:
+        return f"pserver-{self.index}"
+
     # ------------------------------------------------------------ calls
 
     async def init(self, header: InitHeader, blocks: AsyncIterator[tuple[InitBlock, Payload]]) -> None:

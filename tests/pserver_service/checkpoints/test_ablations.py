@@ -10,8 +10,9 @@ import pytest
 
 from pserver_service.recovery import store_loader
 from pserver_service.recovery.rollback import Rollback
-from shared.checkpoints import commit, stored, writer
-from shared.checkpoints.commit import Committer
+from shared.checkpoints import stored, writer
+from shared.checkpoints.saving import commit
+from shared.checkpoints.saving.commit import Committer
 from shared.checkpoints.schedule import Schedule
 from shared.errors import CheckpointUnusable, StaleGeneration
 from shared.etcd import Compare

@@ -13,24 +13,20 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 from shared.checkpoints import stored, writer
 from shared.checkpoints.async_cut import GivenUp
-from shared.checkpoints.background import Offload
-from shared.checkpoints.part_owner import PartOwner
-from shared.checkpoints.pending import PendingCheckpoint
+from shared.checkpoints.saving.part_owner import SavingContext
+from shared.checkpoints.saving.pending import PendingCheckpoint
+from shared.checkpoints.saving.storage_problem import StorageProblem, advice_for
+from shared.checkpoints.saving.view import CheckpointView
 from shared.checkpoints.schedule import is_final, is_kept, is_newer, kept_after
-from shared.checkpoints.storage_problem import StorageProblem, advice_for
-from shared.checkpoints.view import CheckpointView
 from shared.errors import InvalidArgument, PeerError
-from shared.etcd import Compare, Delete, Etcd, Get, KeyValue, LeaseLost, OutcomeUnknown, Put
+from shared.etcd import Compare, Delete, Get, KeyValue, LeaseLost, OutcomeUnknown, Put
 from shared.etcd.lock import try_acquire
 from shared.etcd.operations import MAX_OPERATIONS
 from shared.etcd.reading import must_read, read_record
 from shared.evaluations import EvaluationStatus
-from shared.membership.directory import Directory
-from shared.membership.own_key import OwnKey
 from shared.records import JobSpec, JobState, Phase
 from shared.records.checkpoints import CheckpointLatest, CheckpointPart, CheckpointPlace, CheckpointRef, built_on
 from shared.records.members import pserver_names
@@ -64,17 +60,9 @@ class _View:
 class Committer:
     """Commits checkpoints that were given to `add`."""
 
-    def __init__(
-        self,
-        etcd: Etcd,
-        directory: Directory,
-        owner: PartOwner,
-        own_key: OwnKey[Any],
-        offload: Offload,
-        problem: StorageProblem,
-    ) -> None:
-        self._etcd, self._keys, self._directory = etcd, directory.keys, directory
-        self._owner, self._own_key, self.offload = owner, own_key, offload
+    def __init__(self, context: SavingContext, problem: StorageProblem) -> None:
+        self._context, self._etcd, self._keys = context, context.etcd, context.keys
+        self._owner, self._own_key, self.offload = context.owner, context.own_key, context.offload
         self._problem = problem
         self._pending: dict[str, PendingCheckpoint] = {}
         self.seen = CheckpointView(self._keys)
@@ -84,14 +72,13 @@ class Committer:
 
     def __repr__(self) -> str:
         latest = f"step {self.seen.latest.step}" if self.seen.latest else "none"
-        return f"<Committer {self._owner.index}: latest {latest}, {len(self._pending)} wait for other parts>"
+        return f"<Committer {self._context.name}: latest {latest}, {len(self._pending)} wait for other parts>"
 
     @property
     def busy(self) -> bool:
         """Whether a checkpoint with this process's part is being committed, or may be because the owners of all missing parts live."""
         self._forget_old()
-        there = self._directory.pservers
-        return self._committing or any(there.keys() >= self._missing(pending) for pending in self._pending.values())
+        return self._committing or any(self._may_become_whole(pending) for pending in self._pending.values())
 
     def add(self, pending: PendingCheckpoint) -> None:
         self._pending[pending.uuid] = pending
@@ -163,13 +150,12 @@ class Committer:
 
     async def _withdraw_failed(self) -> None:
         """Delete the own part of checkpoints of which another part failed: they never get complete, and the space is needed."""
-        index = self._owner.index
         # a part whose key is still on its way is left alone: the key would come after its file is gone
-        finished = [uuid for uuid in self._pending if index in self.seen.parts.get(uuid, ())]
+        finished = [uuid for uuid, own in self._pending.items() if own.index in self.seen.parts.get(uuid, ())]
         for uuid in self.seen.failed.keys() & finished:
             pending = self._pending.pop(uuid)
             url = files.join(stored.folder(self._spec.storage, uuid), pending.file)
-            part = self._keys.checkpoint_part(uuid, index)
+            part = self._keys.checkpoint_part(uuid, pending.index)
             try:
                 if (await self._etcd.txn([self._own_key.held], [Delete(part)])).succeeded:
                     await self.offload(files.remove_file, url)  # never a file that a key still names
@@ -180,6 +166,9 @@ class Committer:
         if pending.cut is not None and pending.uuid not in self.seen.copied:
             return False
         return not self._missing(pending)
+
+    def _may_become_whole(self, pending: PendingCheckpoint) -> bool:
+        return self._missing(pending) <= set(self._context.living(pending.slots))
 
     def _missing(self, pending: PendingCheckpoint) -> set[int]:
         return set(stored.writers(pending.layout, pending.slots)) - self.seen.parts.get(pending.uuid, set())
@@ -339,5 +328,4 @@ class Committer:
 
     @property
     def _spec(self) -> JobSpec:
-        assert self._directory.spec is not None, "the index is claimed only with the spec known"
-        return self._directory.spec
+        return self._context.spec

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shared.checkpoints.part_owner import PartOwner
+from shared.checkpoints.saving.part_owner import PartOwner
 from shared.errors import InvalidArgument
 from shared.runtime import telemetry
 
@@ -31,18 +31,18 @@ class StorageProblem:
         self._current: dict[str, str] = {}
 
     def __repr__(self) -> str:
-        return f"<StorageProblem of pserver-{self._owner.index}: {self._current or 'none'}>"
+        return f"<StorageProblem of {self._owner.name}: {self._current or 'none'}>"
 
     def begin(self, what: str, message: str) -> None:
         if what in self._current:
-            log.debug("checkpoint_failed_again", index=self._owner.index, cause=message)
+            log.debug("checkpoint_failed_again", owner=self._owner.name, cause=message)
         else:
-            log.error("checkpoint_failed", index=self._owner.index, message=message)
+            log.error("checkpoint_failed", owner=self._owner.name, message=message)
         self._change({**self._current, what: message})
 
     def end(self, what: str) -> None:
         if what in self._current:
-            log.info("checkpoint_works_again", index=self._owner.index)
+            log.info("checkpoint_works_again", owner=self._owner.name)
             self._change({name: message for name, message in self._current.items() if name != what})
 
     def _change(self, current: dict[str, str]) -> None:

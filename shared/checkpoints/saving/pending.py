@@ -16,9 +16,10 @@ from shared.records.step import StepRecord
 
 @dataclass(frozen=True, slots=True)
 class PendingCheckpoint:
-    """A checkpoint with this process's part, and what its manifest says beside the parts. `cut`: of a paused one."""
+    """A checkpoint with this process's part, which `index` names, and what its manifest says beside the parts. `cut`: of a paused one."""
 
     uuid: str
+    index: int
     file: str
     timeline: int
     slots: SlotMap

@@ -1,0 +1,58 @@
+"""What writing and committing checkpoints need of the process that owns blocks: a parameter server, or a trainer of a collective job."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from shared.checkpoints.background import Offload
+from shared.etcd import Etcd
+from shared.keys import Keys
+from shared.membership.directory import Directory
+from shared.membership.own_key import OwnKey
+from shared.records import JobSpec, SlotMap
+
+
+class PartOwner(Protocol):
+    """`name`: for people. `timeline`: of its parameters. `term`: the highest it has seen. `checkpoint_error`: why its checkpoints cannot be written now,
+    for people; "" if they can."""
+
+    @property
+    def name(self) -> str: ...
+
+    incarnation: str
+    timeline: int
+    term: int
+    checkpoint_error: str
+
+
+class Living(Protocol):
+    """Which owners by that slot map live, as far as this process knows."""
+
+    def __call__(self, slots: SlotMap) -> Collection[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SavingContext:
+    """`own_key`: every write proves that the process still holds it. `offload` runs what blocks."""
+
+    etcd: Etcd
+    directory: Directory
+    owner: PartOwner
+    own_key: OwnKey[Any]
+    offload: Offload
+    living: Living
+
+    @property
+    def name(self) -> str:
+        return self.owner.name
+
+    @property
+    def keys(self) -> Keys:
+        return self.directory.keys
+
+    @property
+    def spec(self) -> JobSpec:
+        assert self.directory.spec is not None, "nothing is owned before the spec is known"
+        return self.directory.spec
