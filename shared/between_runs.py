@@ -1,6 +1,6 @@
 """Which settings of a job may change when the same job is run again. docs/again.md has the same table.
 
-FREE        members, limits, when checkpoints are written: no bit depends on them
+FREE        members, limits, where parameters are stepped, when checkpoints are written: no bit depends on them
 GROWS       epochs: there may be more of them
 FIXED       what is trained, or how: the steps that are done belong to the old value. Each with its reason
 """
@@ -15,7 +15,7 @@ FREE = frozenset(
         "task_timeout_floor_s", "task_timeout_ceiling_s", "max_task_failures", "max_discarded_fraction", "max_user_failures",
         "checkpoint_every_steps", "checkpoint_every_epochs", "checkpoint_every_seconds", "keep_checkpoints",
         "deltas_per_base", "snapshot_bytes", "checkpoint_checksum", "skip_after_seconds", "recovery_timeout_s", "grad_norm_every", "pre_tasks", "post_tasks",
-        "trackers",
+        "trackers", "strategy", "min_members", "restart_policy", "restart_delay_s",
     }
 )  # fmt: skip
 GROWS = "epochs"
@@ -45,4 +45,8 @@ MEMBERS = ("trainers", "pservers", "sources")  # whoever leads next writes these
 def renewed(stored: JobSpec, wanted: JobSpec) -> JobSpec:
     """`stored` with what may change as `wanted` has it; the numbers of members stay, and so does everything that is fixed."""
     changes = {name: getattr(wanted, name) for name in FREE - set(MEMBERS)}
+    if stored.strategy is not wanted.strategy:
+        changes["pservers"] = wanted.pservers
+    if wanted.min_members > stored.trainers:
+        changes["trainers"] = wanted.trainers
     return stored.model_copy(update={**changes, GROWS: max(stored.epochs, wanted.epochs)})

@@ -21,6 +21,7 @@ class Config:
 
     job: str | None = None
     mode: str | None = None
+    strategy: str | None = None
     dispatch: str | None = None
     epochs: int | None = None
     global_batch_size: int | None = None
@@ -28,6 +29,9 @@ class Config:
     seed: int | None = None
     trainers: int | None = None
     pservers: int | str | None = None
+    min_members: int | None = None
+    restart_policy: str | None = None
+    restart_delay_s: float | None = None
     records_per_task: int | None = None
     block_bytes: int | None = None
     slot_count: int | None = None

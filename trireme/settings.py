@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from shared.errors import InvalidArgument
-from shared.records import JobSpec
+from shared.records import JobSpec, Strategy
 from shared.records.job_spec import RENAMED
 from shared.storage import files
 from trireme.config import Config
@@ -156,6 +156,11 @@ def check_fields(settings: Mapping[str, Setting]) -> None:
     values = {name: setting.value for name, setting in settings.items() if name in SETTINGS}
     if problems := field_problems(values, {name: setting.origin for name, setting in settings.items()}):
         raise UsageError("; ".join(problems))
+
+
+def has_pservers(settings: Mapping[str, Setting]) -> bool:
+    """Whether a job with these settings has parameter servers."""
+    return "strategy" not in settings or settings["strategy"].value != Strategy.COLLECTIVE
 
 
 def job_name(script: Path) -> str:

@@ -9,13 +9,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shared.records import JobSpec
+from shared.records import JobSpec, Strategy
+from shared.records.job_spec import MAX_MEMBERS
 from shared.security.hidden import hidden
 
 AUTO = "auto"
 _DATASET = {"kind": "text_lines", "urls": ("-",)}
 _PLACEHOLDERS = {"job": "job", "script": "-", "storage": "-", "dataset": _DATASET, "evaluation_dataset": _DATASET}
-_SYNCHRONOUS = ("mode", "evaluate_every", "keep_best", "stop_early", "plateau_metric")
+_SYNCHRONOUS = ("mode", "strategy", "min_members", "evaluate_every", "keep_best", "stop_early", "plateau_metric")
 
 
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
@@ -40,7 +41,11 @@ def field_problems(values: Mapping[str, Any], origins: Mapping[str, str] = Mappi
     alone = {name: values[name] for name in _SYNCHRONOUS if name in values}
     if not alone.keys().isdisjoint(("keep_best", "stop_early", "plateau_metric")):
         alone.setdefault("evaluate_every", "epoch")  # it may be set elsewhere
+    if "min_members" in alone:  # so may the strategy and the number of trainers
+        alone = {"strategy": "collective", "trainers": MAX_MEMBERS, **alone}
     others = {name: value for name, value in values.items() if name not in _SYNCHRONOUS}
+    if values.get("strategy") == Strategy.COLLECTIVE and "pservers" in others:
+        alone["pservers"] = others.pop("pservers")
     for candidate in (alone, {**others, "mode": "async"}):  # async: the sizes need not fit lanes that are not known yet
         try:
             JobSpec.model_validate({**_PLACEHOLDERS, **candidate})

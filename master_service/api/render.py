@@ -32,7 +32,17 @@ from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
 from master_service.leadership.master import Master
 from shared.errors import NotFound
-from shared.records import DiscardedTask, Mode, Phase, PserverMember, RequeuedTask, Stage, TaskKind, TrainerMember
+from shared.records import (
+    DiscardedTask,
+    Mode,
+    Phase,
+    PserverMember,
+    RequeuedTask,
+    Stage,
+    Strategy,
+    TaskKind,
+    TrainerMember,
+)
 from shared.records.checkpoints import CheckpointRef
 from shared.records.operations import Operation, OperationState
 from shared.runtime import clock
@@ -71,9 +81,10 @@ def job(job: Job, metrics: Metrics, master: MasterView, stalled: str = "") -> Jo
 def standing(job: Job) -> tuple[Phase, str]:
     """Phase and reason. A job that has nobody to train or to serve waits, whatever it was doing."""
     state, members = job.state, job.members
-    if state.phase is not Phase.RUNNING or (members.trainers and members.pservers):
+    served = bool(members.pservers) or job.spec.strategy is Strategy.COLLECTIVE
+    if state.phase is not Phase.RUNNING or (members.trainers and served):
         return state.phase, state.reason
-    missing = "a trainer" if members.pservers else "the parameter servers"
+    missing = "a trainer" if served else "the parameter servers"
     return Phase.WAITING, f"waiting for {missing}"
 
 

@@ -1,6 +1,7 @@
 """Recovery, as the master does it: read the checkpoint's manifest, restore the queue, RUNNING again.
 
 ROLLING_BACK: manifest read -> every pserver has loaded the checkpoint -> queue restored, in parts -> RUNNING
+collective: the first trainers have loaded it -> the others get as long again, OTHERS_S at most -> as above
 absent (asynchronous): a pserver is back -> manifest read -> its losses are counted and recorded
 either takes too long: FAILED
 
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from master_service.control.evictions import Evictions
 from master_service.core.changes import Change, Decision, Event, NextEpoch
 from master_service.core.decisions import evaluation, pserver_return, queue_restore, rollback
+from master_service.core.decisions.collective import members as collective
 from master_service.core.decisions.lifecycle import fail
 from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
@@ -25,7 +27,7 @@ from shared.errors import CheckpointUnusable, PeerError
 from shared.etcd import Etcd, Get
 from shared.etcd.reading import read_record
 from shared.keys import Keys
-from shared.records import FailureCause, JobState, Mode, Phase, PserverMember
+from shared.records import FailureCause, JobState, Mode, Phase, PserverMember, Strategy
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest, OwnCheckpoints
 from shared.records.members import pserver_names
 from shared.runtime import clock, ids, telemetry
@@ -33,6 +35,8 @@ from shared.runtime import clock, ids, telemetry
 STORAGE_TRIES = 4
 PAUSE_S = 0.5
 AT_ONCE = 80  # changes in one transaction
+OTHERS_S = 10.0  # for so long at most a roll-back waits for other trainers, once enough have loaded the checkpoint
+LOOK_S = 0.1
 
 log = telemetry.logger("recovery")
 
@@ -54,6 +58,7 @@ class Recovery:
         self._manifest: Manifest | None = None
         self.storage_away = ""  # why the storage cannot be reached
         self._since: float | None = None  # when the rollback or the absence began
+        self._loaded: tuple[int, float] | None = None  # timeline, and when enough trainers had loaded its checkpoint
 
     @property
     def _job(self) -> Job:
@@ -78,7 +83,19 @@ class Recovery:
         job = self._job
         if not rollback.is_restored(job.spec, job.state, job.slots, job.members):
             return False
+        if job.spec.strategy is Strategy.COLLECTIVE and self._others_load(job, clock.monotonic()):
+            await asyncio.sleep(LOOK_S)
+            return True
         return await self._restore_queue(state, manifest)
+
+    def _others_load(self, job: Job, now: float) -> bool:
+        """Collective: whether to wait for trainers that still load the checkpoint. They get as long again as the first ones took."""
+        if self._loaded is None or self._loaded[0] != job.state.timeline:
+            self._loaded = job.state.timeline, now
+        first = self._loaded[1]
+        took_s = first - (self._since if self._since is not None else first)
+        waits = now < first + min(OTHERS_S, max(job.spec.join_window_s, took_s))
+        return waits and bool(collective.still_loading(job.state, job.members))
 
     async def give_up_late(self) -> None:
         """Fail the job if parameters are missing for longer than `recovery_timeout_s`."""
@@ -88,6 +105,8 @@ class Recovery:
 
         def late(job: Job, _now: float) -> Decision[None]:
             state = job.state
+            if job.spec.strategy is Strategy.COLLECTIVE:
+                return collective.give_up_loading(job.spec, state, job.members)
             needed = rollback.holders(job.spec, job.slots)
             missing = [i for i in needed if not rollback.has_parameters(state, job.members, i)]
             if not missing or (state.phase is not Phase.ROLLING_BACK and not state.absent):

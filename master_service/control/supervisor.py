@@ -22,12 +22,14 @@ from master_service.control.recovery import Recovery
 from master_service.control.task_service import TaskService
 from master_service.core.changes import Decision, Event
 from master_service.core.decisions import membership, tasks
+from master_service.core.decisions.collective.members import begins_without_some
 from master_service.core.placement.lanes import FORGOTTEN_AFTER
 from master_service.core.state.job import Job
 from master_service.storage.job_storage import JobStorage
 from master_service.store.writer import HeldLock, Writer
 from shared.errors import NotLeader, PeerError
 from shared.membership.own_key import may_return_s
+from shared.records import Phase, Strategy
 from shared.runtime import clock, ids, telemetry
 from shared.runtime.waiting import event_within
 
@@ -96,6 +98,9 @@ class Supervisor:
             await self._writer.decide(_reconcile)
             if self._writer.job.state != before:
                 self._changed.set()  # a new phase may need more
+            if (before.phase, self._writer.job.state.phase) == (Phase.WAITING, Phase.RUNNING):
+                for queue in self._writer.job.open_queues:  # nobody could work on what is pending
+                    queue.grant_again(clock.monotonic())
             while await self._writer.decide(lambda job, _: tasks.put_back_lost(job)):
                 pass
             job = self._writer.job
@@ -104,14 +109,20 @@ class Supervisor:
 
     async def _gather_joins(self) -> None:
         """Many join at once: those who come within `join_window_s` after a join make one generation. Who comes in a quiet time does
-        not wait, nor does anything else: a death, a return, a rollback."""
+        not wait, nor does anything else: a death, a return, a rollback. A collective job begins with those who have the parameters within
+        `join_window_s` after the first."""
+        waited = False
         while True:
             job, now = self._writer.job, clock.monotonic()
-            if not membership.only_joins(job.state, job.trainers, _reconcile(job, now)):
+            decision = _reconcile(job, now)
+            begins = job.spec.strategy is Strategy.COLLECTIVE and begins_without_some(job.state, job.members, decision)
+            if not begins and not membership.only_joins(job.state, job.trainers, decision):
                 return
             if now >= self._window_ends:
                 self._window_ends = now + job.spec.join_window_s
-                return
+                if waited or not begins:
+                    return
+            waited = True
             await event_within(self._changed, self._window_ends - now)
             self._changed.clear()
 

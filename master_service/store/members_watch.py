@@ -103,7 +103,7 @@ class MembersWatch:
                 "layout": read_record(Layout, key, value),
             }
         elif key == keys.init_done:
-            update = {"init_done": kv is not None}
+            update = {"init_done": kv is not None, "initialiser": kv.value.decode(errors="replace") if kv else ""}
         else:
             trainer = read_record(TrainerMember, key, value)
             name = keys.name_of(key)

@@ -100,7 +100,7 @@ class Holding(Record):
 
 class TrainerMember(Record):
     """`url` answers /healthz, which tells a dead trainer from a slow one. `lease`, `network`: see MasterLock. `paused`: see Paused.
-    `leaving`, `torn`, `trouble`: see PserverMember. `exchange`, `holds`: of a collective job; a trainer without `holds` still fetches the
+    `leaving`, `torn`, `trouble`, `waits`: see PserverMember. `exchange`, `holds`: of a collective job; a trainer without `holds` still fetches the
     parameters."""
 
     trainer: str
@@ -116,3 +116,4 @@ class TrainerMember(Record):
     holds: Holding | None = None
     torn: Torn | None = None
     trouble: Message = ""
+    waits: Message = ""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shared.errors import InvalidArgument
-from shared.records import JobSpec, Mode
+from shared.records import JobSpec, Mode, Strategy
 from shared.tables.grouping import Grouped
 from trainer_agent.tables.ids import named_ids
 from trainer_agent.tables.of_model import ModelTables
@@ -93,6 +93,10 @@ class TrainedTables:
 
 
 def _check(spec: JobSpec, names: list[str]) -> None:
+    if spec.strategy is Strategy.COLLECTIVE:
+        msg = f"the model has embedding tables ({', '.join(names):.200}), whose rows are on parameter servers, and strategy is collective"
+        hint = "use strategy parameter_server, or torch.nn.Embedding if the rows fit into every trainer"
+        raise InvalidArgument(msg, hint=hint)
     if spec.mode is Mode.ASYNC and spec.skip_after_seconds is not None:
         what = f"skip_after_seconds = {spec.skip_after_seconds}"
         msg = f"the model has embedding tables ({', '.join(names):.200}), which do not go together with {what} yet"

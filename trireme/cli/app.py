@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from trireme.cli.checkpoint_commands import Which, checkpoint
 from trireme.cli.cluster import commands as cluster_commands
 from trireme.cli.history import commands as history_commands
 from trireme.cli.options import (
@@ -36,14 +37,18 @@ from trireme.cli.options import (
     Job,
     Json,
     Lanes,
+    MinMembers,
     Mode,
     Named,
     ParameterDtype,
     Pservers,
     PullEvery,
     PushEvery,
+    RestartDelayS,
+    Restarts,
     Script,
     Seed,
+    Strategy,
     Tables,
     Trackers,
     Url,
@@ -63,10 +68,7 @@ app = typer.Typer(
 chaos = typer.Typer(help="Kill processes of a running local job and see how it recovers.", no_args_is_help=True)
 app.add_typer(chaos, name="chaos")
 
-_WHICH = typer.Argument(help="A step, or the beginning of a checkpoint's uuid.", metavar="CHECKPOINT")
-Which = Annotated[str | None, _WHICH]
 _NOT_SETTINGS = {"script", "assignments", "check", "fresh", "dry_run", "as_json", "insecure"}  # of `trireme run`
-checkpoint = typer.Typer(help="Checkpoints of a job, running or not.", no_args_is_help=True)
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(security_commands.token, name="token")
 history_commands.register(app)
@@ -77,6 +79,7 @@ table_commands.register(app)
 def run(
     script: Script,
     mode: Mode = None,
+    strategy: Strategy = None,
     dispatch: Annotated[
         str | None,
         typer.Option(
@@ -85,6 +88,9 @@ def run(
     ] = None,
     trainers: Annotated[int | None, typer.Option(help="Number of trainers.", metavar="N")] = None,
     pservers: Pservers = None,
+    min_members: MinMembers = None,
+    restart_policy: Restarts = None,
+    restart_delay_s: RestartDelayS = None,
     lanes: Lanes = None,
     epochs: Epochs = None,
     init_from: InitFrom = None,
@@ -220,56 +226,6 @@ def explain(
     from trireme.cli.explain import explain as run_explain  # noqa: PLC0415
 
     raise typer.Exit(run_explain(job, data_dir, url, as_json=as_json))
-
-
-@checkpoint.command(name="list")
-def checkpoint_list(job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False) -> None:
-    """The checkpoints of a job, newest first. This machine must see its storage."""
-    from trireme.cli.checkpoint import list_checkpoints  # noqa: PLC0415
-
-    raise typer.Exit(list_checkpoints(job, data_dir, url, as_json=as_json))
-
-
-@checkpoint.command(name="create")
-def checkpoint_create(
-    wait_s: WaitS = 120.0, job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False
-) -> None:
-    """Make a checkpoint of a running job at one of its next steps; in synchronous mode training does not stop for it.
-
-    Prints the operation and its checkpoint. Exit code 7: not finished within --wait-s; the operation goes on.
-    """
-    from trireme.cli.checkpoint import create  # noqa: PLC0415
-
-    raise typer.Exit(create(job, data_dir, url, wait_s, as_json=as_json))
-
-
-@checkpoint.command(name="restore")
-def checkpoint_restore(
-    which: Annotated[str, _WHICH],
-    wait_s: WaitS = 120.0,
-    job: Job = None,
-    data_dir: DataDir = None,
-    url: Url = None,
-    as_json: Json = False,
-) -> None:
-    """Take a running job back to a checkpoint. Training continues from there and ends with the same bits.
-
-    Training is not stopped before the checkpoint's files are verified; exit code 1 if they are damaged. Newer checkpoints
-    are kept and can be restored later.
-    """
-    from trireme.cli.checkpoint import restore  # noqa: PLC0415
-
-    raise typer.Exit(restore(job, data_dir, url, which, wait_s, as_json=as_json))
-
-
-@checkpoint.command(name="verify")
-def checkpoint_verify(
-    which: Which = None, job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False
-) -> None:
-    """Read every file of a checkpoint (of all, if none is named) and compare its checksum; exit code 1 if one is damaged."""
-    from trireme.cli.checkpoint import verify  # noqa: PLC0415
-
-    raise typer.Exit(verify(job, data_dir, which, url, as_json=as_json))
 
 
 @app.command()

@@ -76,6 +76,29 @@ Insecure = Annotated[
 # of `run` and `submit`
 Script = Annotated[Path, typer.Argument(help="A Python file that defines model, dataset, loss and optimizer.")]
 Mode = Annotated[str | None, typer.Option(help="sync (deterministic) or async.", metavar="sync|async")]
+Strategy = Annotated[
+    str | None,
+    typer.Option(
+        help="Where parameters are stepped: on parameter servers, or by every trainer, without parameter servers.",
+        metavar="parameter_server|collective",
+    ),
+]
+MinMembers = Annotated[
+    int | None,
+    typer.Option(help="Collective: train only while so many trainers have the parameters. Default: 1.", metavar="N"),
+]
+Restarts = Annotated[
+    str | None,
+    typer.Option(
+        "--restart-policy",
+        help="Whether a dead trainer or parameter server is started again. Default: always.",
+        metavar="always|on_failure|never",
+    ),
+]
+RestartDelayS = Annotated[
+    float | None,
+    typer.Option("--restart-delay-s", help="Seconds until it is, at least. Default: 0.", metavar="S"),
+]
 Pservers = Annotated[
     str | None,
     typer.Option(

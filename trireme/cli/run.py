@@ -14,7 +14,7 @@ from typing import Any
 from shared.errors import PeerError, TriremeError
 from shared.keys import Keys
 from shared.membership.etcd_access import EtcdAccess
-from shared.records import Dispatch, FailureCause, JobSpec, JobState, Phase
+from shared.records import Dispatch, FailureCause, JobSpec, JobState, Phase, Strategy
 from shared.runtime import clock, telemetry
 from shared.security import private_files
 from shared.security.access import is_loopback
@@ -45,6 +45,7 @@ from trireme.settings import (
     UsageError,
     check_fields,
     from_script,
+    has_pservers,
     job_name,
     job_spec,
     merge,
@@ -114,7 +115,7 @@ async def run_job(request: RunRequest) -> int:
         if inspection.notice:
             print(inspection.notice, file=sys.stderr)  # noqa: T201
         settings = merge([from_script(inspection.config)]) | outer
-        counted = settings.get("pservers", Setting(AUTO, "default")).value == AUTO
+        counted = has_pservers(settings) and settings.get("pservers", Setting(AUTO, "default")).value == AUTO
         if counted:
             settings["pservers"] = Setting(pservers_for(inspection.model, cores()), "pservers = auto")
         job = job_named(settings, request.script)
@@ -133,6 +134,9 @@ async def run_job(request: RunRequest) -> int:
             name = "pre_tasks" if spec.pre_tasks else "post_tasks"
             msg = f"{settings[name].origin}: pre- and post-tasks run on members of a cluster, and trireme run has none"
             raise UsageError(msg, hint="start a cluster with `trireme up` and give it the job with `trireme submit`")
+        if spec.strategy is Strategy.COLLECTIVE and options["spare_pservers"]:
+            msg = f"{outer['spare_pservers'].origin}: jobs with strategy collective have no parameter servers; leave it out"
+            raise UsageError(msg)
         if spec.dispatch is Dispatch.ETCD and (options["port"] or options["standbys"]):
             named = "port" if options["port"] else "standbys"
             msg = f"{outer[named].origin} is a setting of masters, and with dispatch etcd there is no master; leave it out"
@@ -143,7 +147,7 @@ async def run_job(request: RunRequest) -> int:
         with run_folder.opened(data_dir, job) as folder, told_if_full(folder):
             previous, script = resume.read_previous_run(folder), resume.script_digest(request.script)
             last = run_storage.place_of(base, job, folder, previous.spec.storage if previous.spec else "")
-            kept = {"pservers": previous.spec.pservers} if counted and previous.spec else {}
+            kept = {"pservers": previous.spec.pservers} if counted and previous.spec and previous.spec.pservers else {}
             resumed = spec.model_copy(update={"storage": last, **kept})
             plan = resume.decide(previous, resumed, script, folder, fresh=request.fresh, model=inspection.model)
             if plan.sentence:

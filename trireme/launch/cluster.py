@@ -37,6 +37,7 @@ from trireme.launch.child import Child, Exit
 from trireme.launch.leases import LostLeases, revoke_all_leases, revoke_leases_of
 from trireme.launch.member_numbers import MemberNumbers, cores, threads_for
 from trireme.launch.processes import ForkServer
+from trireme.launch.restarts import RestartPolicy
 from trireme.launch.run_folder import sockets
 from trireme.launch.supervision import GRACE_S, SupervisedProcesses
 from trireme.view.child_events import ChildEvent
@@ -194,6 +195,17 @@ class LocalCluster(SupervisedProcesses[JobState]):
 
     def _silent_s(self, end: Exit) -> float | None:
         return self.lost_leases.ended(end.pid)
+
+    def _restarts(self, child: Child) -> RestartPolicy:
+        return RestartPolicy() if child.name.startswith("master-") else RestartPolicy.of(self.spec)
+
+    def _why_not_without(self, child: Child) -> str:
+        role = child.name.partition("-")[0]
+        left = sum(other.name not in self._not_again for other in self.numbers.kept(role))
+        needed = self.spec.pservers if role == "pserver" else self.spec.min_members
+        if left >= needed:
+            return ""
+        return f"{left} of the job's {role}s are left, and it needs {needed} at least"
 
     async def _is_over(self, child: Child, end: Exit) -> bool:
         if not self._all_over and self.numbers.is_surplus(child, self.directory):

@@ -4,6 +4,7 @@ A child that was killed or told to stop from outside (SIGKILL, SIGTERM: preempti
 again. So is one that had started up and later lost its lease: its host froze or was cut off. A child that ends by itself right
 after its start MAX_EARLY_ENDS times is given up: one more start would not help.
 A child that was never ready is given up after MAX_FAILED_STARTS such ends: it cannot start here (a missing package, say).
+A job's restart_policy and restart_delay_s say otherwise for its trainers and parameter servers: fewer starts, and later ones.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
+from shared.records import JobSpec
+from shared.records.job_spec import RestartPolicy as Kind
 from shared.runtime.service import LEASE_LOST
 from trireme.launch.child import Exit
 from trireme.view.child_events import ChildEvent
@@ -25,10 +28,22 @@ _FROM_OUTSIDE = {0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SI
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """Counts the deaths of one child; a life of `EARLY_S` seconds clears the counts."""
+    """Counts the deaths of one child; a life of `EARLY_S` seconds clears the counts. `when`, `least_s`: the job's restart_policy and
+    restart_delay_s."""
 
+    when: Kind = "always"
+    least_s: float = 0.0
     deaths: int = 0
     own_ends: int = 0
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> RestartPolicy:
+        """Of the job's trainers and parameter servers."""
+        return cls(spec.restart_policy, spec.restart_delay_s)
+
+    def starts_again(self, code: int) -> bool:
+        """Whether the job wants a child that ended with `code` to be started again at all."""
+        return self.when == "always" or (self.when == "on_failure" and code != 0)
 
     def delay_s(self, code: int, lived_s: float, *, was_ready: bool = True) -> float | None:
         """Seconds until the next start after an end with `code` (as of subprocess); None: give up.
@@ -41,7 +56,7 @@ class RestartPolicy:
         self.own_ends += code not in _FROM_OUTSIDE and not (was_ready and code == LEASE_LOST)
         if self.own_ends >= (MAX_EARLY_ENDS if was_ready else MAX_FAILED_STARTS):
             return None
-        return float(min(FIRST_DELAY_S * 2.0 ** (self.deaths - 1), MAX_DELAY_S))
+        return max(self.least_s, min(FIRST_DELAY_S * 2.0 ** (self.deaths - 1), MAX_DELAY_S))
 
 
 def death_event(name: str, end: Exit, silent_s: float | None, *, given_up: bool) -> ChildEvent:

@@ -56,6 +56,7 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         self._events = EventFile(folder)
         self._numbers: Counter[str] = Counter()  # of the children of each role
         self._removed: set[str] = set()
+        self._not_again: set[str] = set()  # children that have ended and are not started again
         self._stopping = self._events_lost = False
         self._opened = contextlib.AsyncExitStack()
         self._tasks = asyncio.TaskGroup()
@@ -141,8 +142,18 @@ class SupervisedProcesses(ABC, Generic[Ended]):
                 self._on_event(ChildEvent("launcher", "unrecorded", str(error)))
         self._on_event(event)
 
+    def _restarts(self, child: Child) -> RestartPolicy:
+        """When that child is started again."""
+        del child
+        return RestartPolicy()
+
+    def _why_not_without(self, child: Child) -> str:
+        """A child has ended and is not started again, as its policy says: why the others cannot go on without it, or ""."""
+        del child
+        return ""
+
     async def _supervise(self, child: Child) -> None:
-        policy = RestartPolicy()
+        policy = self._restarts(child)
         while True:
             end = await child.wait()
             silent_s = self._silent_s(end)
@@ -151,9 +162,19 @@ class SupervisedProcesses(ABC, Generic[Ended]):
             if child.name in self._removed or await self._is_over(child, end):
                 self._record(ChildEvent(child.name, "finished", pid=end.pid))
                 return
-            delay_s = policy.delay_s(end.code, end.lived_s, was_ready=child.was_ready)
-            self._record(death_event(child.name, end, silent_s, given_up=delay_s is None))
+            delay_s, again = (
+                policy.delay_s(end.code, end.lived_s, was_ready=child.was_ready),
+                policy.starts_again(end.code),
+            )
+            self._record(death_event(child.name, end, silent_s, given_up=delay_s is None or not again))
             await self._mourn(child, end)
+            if not again:
+                self._not_again.add(child.name)
+                if why := self._why_not_without(child):
+                    self._fail(
+                        child.name, f"{child.name} ended ({end}), and restart_policy is {policy.when}: {why}", child.log
+                    )
+                return
             if delay_s is None:
                 when = "right after its start" if child.was_ready else "before it was ready"
                 message = f"{child.name} ended {policy.deaths} times {when}, the last time with {end}"

@@ -21,8 +21,9 @@ from shared.errors import PeerError, TriremeError
 from shared.etcd import Etcd
 from shared.etcd.reading import read_record
 from shared.keys import ClusterKeys, Keys
-from shared.records import JobState
+from shared.records import JobSpec, JobState
 from shared.records.cluster import Assignment, PoolMember
+from shared.records.job_spec import RestartPolicy as Kind
 from shared.records.record import shortened
 from shared.runtime import telemetry
 from shared.runtime.service import READY_FILE
@@ -153,10 +154,16 @@ class Place:
                 self._report(ended=True)
                 await self._changed.wait()
                 return
+            policy.when, policy.least_s = await self._restarts_of(work.job)
             delay_s = policy.delay_s(end.code, end.lived_s, was_ready=child.was_ready)
             self.deaths += 1
             log.warning("child_died", member=self.member, job=work.job, pid=end.pid, cause=str(end))
             await self._revoke_leases(work.job, end)
+            if not policy.starts_again(end.code):
+                await self._give_up(
+                    f"{child.name} ended on {self._host.name} with {end}, and restart_policy is {policy.when}"
+                )
+                return
             if delay_s is None:
                 when = "right after its start" if child.was_ready else "before it was ready"
                 message = (
@@ -242,6 +249,16 @@ class Place:
             return False
         state = read_record(JobState, key, found.value) if found is not None else None
         return state is not None and state.phase.final
+
+    async def _restarts_of(self, job: str) -> tuple[Kind, float]:
+        """The job's restart_policy and restart_delay_s; the defaults if etcd does not say."""
+        key = Keys(job, self._host.keys.root).spec
+        with contextlib.suppress(PeerError):
+            found = await self._host.etcd.get(key, timeout_s=LOOK_S)
+            spec = read_record(JobSpec, key, found.value) if found is not None else None
+            if spec is not None:
+                return spec.restart_policy, spec.restart_delay_s
+        return "always", 0.0
 
     async def _revoke_leases(self, job: str, end: Exit) -> None:
         """So that no member waits until they have run out."""

@@ -11,7 +11,9 @@ WAITING --parameters initialised, a trainer there--> RUNNING: TRAIN -> EVALUATE 
 from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, Event, Fields, NextEpoch, RestartQueue
+from master_service.core.placement.lanes import LaneSeconds, new_list
 from master_service.core.state.job import FailureBudget, Job
+from master_service.core.state.members import Members
 from shared.errors import Conflict, DatasetError, LayoutMismatch, StorageUnreachable
 from shared.records import (
     CompleteTask,
@@ -24,6 +26,7 @@ from shared.records import (
     Phase,
     Stage,
     TaskKind,
+    TrainerList,
     UserFailure,
 )
 from shared.records.queue import FailureCounts, error_digest
@@ -88,6 +91,30 @@ def stopped_early(step: int) -> Conflict:
         f"stop_early ended the job at step {step}, so more epochs would not change it",
         hint="train a new job that starts with its parameters: --init-from JOB --job NAME",
     )
+
+
+def regroup(
+    spec: JobSpec,
+    state: JobState,
+    before: TrainerList,
+    members: Members,
+    now: tuple[str, ...],
+    lane_s: LaneSeconds | None,
+) -> Decision[None]:
+    """A new generation, with the trainers `now` in place of those of `before`."""
+    generation = state.generation + 1
+    joined = [t for t in now if t not in before]
+    away = [t for t in before.names if t not in now]
+    parts = [f"{t} joined" for t in joined]
+    parts += [f"{t} has the parameters no more" if t in members.trainers else members.absence(t) for t in away]
+    reason = "; ".join(parts[:4]) + (f" and {len(parts) - 4} more" if len(parts) > 4 else "")
+    if not now:
+        reason += "; waiting for a trainer"
+    grown = state.model_copy(update={"phase": Phase.RUNNING, "generation": generation, "reason": reason})
+    changes: tuple[Change, ...] = (new_list(spec, before, generation, now, lane_s), grown)
+    name = "generation_changed" if state.phase is Phase.RUNNING else "job_running"
+    fields: Fields = {"generation": generation, "trainers": len(now), "cause": reason}
+    return Decision(None, changes, (Event(name, reason, fields),))
 
 
 def fail(state: JobState, reason: str, cause: FailureCause, failure: UserFailure | None = None) -> Decision[None]:

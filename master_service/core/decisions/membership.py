@@ -2,33 +2,52 @@
 
 WAITING    all pservers -> slot map;  parameters initialised + a trainer -> RUNNING, generation 1
 RUNNING    a trainer joined or died -> generation + 1 (and new lanes);  a pserver died -> ROLLING_BACK (rollback.py)
-           asynchronous: a pserver died -> absent (pserver_return.py);  a checkpoint is due -> CHECKPOINTING (pause_checkpoint.py)
+           collective: collective/members.py;  asynchronous: a pserver died -> absent (pserver_return.py);  a checkpoint is due -> CHECKPOINTING (pause_checkpoint.py)
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from master_service.core.changes import Change, Decision, Event, Fields
-from master_service.core.decisions import pause_checkpoint, pserver_return, rollback
+from master_service.core.decisions import lifecycle, pause_checkpoint, pserver_return, rollback
+from master_service.core.decisions.collective import members as collective_members
 from master_service.core.placement.lanes import WORTH_MOVING, LaneSeconds, expected_s, new_list, step_s
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
-from shared.records import JobSpec, JobState, Mode, Phase, SlotMap, Stage, TrainerList
+from shared.records import (
+    JobSpec,
+    JobState,
+    Mode,
+    Phase,
+    PserverMember,
+    SlotMap,
+    Stage,
+    Strategy,
+    TrainerList,
+    TrainerMember,
+)
 
 
 def storage_events(before: Members, now: Members) -> tuple[Event, ...]:
-    """Which pservers can no longer write checkpoints, which can again, and which wait for the storage to load one."""
-    events = []
-    for index, member in sorted(now.pservers.items()):
-        known = before.pservers[index].trouble if index in before.pservers else ""
-        if member.waits and not (index in before.pservers and before.pservers[index].waits):
-            events.append(Event("storage_away", member.waits, {"pserver": index}))
-        if member.trouble and not known:
-            events.append(Event("checkpoint_failed", member.trouble, {"pserver": index}))
-        if known and not member.trouble:
-            events.append(
-                Event("checkpoint_works_again", f"pserver-{index} writes checkpoints again", {"pserver": index})
-            )
+    """Which pservers (collective: trainers) can no longer write checkpoints, which can again, and which wait for the storage to load one."""
+    events: list[Event] = []
+    for index, server in sorted(now.pservers.items()):
+        events += _storage_events(f"pserver-{index}", before.pservers.get(index), server, {"pserver": index})
+    for name, trainer in now.trainers.items():
+        events += _storage_events(name, before.trainers.get(name), trainer, {"trainer": name})
     return tuple(events)
+
+
+def _storage_events(
+    name: str, before: PserverMember | TrainerMember | None, now: PserverMember | TrainerMember, fields: Fields
+) -> Iterator[Event]:
+    if now.waits and not (before and before.waits):
+        yield Event("storage_away", now.waits, fields)
+    if now.trouble and not (before and before.trouble):
+        yield Event("checkpoint_failed", now.trouble, fields)
+    if before and before.trouble and not now.trouble:
+        yield Event("checkpoint_works_again", f"{name} writes checkpoints again", fields)
 
 
 def missing(spec: JobSpec, listed: TrainerList, slots: SlotMap | None, members: Members) -> list[str]:
@@ -50,6 +69,8 @@ def reconcile(
     new_list."""
     if state.phase.final:
         return Decision(None)
+    if spec.strategy is Strategy.COLLECTIVE:
+        return collective_members.reconcile(spec, state, trainers, members, lane_s)
     if state.phase is Phase.ROLLING_BACK:
         return rollback.supervise(spec, state, slots, members)
     if state.phase is Phase.CHECKPOINTING:
@@ -71,7 +92,7 @@ def reconcile(
             return Decision(None, changes) + _wait(state, obstacle, members)
     elif set(now) == trainers.places.keys():
         return Decision(None, changes)
-    return Decision(None, changes) + _regroup(spec, state, trainers, members, lane_s)
+    return Decision(None, changes) + lifecycle.regroup(spec, state, trainers, members, now, lane_s)
 
 
 def rebalance(job: Job) -> Decision[None]:
@@ -120,20 +141,3 @@ def _wait(state: JobState, reason: str, members: Members) -> Decision[None]:
         return Decision(None)
     event = Event("job_waiting", reason, {"pservers": len(members.pservers), "trainers": len(members.trainers)})
     return Decision(None, (state.model_copy(update={"reason": reason}),), (event,))
-
-
-def _regroup(
-    spec: JobSpec, state: JobState, before: TrainerList, members: Members, lane_s: LaneSeconds | None
-) -> Decision[None]:
-    generation, now = state.generation + 1, tuple(members.trainers)
-    joined = [t for t in now if t not in before]
-    away = [t for t in before.names if t not in members.trainers]
-    parts = [f"{t} joined" for t in joined] + [members.absence(t) for t in away]
-    reason = "; ".join(parts[:4]) + (f" and {len(parts) - 4} more" if len(parts) > 4 else "")
-    if not now:
-        reason += "; waiting for a trainer"
-    grown = state.model_copy(update={"phase": Phase.RUNNING, "generation": generation, "reason": reason})
-    changes: tuple[Change, ...] = (new_list(spec, before, generation, now, lane_s), grown)
-    name = "generation_changed" if state.phase is Phase.RUNNING else "job_running"
-    fields: Fields = {"generation": generation, "trainers": len(now), "cause": reason}
-    return Decision(None, changes, (Event(name, reason, fields),))

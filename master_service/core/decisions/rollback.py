@@ -35,6 +35,7 @@ from shared.records import (
     PserverMember,
     SlotMap,
     Stage,
+    Strategy,
     TaskKind,
     TrainerList,
 )
@@ -94,6 +95,8 @@ def all_ended(spec: JobSpec, state: JobState, listed: TrainerList, slots: SlotMa
 
 def holders(spec: JobSpec, slots: SlotMap | None) -> tuple[int, ...]:
     """The parameter servers that the job needs: those that have slots. While a resize moves slots, others come or go beside them."""
+    if spec.strategy is Strategy.COLLECTIVE:
+        return ()  # a slot map may be left of a run with parameter servers
     return slots.serving if slots is not None else tuple(range(spec.pservers))
 
 
@@ -130,7 +133,7 @@ def go_back(
         return _back_to_best(spec, state, slots, members.latest, cause, none_left, asked=why.asked)
     if survivors(spec, state, slots, members):
         return Decision(None)
-    return _start_over(spec, state, slots, f"{cause} and no checkpoint exists yet: training starts over")
+    return start_over(spec, state, slots, f"{cause} and no checkpoint exists yet: training starts over")
 
 
 def _back_to_best(
@@ -168,8 +171,8 @@ def _back_to_start(state: JobState, reason: str) -> Decision[None]:
     return Decision(None, (dropping,), (Event("rolling_back", reason, fields),))
 
 
-def _start_over(spec: JobSpec, state: JobState, slots: SlotMap | None, reason: str) -> Decision[None]:
-    """From the very start. No pserver may hold parameters."""
+def start_over(spec: JobSpec, state: JobState, slots: SlotMap | None, reason: str) -> Decision[None]:
+    """From the very start. No member may hold parameters of the timeline that begins."""
     restarted = state.model_copy(
         update={
             "phase": Phase.WAITING,
@@ -208,7 +211,7 @@ def supervise(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Me
     if slots is not None and not slots_fit(slots, spec):
         return go_back(spec, state, slots, members, another_number(spec, slots))
     if not state.checkpoint:
-        return _start_over(spec, state, slots, state.reason) if _all_dropped(spec, state, members) else Decision(None)
+        return start_over(spec, state, slots, state.reason) if _all_dropped(spec, state, members) else Decision(None)
     for index in sorted(members.pservers):
         restored = members.pservers[index].restored
         if (
@@ -231,7 +234,10 @@ def _all_dropped(spec: JobSpec, state: JobState, members: Members) -> bool:
 
 
 def is_restored(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> bool:
-    """Whether all parameter servers have the checkpoint's parameters."""
+    """Whether all parameter servers have the checkpoint's parameters; collective: min_members trainers."""
+    if spec.strategy is Strategy.COLLECTIVE:
+        loaded = members.holding(state.timeline, state.checkpoint)
+        return state.phase is Phase.ROLLING_BACK and len(loaded) >= spec.min_members
     whole = slots is not None and not why_incomplete(spec, state, slots, members)
     return state.phase is Phase.ROLLING_BACK and whole
 
@@ -326,14 +332,16 @@ def stage_at(spec: JobSpec, stage: Stage, epoch: int) -> Stage:
 
 
 def resume(job: Job, epoch: int, step: int, *, records: int, seconds: float) -> Decision[bool]:
-    """RUNNING again with the trainers that are there, if all pservers have the parameters. Answers whether it is.
+    """RUNNING again with the trainers that are there (collective: those that have the parameters), if all pservers have the parameters.
+    Answers whether it is.
 
     `epoch`: the epoch of the checkpoint.
     """
     spec, state, members = job.spec, job.state, job.members
     if not is_restored(spec, state, job.slots, members):
         return Decision(False)
-    trainers = tuple(members.trainers)
+    held = members.holding(state.timeline, state.checkpoint)
+    trainers = held if spec.strategy is Strategy.COLLECTIVE else tuple(members.trainers)
     generation = state.generation + 1
     place = saved_point(spec.mode, step)
     reason = f"back at {place}" + ("" if trainers else "; waiting for a trainer")

@@ -44,6 +44,7 @@ from shared.records import (
     Mode,
     SlotMap,
     Stage,
+    Strategy,
     TaskKind,
     TaskMeta,
     TaskSummary,
@@ -149,6 +150,8 @@ class Job:
     @property
     def pservers_needed(self) -> int:
         """While a resize takes some away, those that leave count until their slots have moved."""
+        if self.spec.strategy is Strategy.COLLECTIVE:
+            return 0  # a slot map may be left of a run with parameter servers
         return max(self.spec.pservers, max(self.slots.owners, default=-1) + 1 if self.slots else 0)
 
     @property
@@ -266,7 +269,7 @@ class Job:
             case PutEvents() | DropEvents():
                 self.events.apply(change)
             case ForgetParameters():
-                self.members = replace(self.members, layout_revision=0, init_done=False)
+                self.members = replace(self.members, layout_revision=0, init_done=False, initialiser="")
             case RestartQueue(kind):
                 self.queues[kind].apply(change, now)
             case NextEpoch(epoch):

@@ -22,7 +22,7 @@ LEFT_KEPT = 4096  # names; those that left earlier are no news any more
 class Members:
     """Trainers in order of arrival. The revisions are those at which etcd created each `ps/<index>` and `layout` (0: not there).
     `latest`: the newest checkpoint, written at `latest_revision`; `own`: independent checkpoints, by pserver.
-    `left`: trainers and pservers (`pserver-0`) that gave their keys up because they were told to, the latest LEFT_KEPT."""
+    `initialiser`: the trainer that gave the parameters their first values, once they have them. `left`: trainers and pservers (`pserver-0`) that gave their keys up because they were told to, the latest LEFT_KEPT."""
 
     trainers: Mapping[str, TrainerMember] = field(default_factory=dict)
     pservers: Mapping[int, PserverMember] = field(default_factory=dict)
@@ -30,6 +30,7 @@ class Members:
     layout_revision: int = 0
     layout: Layout | None = None
     init_done: bool = False
+    initialiser: str = ""
     latest: CheckpointLatest | None = None
     latest_revision: int = 0
     own: Mapping[int, OwnCheckpoints] = field(default_factory=dict)
@@ -39,6 +40,15 @@ class Members:
         """`started_by` of each trainer and parameter server."""
         trainers, pservers = map(started_by, self.trainers.values()), map(started_by, self.pservers.values())
         return frozenset((*trainers, *pservers))
+
+    def holding(self, timeline: int, checkpoint: str) -> tuple[str, ...]:
+        """Collective: the trainers that have the parameters of that timeline, in order of arrival."""
+        said = ((name, member.holds) for name, member in self.trainers.items())
+        return tuple(
+            name
+            for name, holds in said
+            if holds is not None and not holds.error and (holds.timeline, holds.checkpoint) == (timeline, checkpoint)
+        )
 
     def absence(self, name: str) -> str:
         """For people: `trainer-0 left, as asked` or `trainer-0 is gone`."""

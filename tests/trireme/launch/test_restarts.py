@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+from shared.records import JobSpec
+from shared.records.datasets import TextLines
 from shared.runtime.service import LEASE_LOST
 from trireme.launch.child import Exit
 from trireme.launch.restarts import EARLY_S, MAX_DELAY_S, MAX_EARLY_ENDS, MAX_FAILED_STARTS, RestartPolicy, death_event
@@ -59,3 +61,15 @@ def test_a_death_says_whether_the_lease_was_lost_and_for_how_long_nobody_heard_o
         ("died", "SIGKILL"),
         ("died", "exit code 0"),
     ]
+
+
+def test_a_job_says_which_deaths_are_followed_by_a_start_and_how_soon():
+    spec = {"job": "j", "script": "s.py", "storage": "/data", "dataset": TextLines("t.txt")}
+    patient = RestartPolicy.of(JobSpec(**spec, restart_policy="on_failure", restart_delay_s=2.5))
+    assert [patient.starts_again(code) for code in (0, 1, LEASE_LOST, -signal.SIGKILL)] == [False, True, True, True]
+    delays = [patient.delay_s(-signal.SIGKILL, 0.5) for _ in range(7)]
+    assert (delays[0], delays[-1]) == (2.5, MAX_DELAY_S)  # never sooner, and not sooner than the others either
+    never, always = RestartPolicy.of(JobSpec(**spec, restart_policy="never")), RestartPolicy.of(JobSpec(**spec))
+    assert not never.starts_again(-signal.SIGKILL)
+    assert always.starts_again(0)
+    assert always.delay_s(1, 0.5) == 0.1

@@ -38,6 +38,7 @@ from trireme.settings import (
     UsageError,
     check_fields,
     from_script,
+    has_pservers,
     job_spec,
     merge,
     outside_script,
@@ -149,7 +150,7 @@ def request_body(
 ) -> dict[str, Any]:
     """What createJob takes. Raises UsageError."""
     settings = merge([from_script(inspection.config)]) | dict(outer)
-    if settings.get("pservers", Setting(AUTO, "default")).value == AUTO:
+    if has_pservers(settings) and settings.get("pservers", Setting(AUTO, "default")).value == AUTO:
         settings["pservers"] = Setting(pservers_for(inspection.model, cores()), "pservers = auto")
     job = job_named(settings, request.script)
     spec = job_spec(

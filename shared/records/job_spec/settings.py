@@ -2,124 +2,32 @@
 
 from __future__ import annotations
 
-import re
-from enum import StrEnum
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from shared.criteria import METRIC_NAME, Criterion
 from shared.records.datasets import Dataset
+from shared.records.job_spec.choices import (
+    INITIAL_FILES,
+    JOB_NAME,
+    MAX_MEMBERS,
+    MAX_TASKS,
+    RENAMED,
+    SNAPSHOT_BYTES,
+    Dispatch,
+    EvaluateEvery,
+    JobTask,
+    Mode,
+    Nonfinite,
+    Precision,
+    RestartPolicy,
+    StopEarly,
+    Strategy,
+    Transported,
+)
 from shared.records.record import Record
 from shared.trackers import MAX_TRACKERS, Tracker
-
-Narrow = Literal["bfloat16", "float16"]
-Precision = Literal["fp32", "bf16"]
-Nonfinite = Literal["fail", "skip", "ignore"]
-Transported = Literal["float32", "bfloat16", "float16"]
-EvaluateEvery = Annotated[int, Field(ge=1, lt=2**63)] | Literal["epoch"]
-
-MAX_MEMBERS = 100_000  # of each kind
-MAX_TASKS = 8  # of each stage
-_FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
-SNAPSHOT_BYTES = 1 << 30
-INITIAL_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")  # of `init_from`
-TRAINING_FILE = "training.pt"  # of an export with the state of the optimizer
-RENAMED = {
-    "clip_norm": "clip_norm is no setting any more: clip_grad_norm limits the norm of the whole step's gradient, as clip_grad_norm_ does "
-    "in plain PyTorch; clip_lane_norm limits the gradient of each lane by itself, as clip_norm did"
-}
-JOB_NAME = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
-
-
-class Mode(StrEnum):
-    """SYNC: every step is the same, whoever computes it. ASYNC: each trainer pushes when it is ready."""
-
-    SYNC = "sync"
-    ASYNC = "async"
-
-
-class Strategy(StrEnum):
-    """Where parameters are stepped: on parameter servers, or (COLLECTIVE) by every trainer, with gradients that the trainers exchange."""
-
-    PARAMETER_SERVER = "parameter_server"
-    COLLECTIVE = "collective"
-
-
-class Dispatch(StrEnum):
-    """Who keeps the task queues: a master, or (`etcd`) the trainers themselves, by compare-and-set."""
-
-    MASTER = "master"
-    ETCD = "etcd"
-
-
-class JobTask(Record):
-    """`command`: for /bin/sh, or `function`: `pkg.mod:function`, called without arguments. A text alone is either, by its form.
-    `timeout_s`: of one attempt. `retries`: how often it may fail before that counts. `when`: a post-task runs once the job is
-    COMPLETED, or (always) also once it is FAILED or CANCELLED."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    command: str = Field(default="", max_length=2000)
-    function: str = Field(default="", max_length=500)
-    timeout_s: float = Field(default=600.0, gt=0, le=7 * 86_400)
-    retries: int = Field(default=0, ge=0, le=100)
-    when: Literal["completed", "always"] = "completed"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_text(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        return {"function": value} if _FUNCTION.fullmatch(value) else {"command": value}
-
-    @field_validator("command")
-    @classmethod
-    def _is_text(cls, value: str) -> str:
-        if "\0" in value:
-            raise ValueError("a command cannot have a null character")
-        return value
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> JobTask:
-        if bool(self.command.strip()) is bool(self.function):
-            raise ValueError("give either command (for /bin/sh) or function (pkg.mod:function)")
-        if self.function and not _FUNCTION.fullmatch(self.function):
-            msg = f"function {self.function!r} is not of the form pkg.mod:function"
-            raise ValueError(msg)
-        return self
-
-    @property
-    def text(self) -> str:
-        """What it runs."""
-        return self.command or self.function
-
-
-class StopEarly(Record):
-    """Training ends when `metric` (`loss:min`, `accuracy:max`) has not become better by more than `min_delta` in the last `patience`
-    evaluations. As a text: `loss:min:patience=3:min_delta=0.01`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    metric: str
-    patience: int = Field(default=3, ge=1, lt=2**31)
-    min_delta: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_text(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        name, *rest = value.split(":")
-        options = [part for part in rest if "=" in part]
-        metric = ":".join([name, *(part for part in rest if "=" not in part)])
-        return {"metric": metric} | dict(part.split("=", 1) for part in options)
-
-    @field_validator("metric")
-    @classmethod
-    def _is_criterion(cls, value: str) -> str:
-        Criterion.parse(value)
-        return value
 
 
 class JobSettings(Record):
@@ -135,6 +43,7 @@ class JobSettings(Record):
     `init_partial`: what does not fit the model is left out; `init_optimizer`: optimizer and scheduler start with their state in that file.
     `evaluate_every`: so many steps (asynchronous: minibatches of the whole job), or epoch: such versions are evaluated while training goes on. `keep_best`: `accuracy:max` or
     `loss:min`: the checkpoint of the best evaluation is kept and exported. `stop_early`: training ends when evaluations get no better.
+    `strategy` collective (synchronous only): trainers hold the parameters, and there are no parameter servers: `pservers` is 0.
     `device` auto: that of the trainer that initialises the parameters. `join_window_s`: members that join a running job within
     it after a change make one generation. `stragglers`: on: lanes follow measured speed, a look every `rebalance_s`, and work that takes
     longer than `straggler_factor` times the usual is done by another trainer too; bits do not depend on it. `pre_tasks`, `post_tasks` (in a
@@ -153,7 +62,23 @@ class JobSettings(Record):
     lanes: int = Field(default=8, ge=1, le=1024)
     seed: int = Field(default=0, ge=0, lt=2**63)
     trainers: int = Field(default=2, ge=1, le=MAX_MEMBERS)
-    pservers: int = Field(default=1, ge=1, le=128)
+    pservers: int = Field(default=1, ge=0, le=128)
+    min_members: int = Field(
+        default=1,
+        ge=1,
+        le=MAX_MEMBERS,
+        description="Collective: training begins, and goes on, with at least so many trainers that hold the parameters.",
+    )
+    restart_policy: RestartPolicy = Field(
+        default="always",
+        description="Whether a dead trainer or parameter server is started again: always, on_failure (not if it ended with exit code 0), or never.",
+    )
+    restart_delay_s: float = Field(
+        default=0.0,
+        ge=0,
+        le=3600,
+        description="A dead trainer or parameter server is started again after so many seconds at the earliest.",
+    )
     records_per_task: int | None = Field(default=None, ge=1, lt=2**63)
     block_bytes: int = Field(default=1 << 20, ge=256, le=64 << 20)
     slot_count: int = Field(default=1024, ge=128, le=1024)
@@ -246,6 +171,13 @@ class JobSettings(Record):
                 raise ValueError(message)
         return values
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_pservers(cls, values: object) -> object:
+        if isinstance(values, dict) and values.get("strategy") == Strategy.COLLECTIVE:
+            return {"pservers": 0} | values
+        return values
+
     def to_bytes(self) -> bytes:
         """With nulls: for some fields null is not the default."""
         return self.model_dump_json().encode()
@@ -301,6 +233,7 @@ class JobSettings(Record):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        self._check_strategy()
         if self.lanes & (self.lanes - 1):
             below = 1 << (self.lanes.bit_length() - 1)
             msg = f"lanes must be a power of two, got {self.lanes}; use {below} or {below * 2}"
@@ -336,6 +269,23 @@ class JobSettings(Record):
             msg = f"block_bytes must be a multiple of 64, got {self.block_bytes}"
             raise ValueError(msg)
         return self
+
+    def _check_strategy(self) -> None:
+        if self.strategy is Strategy.COLLECTIVE and self.mode is not Mode.SYNC:
+            msg = f"strategy is collective, which only synchronous jobs can have, and mode is {self.mode}; use mode sync, or strategy parameter_server"
+            raise ValueError(msg)
+        if self.strategy is Strategy.COLLECTIVE and self.pservers:
+            msg = f"pservers is {self.pservers}, but a job with strategy collective has no parameter servers; leave it out, or use strategy parameter_server"
+            raise ValueError(msg)
+        if self.strategy is Strategy.PARAMETER_SERVER and not self.pservers:
+            msg = "pservers is 0: a job needs one at least, which hold its parameters; only strategy collective does without"
+            raise ValueError(msg)
+        if self.strategy is Strategy.PARAMETER_SERVER and self.min_members > 1:
+            msg = f"min_members is {self.min_members}, which only jobs with strategy collective can have; leave it out, or use that strategy"
+            raise ValueError(msg)
+        if self.min_members > self.trainers:
+            msg = f"min_members is {self.min_members} and trainers is {self.trainers}: the job would never begin; use at most {self.trainers} of min_members"
+            raise ValueError(msg)
 
     def _check_plateau_metric(self) -> None:
         if self.plateau_metric is not None and self.mode is Mode.ASYNC:

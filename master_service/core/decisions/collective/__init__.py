@@ -1,0 +1,1 @@
+"""Decisions about jobs with the collective strategy, where trainers have the parameters."""
