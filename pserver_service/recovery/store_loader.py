@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-import torch
 
 from pserver_service.checkpoints import ledger_text
 from pserver_service.checkpoints.ledger_text import LEDGER
 from pserver_service.recovery.table_loader import TableLoader
-from shared.blocks.buffers import Buffer, BufferPool, bytes_of
-from shared.blocks.narrow import DTYPES
+from shared.blocks.buffers import Buffer, BufferPool
 from shared.checkpoints import stored
+from shared.checkpoints.block_reader import BlockReader, check_model
 from shared.checkpoints.schedule import Schedule
-from shared.errors import BadFrame, CheckpointUnusable
+from shared.errors import BadFrame
 from shared.records import Mode, SlotMap
 from shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
 from shared.records.layout import Block
@@ -24,7 +21,7 @@ from shared.serving.core.ledger import Ledger
 from shared.serving.core.saved_ledger import SavedLedger
 from shared.serving.core.store import Store
 from shared.slots import slot_of
-from shared.storage.tensor_file import Entry, Summary
+from shared.storage.tensor_file import Summary
 from shared.wire.messages import InitHeader
 
 
@@ -46,12 +43,7 @@ def load_store(
     Raises CheckpointUnusable, OSError.
     """
     manifest = stored.read_manifest(storage_url, job, ref)
-    if manifest.layout.digest != digest:
-        msg = (
-            f"checkpoint {ref.uuid} is of model {manifest.layout.digest[:12]}, the job's model is {digest[:12]}: "
-            "names, shapes or dtypes of its parameters differ"
-        )
-        raise CheckpointUnusable(msg, hint="go on with the script the checkpoint was made with, or start a new job")
+    check_model(manifest, ref, digest)
     store = Store(_header(manifest, index), schedule, pool, clipping)
     parts = {part.pserver: part for part in manifest.parts}
     ledgers: dict[int, tuple[SavedLedger, int]] = {}
@@ -114,15 +106,6 @@ def _wanted(manifest: Manifest, store: Store, index: int, slots: SlotMap) -> dic
     return wanted
 
 
-@dataclass(slots=True)
-class _Loading:
-    """One block that is being read."""
-
-    place: Block
-    values: Buffer | None = None
-    state: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
 def _load_part(
     storage_url: str,
     ref: CheckpointRef,
@@ -131,29 +114,13 @@ def _load_part(
     store: Store,
     tables: TableLoader | None,
 ) -> Summary:
-    loading = {number: _Loading(block) for number, block in blocks.items()}
+    def take(place: Block) -> tuple[Buffer, memoryview]:
+        values = store.pool.take(place.dtype, place.elements)
+        return values, values.view
 
-    def sink(entry: Entry) -> memoryview | None:
-        _, number, name = [*entry.name.split(".", 2), "", ""][:3]
-        item = loading.get(int(number)) if number.isdecimal() else None
-        if item is None:
-            return None
-        if not name:
-            if entry.dtype != item.place.dtype or entry.shape != (item.place.elements,):
-                wanted = f"block {number} of {item.place.elements} {item.place.dtype}"
-                stored.unusable(ref, f"it lacks {wanted}: it has {entry.shape} {entry.dtype}")
-            item.values = store.pool.take(entry.dtype, item.place.elements)
-            return item.values.view
-        if entry.shape not in ((), (item.place.elements,)):
-            wanted = f"{name} of block {number} for {item.place.elements} elements"
-            stored.unusable(ref, f"it lacks {wanted}: it has {entry.shape}")
-        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        item.state[name] = tensor
-        return bytes_of(tensor.reshape(-1))
-
+    reader = BlockReader(ref, blocks, take)
+    sink = reader.sink
     summary = stored.read_part(storage_url, ref, part, sink) if tables is None else tables.load(storage_url, part, sink)
-    for number, item in sorted(loading.items()):
-        if item.values is None:
-            stored.unusable(ref, f"it lacks block {number} in {part.file}")
-        store.place_block(number, item.values, item.state)
+    for number, values, state in reader.loaded(part.file):
+        store.place_block(number, values, state)
     return summary

@@ -29,6 +29,7 @@ MAX_MANIFEST_BYTES = 64 << 20
 _DEFINITE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)  # trying again does not help
 # what may differ between the spec a checkpoint was made under and the one it is loaded under
 ELASTIC = ("trainers", "pservers", "sources")
+_FREE = (*ELASTIC, "strategy")  # checkpoints of both strategies hold the same
 
 
 def checkpoint_uuid(job: str, timeline: int, slots_version: int, step: int) -> str:
@@ -43,7 +44,7 @@ def folder(storage_url: str, uuid: str) -> str:
 def spec_digest(spec: JobSpec) -> str:
     """The digest of the fields that may not change between a checkpoint and the job that goes on from it. Fields with their default
     are left out: a newer version may have more of them."""
-    fixed = spec.model_dump(mode="json", exclude=set(ELASTIC), exclude_defaults=True)
+    fixed = spec.model_dump(mode="json", exclude=set(_FREE), exclude_defaults=True)
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 
 

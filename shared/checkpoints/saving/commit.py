@@ -10,7 +10,7 @@ wakes up late fails in this. File names are unique per writer or content, so it 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -79,6 +79,21 @@ class Committer:
         """Whether a checkpoint with this process's part is being committed, or may be because the owners of all missing parts live."""
         self._forget_old()
         return self._committing or any(self._may_become_whole(pending) for pending in self._pending.values())
+
+    def lost_step(self, timeline: int, goes_on: Callable[[str, int], bool]) -> int | None:
+        """The newest step of a checkpoint that was begun in this timeline, is newer than the latest one, and will never be whole. `goes_on(uuid, step)`:
+        whether one that this process has no part of may still be. None: there is none, or a newer one is on its way."""
+        self._forget_old()
+        latest = self.seen.latest
+        since = latest.step if latest is not None and latest.timeline == timeline else -1
+        newest: tuple[int, str] | None = None
+        for uuid, begun in self.seen.begun.items():
+            if begun.timeline == timeline and begun.step > since:
+                own = self._pending.get(uuid)
+                if self._may_become_whole(own) if own is not None else goes_on(uuid, begun.step):
+                    return None
+                newest = max(newest or (-1, ""), (begun.step, uuid))
+        return newest[0] if newest is not None else None
 
     def add(self, pending: PendingCheckpoint) -> None:
         self._pending[pending.uuid] = pending

@@ -21,9 +21,15 @@ class PartOwner(Protocol):
     @property
     def name(self) -> str: ...
 
-    incarnation: str
-    timeline: int
-    term: int
+    @property
+    def incarnation(self) -> str: ...
+
+    @property
+    def timeline(self) -> int: ...
+
+    @property
+    def term(self) -> int: ...
+
     checkpoint_error: str
 
 

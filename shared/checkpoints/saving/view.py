@@ -11,10 +11,11 @@ from shared.records.checkpoints import CheckpointCut, CheckpointLatest, Checkpoi
 
 @dataclass(slots=True)
 class CheckpointView:
-    """By uuid: `parts`, the pservers whose part is finished; `copied`, paused checkpoints that all pservers have copied;
+    """By uuid: `begun`, what its files are of, as long as there may be some; `parts`, the pservers whose part is finished; `copied`, paused checkpoints that all pservers have copied;
     `failed`, the pservers whose part could not be written. `holder` of the finish lock, "" if there is none."""
 
     keys: Keys
+    begun: dict[str, CheckpointStarted] = field(default_factory=dict)
     parts: dict[str, set[int]] = field(default_factory=dict)
     copied: set[str] = field(default_factory=set)
     failed: dict[str, set[int]] = field(default_factory=dict)
@@ -29,6 +30,13 @@ class CheckpointView:
             self.latest = read_record(CheckpointLatest, key, value)
         elif key.endswith("/cut"):
             self._take_cut(key, value)
+        elif key.endswith("/begun"):
+            uuid = key.removeprefix(self.keys.checkpoints).removesuffix("/begun")
+            started = read_record(CheckpointStarted, key, value)
+            if started is not None:
+                self.begun[uuid] = started
+            else:
+                self.begun.pop(uuid, None)
         elif part := self.keys.part_in(key):
             uuid, index = part
             parts = self.parts.setdefault(uuid, set())

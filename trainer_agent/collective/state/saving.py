@@ -1,0 +1,220 @@
+"""A trainer's share of checkpoints of a collective job: the blocks that it owns in the present generation, with their optimizers' state.
+
+    version due, in generation g ─► own share copied ─► part <place> of the checkpoint (version, g), written beside training
+    generation over: parts go on being written; if a trainer died before its part was there, the checkpoint is lost
+                     ─► the owner of lane 0 has one made of a version soon after (`again`)
+
+All owners decide by the version's record, and share the blocks by the generation's list: so parts of one (version, g) make a whole. It is one
+cut in any case: a version has the same bits in every generation of a timeline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from shared.blocks.buffers import BufferPool, tensor_over
+from shared.blocks.snapshot import Snapshot
+from shared.checkpoints import stored
+from shared.checkpoints.background import Offload
+from shared.checkpoints.saving.copies import Copied, Copies
+from shared.checkpoints.saving.part_owner import SavingContext
+from shared.checkpoints.saving.parts import Checkpointer
+from shared.checkpoints.schedule import EVALUATED_RANK, Schedule, is_final
+from shared.etcd import Etcd
+from shared.membership.directory import Directory
+from shared.membership.own_key import OwnKey
+from shared.records import JobSpec, Mode, SlotMap, TrainerList, TrainerMember
+from shared.records.operations import CheckpointRequest
+from shared.records.step import StepRecord
+from shared.runtime import telemetry
+from shared.slots import blocks_in, spread
+from trainer_agent.collective.replica import Replica
+from trainer_agent.model.compute import Compute
+
+COPY_BYTES = 4 << 20  # at once: a few milliseconds
+KEPT_LISTS = 64  # generations whose trainers are remembered
+
+log = telemetry.logger("collective.saving")
+
+
+def shared_out(trainers: TrainerList, slot_count: int) -> SlotMap:
+    """Who owns which slots in the generation of that list: its owners of lanes, by their places."""
+    return SlotMap(version=trainers.generation, owners=spread(slot_count, max(1, trainers.owner_count)))
+
+
+@dataclass
+class ReplicaOwner:
+    """A PartOwner."""
+
+    member: TrainerMember
+    replica: Replica
+    directory: Directory
+    checkpoint_error: str = field(default="", init=False)
+
+    @property
+    def name(self) -> str:
+        return self.member.trainer
+
+    @property
+    def incarnation(self) -> str:
+        return self.member.incarnation
+
+    @property
+    def timeline(self) -> int:
+        return self.replica.timeline
+
+    @property
+    def term(self) -> int:
+        return self.directory.master.term if self.directory.master is not None else 0
+
+
+class ShareCopies(Copies):
+    """With the `checkpointer` that writes them. `saved(record)`: with the results of steps before it that may not be stored yet. `at_version` is awaited
+    whenever the version in use or the generation is another one, before the version in use changes again."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        etcd: Etcd,
+        directory: Directory,
+        own_key: OwnKey[TrainerMember],
+        offload: Offload,
+        compute: Compute,
+        replica: Replica,
+        saved: Callable[[StepRecord], StepRecord] = lambda record: record,
+    ) -> None:
+        super().__init__()
+        self._spec, self._directory = spec, directory
+        self._compute, self._replica, self._saved = compute, replica, saved
+        self._layout = compute.layout
+        self._blocks = tuple(self._layout.blocks())
+        self._schedule, self._pool = Schedule.of(spec), BufferPool()
+        self._me = own_key.record.trainer
+        self._lists: dict[int, TrainerList] = {}
+        self._considered = (-1, -1, -1)
+        self._waiting: list[tuple[int, Copied]] = []  # by rank; two: neither may be left out
+        self._skipped = 0
+        owner = ReplicaOwner(own_key.record, replica, directory)
+        self._context = SavingContext(etcd, directory, owner, own_key, offload, self._living)
+        self.checkpointer = Checkpointer(self._context, self)
+
+    def __repr__(self) -> str:
+        return f"<ShareCopies of {self._me}: {len(self._waiting)} wait to be written>"
+
+    # ------------------------------------------------------------ copies
+
+    async def at_version(self, trainers: TrainerList) -> None:
+        """The replica has just reached its version, or these are the trainers of a new generation. Copies the own share if a checkpoint is due."""
+        self._remember(trainers)
+        record, place = self._replica.record, trainers.places.get(self._me, -1)
+        if record is None or not 0 <= place < trainers.owner_count:
+            return
+        moment = self._replica.timeline, record.version, trainers.generation
+        rank = self._schedule.rank(record)
+        if moment == self._considered or rank is None or self._is_saved(record):
+            return
+        self._considered = moment
+        if not self._has_room(rank):
+            return
+        slots = shared_out(trainers, self._layout.slot_count)
+        slots_of_place = [slot for slot, owner in enumerate(slots.owners) if owner == place]
+        own = blocks_in(slots_of_place, len(self._blocks), self._layout.slot_count)
+        if not own:
+            return
+        snapshot = Snapshot(self._saved(record), rank, own, slots)
+        try:
+            await self._copy(snapshot)
+        except BaseException:
+            snapshot.release()
+            raise
+        copied = Copied(
+            snapshot=snapshot,
+            index=place,
+            timeline=self._replica.timeline,
+            restored=self._replica.checkpoint,
+            slots=slots,
+            layout=self._layout,
+            mode=Mode.SYNC,
+            lanes=self._spec.lanes,
+            skipped=self._skipped,
+        )
+        self._waiting.append((rank, copied))
+        self.ready.set()
+
+    async def _copy(self, snapshot: Snapshot) -> None:
+        """The values in use, which nobody changes meanwhile, and the optimizers' state."""
+        done = 0
+        for number in snapshot.blocks:
+            block = self._blocks[number]
+            values = self._pool.take(block.dtype, block.elements)
+            payload = memoryview(self._compute.current(number)).cast("B").toreadonly()
+            values.tensor.copy_(tensor_over(payload, block.dtype))
+            snapshot.add(number, values, self._replica.state(number), self._pool)
+            values.release()
+            done += block.bytes
+            if done >= COPY_BYTES:
+                done = 0
+                await asyncio.sleep(0)
+
+    def _has_room(self, rank: int) -> bool:
+        """Whether a copy of that rank is made although one waits to be written: as parameter servers decide (shared/serving/core/store.py)."""
+        if not self._waiting:
+            return True
+        lowest = min(waiting for waiting, _ in self._waiting)
+        if len(self._waiting) == 1 and min(rank, lowest) >= EVALUATED_RANK:
+            return True
+        self._skipped += 1
+        if rank < lowest:
+            return False
+        at = next(number for number, (waiting, _) in enumerate(self._waiting) if waiting == lowest)
+        self._waiting.pop(at)[1].snapshot.release()
+        return True
+
+    def _is_saved(self, record: StepRecord) -> bool:
+        latest = self.checkpointer.committer.seen.latest
+        return latest is not None and (latest.timeline, latest.step) >= (self._replica.timeline, record.version)
+
+    # ------------------------------------------------------------ what the checkpointer asks
+
+    @property
+    def waits(self) -> bool:
+        return bool(self._waiting)
+
+    def take(self) -> Copied | None:
+        return self._waiting.pop(0)[1] if self._waiting else None
+
+    def is_of(self, timeline: int) -> bool:
+        return self._replica.record is not None and self._replica.timeline == timeline
+
+    def _living(self, slots: SlotMap) -> Collection[int]:
+        then = self._lists.get(slots.version)
+        if then is None:
+            return ()
+        return [place for place, name in enumerate(then.owners) if name in self._directory.trainers]
+
+    def _remember(self, trainers: TrainerList) -> None:
+        self._lists[trainers.generation] = trainers
+        while len(self._lists) > KEPT_LISTS:
+            del self._lists[min(self._lists)]
+
+    # ------------------------------------------------------------ a checkpoint that was lost
+
+    def again(self, trainers: TrainerList) -> CheckpointRequest | None:
+        """What the owner of lane 0 asks for beside what people do: a checkpoint in place of one that was begun in an earlier generation, and
+        never gets whole. None: there is no such one."""
+        lost = self.checkpointer.committer.lost_step(
+            self._replica.timeline, lambda uuid, step: self._goes_on(trainers, uuid, step)
+        )
+        return None if lost is None else CheckpointRequest(operation="", attempt=lost)
+
+    def _goes_on(self, trainers: TrainerList, uuid: str, step: int) -> bool:
+        """Whether a checkpoint that this process has no part of may still get whole: it is of the present generation."""
+        return uuid == stored.checkpoint_uuid(self._spec.job, self._replica.timeline, trainers.generation, step)
+
+    @property
+    def ends_unsaved(self) -> bool:
+        """Whether the version in use is the last one and is not saved: then each generation copies it anew."""
+        record = self._replica.record
+        return record is not None and is_final(record, self._spec.epochs) and not self._is_saved(record)
