@@ -152,12 +152,15 @@ async def _initialise(
     registered = (await etcd.range(keys.pservers, prefix=True)).kvs
     found = {kv.key: (kv, member) for kv in registered if (member := read_record(PserverMember, kv.key, kv.value))}
     members = [member for _, member in found.values()]
-    told = [kv for key in (keys.state, keys.slots) if (kv := await etcd.get(key)) is not None]
+    state, placed = await etcd.get(keys.state), await etcd.get(keys.slots)
     seen, slots = directory.state, directory.slots
     if len(members) != directory.pservers_desired or seen is None or slots is None:
         raise NotReady(f"{len(members)} of {directory.pservers_desired} parameter servers are registered")
-    newest = [read_record(kind, kv.key, kv.value) for kind, kv in zip((JobState, SlotMap), told, strict=False)]
-    if newest != [seen, slots]:
+    newest = (
+        state and read_record(JobState, keys.state, state.value),
+        placed and read_record(SlotMap, keys.slots, placed.value),
+    )
+    if state is None or placed is None or newest != (seen, slots):
         raise NotReady("this trainer does not see the job's newest state yet")
     log.info("initialising", pservers=len(members), blocks=sum(1 for _ in compute.layout.blocks()))
     routes = route(compute.layout, slots)
@@ -168,7 +171,7 @@ async def _initialise(
             )
     # both keys in one transaction, so that a repetition on a stale view cannot replace a published layout
     same = [Compare.create(key, "==", kv.create_revision) for key, (kv, _) in found.items()]
-    same += [Compare.mod(kv.key, "==", kv.mod_revision) for kv in told]
+    same += [Compare.mod(kv.key, "==", kv.mod_revision) for kv in (state, placed)]
     mine = [Compare.value(keys.init_lock, "==", trainer.encode()), Compare.create(keys.layout, "==", 0)]
     published = [Put(keys.layout, compute.layout.to_bytes()), Put(keys.init_done, trainer.encode())]
     if not (await etcd.txn([*same, *mine], published)).succeeded:
