@@ -139,7 +139,8 @@ class Tfra(Peer):
     """In process: no network, nobody else."""
 
     def __init__(self, folder: Path, cores: set[int]) -> None:
-        super().__init__("TFRA", Process("tfra", "tfra_table", {}, folder, cores))
+        # it is killed, so what AutoGraph writes into its temporary folder stays there
+        super().__init__("TFRA", Process("tfra", "tfra_table", {"TMPDIR": str(folder)}, folder, cores))
         self._found = folder / "tfra.npy"
 
     def found(self, number: int) -> np.ndarray:

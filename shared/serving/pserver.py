@@ -100,7 +100,8 @@ class Pserver(BlockServer):
     # ------------------------------------------------------------ calls
 
     async def init(self, header: InitHeader, blocks: AsyncIterator[tuple[InitBlock, Payload]]) -> None:
-        """Take the initial blocks, all or none. A repetition with the same layout changes nothing.
+        """Take the initial blocks, all or none. A repetition with the same layout changes nothing. They are of the timeline and the slot map that
+        this process sees in etcd.
 
         Raises LayoutMismatch (another model is loaded), WrongOwner, StaleGeneration, BadFrame, InvalidArgument, NotReady.
         """
@@ -108,6 +109,7 @@ class Pserver(BlockServer):
         if header.pserver != self.index:
             msg = f"initial blocks for pserver-{header.pserver} came to pserver-{self.index}: read the addresses again"
             raise WrongOwner(msg)
+        self._check_beginning(header)
         if self._is_same(header):
             return
         await self.prepare_tables(header.layout)
@@ -122,9 +124,12 @@ class Pserver(BlockServer):
             await asyncio.sleep(0)
         store.seal()
         self._fence(header)
+        self._check_beginning(header)
         if not self._is_same(header):
             store.slots = self.directory.slots if self.directory is not None else None
             store.save_first()
+            if self.store is not None:
+                self.drop(header.generation)
             self._serve(store, header.timeline)
             self.look_for_snapshot()
             log.info("initialised", index=self.index, store=repr(store), bytes=store.bytes)
@@ -347,9 +352,25 @@ class Pserver(BlockServer):
 
     def check_map(self, store: Store, version: int) -> None:
         """What concerns all owners of blocks has to reach all of them. 0: the asker does not say which map it goes by. Raises NotReady, WrongOwner."""
-        if not version or store.slots is None:
+        if version and store.slots is not None:
+            self._check_map_version(store.slots.version, version)
+
+    def _check_beginning(self, header: InitHeader) -> None:
+        """Raises NotReady: this view of the job is late; StaleGeneration, WrongOwner: the sender's is. `slots` 0: it does not say."""
+        if self.directory is None:
             return
-        mine = store.slots.version
+        timeline = _state(self.directory).timeline
+        if header.timeline > timeline:
+            raise NotReady(f"pserver-{self.index} sees timeline {timeline}, not {header.timeline} yet: ask again")
+        if header.timeline < timeline:
+            msg = f"initial values of timeline {header.timeline}: the job is in {timeline}; read the job's state again"
+            raise StaleGeneration(msg, timeline=timeline)
+        if header.slots:
+            self._check_map_version(
+                self.directory.slots.version if self.directory.slots is not None else 0, header.slots
+            )
+
+    def _check_map_version(self, mine: int, version: int) -> None:
         if mine < version:
             msg = f"pserver-{self.index} has slot map {mine}, not {version} yet: ask again"
             raise NotReady(msg)
@@ -358,8 +379,8 @@ class Pserver(BlockServer):
             raise WrongOwner(msg, slots=mine)
 
     def _is_same(self, header: InitHeader) -> bool:
-        """Whether these parameters are loaded already."""
-        if self.store is None:
+        """Whether these parameters are loaded already. Those of another timeline are not the job's any more."""
+        if self.store is None or self.timeline != header.timeline:
             return False
         check_same_model(self.store.layout, self.store.mode, header)
         return True

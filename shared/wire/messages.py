@@ -32,7 +32,7 @@ class MessageHeader(Record):
 
 class InitHeader(MessageHeader):
     """First map of `POST /v1/init`; the initial values follow, each block as InitBlock + payload. `timeline`: the job's (0 before
-    any rollback)."""
+    any rollback). `slots`: version of the slot map by which blocks were divided (0: not checked)."""
 
     mode: Mode
     lanes: int
@@ -40,6 +40,7 @@ class InitHeader(MessageHeader):
     pserver: int
     record: StepRecord
     timeline: int = 0
+    slots: int = 0
 
 
 class InitBlock(Record):

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import sys
 
-from shared.blocks.buffers import Buffer, BufferPool
+import torch
+
+from shared.blocks.buffers import Buffer, BufferPool, Home
 from shared.wire.region_allocator import RegionAllocator, new_region
 from shared.wire.shared_memory import Region
 
@@ -25,7 +27,8 @@ class AnswerMemory:
     """Of one server."""
 
     def __init__(self) -> None:
-        self._pool = BufferPool(RegionAllocator())
+        self._regions = RegionAllocator()
+        self._pool = BufferPool(self._allocated)
 
     def __repr__(self) -> str:
         return f"<AnswerMemory {self._pool!r}>"
@@ -45,9 +48,19 @@ class AnswerMemory:
         kind = "float32", _rounded(payload.nbytes) // 4
         if not self._pool.has_free(*kind) and self._pool.allocated_bytes + 4 * kind[1] > MOST_BYTES:
             return None
-        buffer = self._pool.take(*kind)
+        try:
+            buffer = self._pool.take(*kind)
+        except OSError:  # there is none that others may read: a copy would be sent like the payload
+            return None
         buffer.view[: payload.nbytes] = payload
         return buffer
+
+    def _allocated(self, size: int) -> tuple[torch.Tensor, Home]:
+        """Raises OSError."""
+        memory, home = self._regions(size)
+        if home is None:
+            raise OSError("there is no sealed memfd")
+        return memory, home
 
 
 class GradientMemory:

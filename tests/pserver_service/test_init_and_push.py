@@ -6,11 +6,15 @@ import pytest
 import torch
 
 from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, NotReady, StaleGeneration, TooLarge, WrongOwner
+from shared.etcd import Etcd
+from shared.keys import Keys
 from shared.lanes import combine
-from shared.records import Mode
+from shared.membership.directory import Directory
+from shared.records import JobState, Mode, SlotMap
 from shared.records.layout import Layout, Segment
 from shared.serving.pserver import Pserver
 from shared.wire.messages import InitBlock, LedgerQuery, PushBlock, Refusal
+from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.pserver_service.jobs import (
     JOB,
     LAYOUT,
@@ -54,6 +58,40 @@ async def test_init_again_with_the_same_layout_changes_nothing(pserver):
     await pserver.init(init_header(LAYOUT, generation=1), stream((InitBlock(block=0), payload_of(ONES))))
     assert pserver.store is before
     assert (await pserver.info()).lowest == 1
+
+
+def seeing(pserver: Pserver, timeline: int, version: int) -> None:
+    """A view of the job with this timeline and slot map."""
+    pserver.directory = pserver.directory or Directory(Etcd(SimulatedEtcd().transport("ps-1")), Keys(JOB))
+    pserver.directory.state = JobState(generation=timeline, timeline=timeline)
+    pserver.directory.slots = SlotMap(version=version, owners=(0,))
+
+
+async def test_initial_values_are_of_the_timeline_and_the_slot_map_that_it_sees():
+    """Both views may be late: blocks of another map would be taken for those of the map that comes later."""
+    pserver = Pserver(JOB, "ps-1", index=0)
+    seeing(pserver, 3, 1)
+
+    async def init(timeline: int, slots: int) -> None:
+        header = init_header(LAYOUT, generation=timeline, timeline=timeline, slots=slots)
+        await pserver.init(header, stream((InitBlock(block=0), payload_of(ONES))))
+
+    with pytest.raises(NotReady, match="has slot map 1, not 2 yet"):
+        await init(3, 2)
+    with pytest.raises(NotReady, match="sees timeline 3, not 7 yet"):
+        await init(7, 1)
+    seeing(pserver, 3, 2)
+    with pytest.raises(WrongOwner, match="slot map 1 is old"):
+        await init(3, 1)
+    assert pserver.store is None
+    await init(3, 2)
+    first = pserver.store
+    seeing(pserver, 7, 2)
+    with pytest.raises(StaleGeneration, match="the job is in 7"):
+        await init(3, 2)
+    await init(7, 2)
+    assert pserver.timeline == 7
+    assert pserver.store is not first, "values of another timeline are not the job's any more"
 
 
 async def test_init_with_another_model_is_refused_and_names_both(pserver):

@@ -12,7 +12,7 @@ from shared.errors import LayoutMismatch, NotReady, PeerError, StaleGeneration, 
 from shared.etcd import Compare, Etcd, LeaseLost, Put
 from shared.etcd.reading import read_record
 from shared.membership.directory import Directory
-from shared.records import JobSpec, Mode, PserverMember
+from shared.records import JobSpec, JobState, Mode, PserverMember, SlotMap
 from shared.records.layout import Layout, TableSpec
 from shared.records.step import LanePosition, StepRecord
 from shared.runtime import telemetry
@@ -144,39 +144,54 @@ async def _lock(directory: Directory, etcd: Etcd, lease_id: int, trainer: str) -
 async def _initialise(
     spec: JobSpec, directory: Directory, etcd: Etcd, trainer: str, compute: Compute, connect: Connect
 ) -> None:
-    """Idempotent. Raises PeerError if a parameter server was replaced meanwhile: the caller starts over."""
+    """Idempotent. Raises PeerError if a parameter server was replaced meanwhile, or the job's state is another than this trainer sees: the
+    caller starts over."""
     keys = directory.keys
     if await etcd.get(keys.init_done) is not None:
         return  # only this trainer's view is late
     registered = (await etcd.range(keys.pservers, prefix=True)).kvs
     found = {kv.key: (kv, member) for kv in registered if (member := read_record(PserverMember, kv.key, kv.value))}
     members = [member for _, member in found.values()]
-    if len(members) != directory.pservers_desired or directory.slots is None:
+    state, placed = await etcd.get(keys.state), await etcd.get(keys.slots)
+    seen, slots = directory.state, directory.slots
+    if len(members) != directory.pservers_desired or seen is None or slots is None:
         raise NotReady(f"{len(members)} of {directory.pservers_desired} parameter servers are registered")
+    newest = (
+        state and read_record(JobState, keys.state, state.value),
+        placed and read_record(SlotMap, keys.slots, placed.value),
+    )
+    if state is None or placed is None or newest != (seen, slots):
+        raise NotReady("this trainer does not see the job's newest state yet")
     log.info("initialising", pservers=len(members), blocks=sum(1 for _ in compute.layout.blocks()))
-    routes = route(compute.layout, directory.slots)
+    routes = route(compute.layout, slots)
     async with SingleErrorGroup() as group:
         for member in members:
-            group.create_task(_fill(spec, directory, member, compute, routes, connect))
+            group.create_task(
+                _fill(_header(spec, directory, member, compute, seen, slots), member, compute, routes, connect)
+            )
     # both keys in one transaction, so that a repetition on a stale view cannot replace a published layout
     same = [Compare.create(key, "==", kv.create_revision) for key, (kv, _) in found.items()]
+    same += [Compare.mod(kv.key, "==", kv.mod_revision) for kv in (state, placed)]
     mine = [Compare.value(keys.init_lock, "==", trainer.encode()), Compare.create(keys.layout, "==", 0)]
     published = [Put(keys.layout, compute.layout.to_bytes()), Put(keys.init_done, trainer.encode())]
     if not (await etcd.txn([*same, *mine], published)).succeeded:
-        raise NotReady("a parameter server was replaced meanwhile, or another trainer initialises")
+        raise NotReady(
+            "a parameter server was replaced meanwhile, the job has another state, or another trainer initialises"
+        )
     log.info("initialised", digest=compute.layout.digest[:12])
 
 
-async def _fill(
-    spec: JobSpec, directory: Directory, member: PserverMember, compute: Compute, routes: Routes, connect: Connect
-) -> None:
+def _header(
+    spec: JobSpec, directory: Directory, member: PserverMember, compute: Compute, state: JobState, slots: SlotMap
+) -> InitHeader:
     sync = spec.mode is Mode.SYNC
     positions = tuple(LanePosition(lane=lane) for lane in range(spec.lanes)) if sync else ()
-    header = InitHeader(
+    return InitHeader(
         job=spec.job,
         term=directory.master.term if directory.master else 0,
-        generation=directory.state.generation if directory.state else 0,
-        timeline=directory.state.timeline if directory.state else 0,
+        generation=state.generation,
+        timeline=state.timeline,
+        slots=slots.version,
         mode=spec.mode,
         lanes=spec.lanes if sync else 1,
         layout=compute.layout,
@@ -184,6 +199,8 @@ async def _fill(
         record=StepRecord(version=0, positions=positions, lane_zero=compute.initial_lane_zero()),
     )
 
+
+async def _fill(header: InitHeader, member: PserverMember, compute: Compute, routes: Routes, connect: Connect) -> None:
     async def blocks() -> AsyncIterator[tuple[InitBlock, memoryview]]:
         for block in routes.blocks.get(member.index, ()):
             yield InitBlock(block=block), compute.current(block)

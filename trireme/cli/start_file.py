@@ -17,6 +17,7 @@ from shared.checkpoints import stored
 from shared.checkpoints.start_tables import names_beside
 from shared.errors import CheckpointUnusable, InvalidArgument, NotFound
 from shared.records import JobSpec
+from shared.records.checkpoints import CheckpointRef
 from shared.records.job_spec import INITIAL_FILES, TRAINING_FILE
 from shared.storage import files
 from trireme.cli.checkpoint import choose, spec_of
@@ -49,24 +50,26 @@ def _file_of(text: str, data_dir: Path | None, url: str | None, *, optimizer: bo
         hint = f"--init-from takes the name of a job of this folder or cluster, or a file: a path with / or a name with {', '.join(INITIAL_FILES)}"
         raise NotFound(error.message, hint=hint) from error
     ended = files.join(spec.storage, "export", "model.safetensors")
-    if not at and not optimizer and files.exists(ended) and not _lacks_tables(spec, ended):
-        return files.absolute(ended)
-    ref = choose(spec, which or None)
+    if at or optimizer or not files.exists(ended):
+        ref, tables = _checkpoint(spec, which or None)
+    else:
+        try:
+            ref, tables = _checkpoint(spec, None)
+        except (NotFound, CheckpointUnusable):
+            return files.absolute(ended)  # what is there is all that there is
+        if tables <= names_beside(ended):
+            return files.absolute(ended)
     folder = files.join(spec.storage, f"export-{ref.uuid}" + ("-state" if optimizer else ""))
     file = files.join(folder, TRAINING_FILE if optimizer else "model.safetensors")
-    tables = stored.read_manifest(spec.storage, spec.job, ref).layout.tables
-    if not files.exists(file) or not {table.name for table in tables} <= names_beside(file):
+    if not files.exists(file) or not tables <= names_beside(file):
         _export(job, ref.uuid, folder, data_dir, url, optimizer=optimizer)
     return files.absolute(file)
 
 
-def _lacks_tables(spec: JobSpec, file: str) -> bool:
-    """Whether the job has tables that are not beside its exported model. Raises OSError."""
-    try:
-        manifest = stored.read_manifest(spec.storage, spec.job, choose(spec, None))
-    except (NotFound, CheckpointUnusable):
-        return False  # what is there is all that there is
-    return not {table.name for table in manifest.layout.tables} <= names_beside(file)
+def _checkpoint(spec: JobSpec, which: str | None) -> tuple[CheckpointRef, set[str]]:
+    """As `choose`, with the names of its embedding tables. Raises NotFound, CheckpointUnusable, OSError."""
+    ref = choose(spec, which)
+    return ref, {table.name for table in stored.read_manifest(spec.storage, spec.job, ref).layout.tables}
 
 
 def _export(job: str, uuid: str, folder: str, data_dir: Path | None, url: str | None, *, optimizer: bool) -> None:

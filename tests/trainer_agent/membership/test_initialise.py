@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from shared.errors import LayoutMismatch
-from shared.records import Phase
+from shared.etcd import Etcd
+from shared.keys import Keys
+from shared.membership.directory import Directory
+from shared.records import JobState, Phase, PserverMember, SlotMap
 from shared.records.layout import Layout, OptimizerSpec, RowInit, RowOptimizer, TableSpec
+from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.trainer_agent.cluster import cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.agent import LEASE_LOST, OK
-from trainer_agent.membership.initialise import check_layout, followed
+from trainer_agent.membership.initialise import check_layout, ensure_initialised, followed
 
 
 async def test_a_trainer_with_another_model_is_turned_away_and_the_job_goes_on(tmp_path):
@@ -129,3 +134,53 @@ async def test_initialising_is_finished_by_another_trainer_when_the_first_one_di
         await made.etcd.revoke(lease.id)
         assert (await made.ended()).phase is Phase.COMPLETED
         assert differing(undisturbed, made.exported()) == []
+
+
+@pytest.mark.parametrize("late", ["from the start", "meanwhile"])
+async def test_initial_values_are_published_for_the_state_that_etcd_has(tmp_path, late):
+    """A job may start over, with another slot map, before a trainer sees it: its values would be of a timeline that is over."""
+    spec, keys = spec_for(write_script(tmp_path), pservers=1), Keys("late")
+    etcd = Etcd(SimulatedEtcd().transport("trainer"))
+    directory = Directory(etcd, keys)
+    member = PserverMember(index=0, url="http://p", incarnation="p", host="h", pid=1)
+    before, after = (JobState(timeline=timeline, generation=timeline) for timeline in (3, 7))
+    sent, published = [], []
+
+    async def goes_on() -> None:
+        await etcd.put(keys.slots, SlotMap(version=2, owners=(0,)).to_bytes())
+        await etcd.put(keys.state, after.to_bytes())
+
+    class Connection:
+        async def init(self, header, _blocks):
+            sent.append((header.timeline, header.slots))
+            published.append(await etcd.get(keys.init_done))
+            if late == "meanwhile" and len(sent) == 1:
+                await goes_on()
+
+    await etcd.put(keys.pserver(0), member.to_bytes())
+    await etcd.put(keys.pservers_desired, b"1")
+    await etcd.put(keys.state, before.to_bytes())
+    await etcd.put(keys.slots, SlotMap(version=1, owners=(0,)).to_bytes())
+    directory.state, directory.slots = before, SlotMap(version=1, owners=(0,))
+    directory.pservers, directory.pservers_desired = {0: member}, 1
+    if late == "from the start":
+        await goes_on()
+    plain = OptimizerSpec(name="SGD", defaults={}, groups=())
+    compute = SimpleNamespace(
+        layout=Layout(segments=(), block_bytes=256, digest="d", optimizer=plain),
+        may_initialise=True,
+        initial_lane_zero=lambda: None,
+    )
+    lease = await etcd.grant(60)
+    membership = SimpleNamespace(record=SimpleNamespace(trainer="t"), lease_id=lease.id)
+    initialising = asyncio.create_task(
+        ensure_initialised(spec, directory, etcd, membership, compute, lambda _: Connection())
+    )
+    await asyncio.sleep(0.1)
+    assert sent == ([] if late == "from the start" else [(3, 1)])
+    assert await etcd.get(keys.layout) is None
+    following = asyncio.create_task(directory.run())
+    assert await asyncio.wait_for(initialising, 20)
+    following.cancel()
+    assert sent[-1] == (7, 2)
+    assert published == [None] * len(sent)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from shared.errors import NotFound
 from tests.trainer_agent.scripts import spec_for, write_script
+from trireme.cli import start_file
 from trireme.cli.start_file import with_start_file
 from trireme.settings import Setting
 
@@ -37,3 +40,19 @@ def test_an_unknown_job_is_said(tmp_path):
     with pytest.raises(NotFound, match="holds no run of job missing") as told:
         meant("missing", tmp_path)
     assert "a job of this folder or cluster, or a file" in told.value.hint
+
+
+def test_the_manifest_that_names_the_tables_is_read_once(tmp_path, monkeypatch):
+    """An export without rows of a table that the checkpoint has: the checkpoint is exported instead."""
+    spec = spec_for(write_script(tmp_path), job="pretrain", storage=str(tmp_path / "pretrain"))
+    (tmp_path / "pretrain" / "export").mkdir(parents=True)
+    (tmp_path / "pretrain" / "spec.json").write_bytes(spec.to_bytes())
+    (tmp_path / "pretrain" / "export" / "model.safetensors").write_bytes(b"")
+    ref, reads, exports = SimpleNamespace(uuid="d0c5"), [], []
+    manifest = SimpleNamespace(layout=SimpleNamespace(tables=[SimpleNamespace(name="users")]))
+    monkeypatch.setattr(start_file, "choose", lambda *_: ref)
+    monkeypatch.setattr(start_file.stored, "read_manifest", lambda *given: reads.append(given) or manifest)
+    monkeypatch.setattr(start_file, "_export", lambda job, uuid, *_, **__: exports.append((job, uuid)))
+    exported = str(tmp_path / "pretrain" / "export-d0c5" / "model.safetensors")
+    assert meant("pretrain", tmp_path) == exported
+    assert (len(reads), exports) == (1, [("pretrain", "d0c5")])

@@ -134,15 +134,21 @@ def test_memory_of_gradients_has_a_limit(monkeypatch):
     assert memory.bytes == 3 << 18
 
 
-def test_without_shared_memory_payloads_are_private(monkeypatch):
-    def refused(*_):
-        raise OSError("no memfd")
+def refused(*_):
+    raise OSError("no memfd")
 
+
+def test_without_shared_memory_payloads_are_private(monkeypatch):
     monkeypatch.setattr(os, "memfd_create", refused)
     assert not isinstance(GradientMemory().take(300_000).obj, Region)
-    copied = AnswerMemory().copied(memoryview(bytes(300_000)))
-    assert copied is not None
-    assert copied.home is None
+
+
+def test_without_shared_memory_answers_are_sent_and_nothing_is_copied(monkeypatch):
+    monkeypatch.setattr(os, "memfd_create", refused)
+    answers = AnswerMemory()
+    for _ in range(2):
+        assert answers.copied(memoryview(bytes(300_000))) is None
+    assert answers.bytes == answers.lent_bytes == 0
 
 
 @pytest.mark.parametrize("size", [0, 1000])
