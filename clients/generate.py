@@ -75,7 +75,7 @@ def go(document: Path, folder: Path) -> list[object]:
         "--additional-properties",
         "packageName=trireme,withGoMod=false,enumClassPrefix=true,useOneOfDiscriminatorLookup=true",
     ]
-    run([java, "-jar", jar, "generate", "-i", document, "-o", folder / "trireme", *options], folder)
+    run([java, "-XX:-UsePerfData", "-jar", jar, "generate", "-i", document, "-o", folder / "trireme", *options], folder)
     shutil.copytree(HERE / "go", folder, dirs_exist_ok=True)
     binary = folder / "scenario"
     goroot = tools / "go"

@@ -20,6 +20,7 @@ GO = HERE / "requirements-go.txt"
 DASHBOARD = HERE.parent / "master_service" / "dashboard" / "source"
 FOLDER = Path(sys.prefix) / "clients"
 LIMIT_S = 300
+NO_CACHES = {"NODE_DISABLE_COMPILE_CACHE": "1"}  # npm's and TypeScript's stay in the temporary folder
 OF_NPM = ("package.json", "package-lock.json", ".npmrc")
 
 
@@ -69,7 +70,7 @@ def run(command: list[object], folder: Path, **environment: str) -> str:
     done = subprocess.run(  # noqa: S603
         words,
         cwd=folder,
-        env=os.environ | environment,
+        env=os.environ | NO_CACHES | environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

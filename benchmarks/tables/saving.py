@@ -51,9 +51,7 @@ class SavingProcess(PserverProcess):
         """Before its parameters are there, which take the schedule with them; version 0 is always written."""
         from shared.checkpoints.background import Background
         from shared.checkpoints.schedule import Schedule
-        from shared.tables.first_use import compile_loops
 
-        compile_loops()  # as parameter servers do
         self._done: list[Part] = []
         self.pserver.schedule = Schedule(every_steps=None, every_epochs=None, epochs=1 << 30)
         self._folder, self._offload = Path(folder), Background()

@@ -14,7 +14,7 @@ metadata `since`            JSON: the version of each table in the part before
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +24,7 @@ from shared.blocks.snapshot import Snapshot
 from shared.checkpoints import stored
 from shared.errors import BadFrame, InvalidArgument
 from shared.records.checkpoints import CheckpointRef
-from shared.storage.tensor_file import Entry
+from shared.storage.tensor_file import Entry, Made
 
 if TYPE_CHECKING:
     from shared.tables.saving.snapshot import SlotGroup, TableSnapshot  # loads numba
@@ -46,15 +46,15 @@ def metadata_of(snapshot: Snapshot) -> dict[str, str]:
     return found | ({SINCE: json.dumps(since)} if since else {})
 
 
-def tensors_of(snapshot: Snapshot, *, finite: bool) -> Iterator[tuple[Entry, Callable[[], memoryview]]]:
+def tensors_of(snapshot: Snapshot, *, finite: bool) -> Iterator[tuple[Entry, memoryview | Made]]:
     """To be written in this order. `finite`: rows that are not raise InvalidArgument then."""
     tables = tables_of(snapshot)
     if not tables:
         return
     from shared.tables.saving.snapshot import record_words  # noqa: PLC0415  only where there are tables: it loads numba
 
-    def rows(table: TableSnapshot, group: SlotGroup) -> memoryview:
-        records, are_finite = table.records(group)
+    def rows(table: TableSnapshot, group: SlotGroup, place: memoryview | None) -> memoryview:
+        records, are_finite = table.records(group, place)
         if finite and not are_finite:
             msg = f"rows of table {table.spec.name} are NaN or infinite"
             hint = "go back to the checkpoint before, with a lower learning rate; on_nonfinite = ignore saves such rows"
@@ -64,14 +64,14 @@ def tensors_of(snapshot: Snapshot, *, finite: bool) -> Iterator[tuple[Entry, Cal
     for table in tables:
         for group in table.groups():
             entry = Entry(f"{PREFIX}{table.spec.name}.{group.first}", "int64", (group.rows, record_words(table.width)))
-            yield entry, lambda table=table, group=group: rows(table, group)  # type: ignore[misc]
+            yield entry, lambda place, table=table, group=group: rows(table, group, place)  # type: ignore[misc]
         rest = {"sketch": table.sketch_rows()}
         if table.changes is not None:
             rest |= {REMOVED: table.changes.removed, EXPIRED: table.changes.expired}
         for what, array in rest.items():
             if len(array):  # an empty tensor is no memory to write
                 entry = Entry(f"{PREFIX}{table.spec.name}.{what}", "int64", array.shape)
-                yield entry, lambda array=array: array.data.cast("B")  # type: ignore[misc]
+                yield entry, array.data.cast("B")
 
 
 def records_for(entry: Entry, words: int | None, ref: CheckpointRef) -> Records:

@@ -16,7 +16,7 @@ from shared.errors import InvalidArgument
 from shared.records.checkpoints import Manifest
 from shared.records.layout import Layout
 from shared.storage import files, tensor_file
-from shared.storage.tensor_file import Entry, Summary
+from shared.storage.tensor_file import Entry, Made, Summary
 
 
 def write_part(
@@ -30,7 +30,7 @@ def write_part(
 ) -> Summary:
     """All tensors of a snapshot; `metadata` may be slow to make; `rest` is called between chunks; `checksum`: its name. Raises OSError; InvalidArgument
     if a tensor named in `finite` is not: such a checkpoint must not take the place of a good one."""
-    tensors: list[tuple[Entry, memoryview | Callable[[], memoryview]]] = []
+    tensors: list[tuple[Entry, memoryview | Made]] = []
     for name in finite:
         if name in snapshot.tensors:
             _check_finite(name, snapshot.tensors[name].buffer.tensor)

@@ -1,14 +1,16 @@
 """New files written past the page cache. They are read only after a crash, so they should not evict pages that are in use; and the
 kernel's copy of each page costs twice the processor time, far more when the kernel throttles writers.
 
-    write(any bytes) -> a buffer -> whole buffers by O_DIRECT, one being filled while the other is written
-    finish           -> what is left, through the cache -> fsync
+    write(any bytes)           -> a buffer -> whole blocks by O_DIRECT, one buffer being filled while the other is written
+    lend(bytes), give_back     -> the same buffer, filled in place: nothing is copied
+    finish                     -> what is left, through the cache -> fsync
 
 If the system or the file system has no O_DIRECT, everything goes through the cache. Everything blocks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import mmap
@@ -21,8 +23,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-# a multiple of any disk's block; mmap aligns it. Rows of tables are made in such portions, and the disk works meanwhile
-BUFFER_BYTES = 16 << 20
+BUFFER_BYTES = 16 << 20  # rows of tables are made in such portions, and the disk works meanwhile
+BLOCK_BYTES = 4096  # a multiple of any disk's block; mmap aligns buffers to it
+EARLY_BYTES = BUFFER_BYTES // 2  # of lent memory: a buffer that is filled so far is written
+LARGEST_LENT = BUFFER_BYTES - BLOCK_BYTES
+WORD_BYTES = 8
 
 
 class DirectFile(io.RawIOBase):
@@ -49,10 +54,32 @@ class DirectFile(io.RawIOBase):
             self._filled += count
             taken += count
             if self._filled == BUFFER_BYTES:
-                self._wait()
-                self._written = self._behind.submit(self._put, self._filling)
-                self._filling, self._other, self._filled = self._other, self._filling, 0
+                self._begin_to_put()
         return taken
+
+    def lend(self, size: int) -> memoryview | None:
+        """Memory for the next `size` bytes of the file, to be filled and given back before anything else is done. None: there is none, use `write`. It
+        begins at a multiple of WORD_BYTES. Raises OSError."""
+        if size > LARGEST_LENT or self._filled % WORD_BYTES:
+            return None
+        if self._filled + size > BUFFER_BYTES:
+            self._begin_to_put()
+        return self._filling[self._filled : self._filled + size]
+
+    def give_back(self, size: int) -> None:
+        """So many bytes of lent memory are filled, and part of the file now. Raises OSError."""
+        self._filled += size
+        if self._filled >= EARLY_BYTES:
+            self._begin_to_put()
+
+    def _begin_to_put(self) -> None:
+        """All whole blocks of the buffer that is being filled; what is left of them begins the other one."""
+        whole = self._filled - self._filled % BLOCK_BYTES
+        left = self._filling[whole : self._filled]
+        self._wait()
+        self._other[: len(left)] = left
+        self._written = self._behind.submit(self._put, self._filling[:whole])
+        self._filling, self._other, self._filled = self._other, self._filling, len(left)
 
     def finish(self) -> None:
         """Nothing may be written after it. Raises OSError."""
@@ -98,7 +125,11 @@ def _copy(target: memoryview, source: memoryview) -> None:
 
 
 def _buffer() -> memoryview:
-    return memoryview(mmap.mmap(-1, BUFFER_BYTES))  # memory is used only once it is touched
+    memory = mmap.mmap(-1, BUFFER_BYTES)  # it is used only once it is touched
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)  # the kernel has fewer pages to hold for each write
+    return memoryview(memory)
 
 
 def _create(path: Path) -> tuple[int, bool]:

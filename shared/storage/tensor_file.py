@@ -19,6 +19,7 @@ from xxhash import xxh3_128
 
 from shared.errors import BadFrame
 from shared.storage import files
+from shared.storage.direct_file import DirectFile
 
 CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64"}
 DTYPES = {code: dtype for dtype, code in CODES.items()}
@@ -45,6 +46,9 @@ CHECKSUMS: Mapping[str, Callable[[], Checksum]] = {
 }
 
 Sink = Callable[["Entry"], memoryview | None]
+Made = Callable[[memoryview | None], memoryview]
+"""A tensor that is made when it is written: in the given memory, which is as large as it and begins at a multiple of 8 bytes, or, without any, in its own.
+The memory that it answers with is read before the next one is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ class Summary:
 def write(
     url: str,
     metadata: Mapping[str, str],
-    tensors: Sequence[tuple[Entry, memoryview | Callable[[], memoryview]]],
+    tensors: Sequence[tuple[Entry, memoryview | Made]],
     rest: Callable[[], None] = lambda: None,
     checksum: str = DEFAULT_CHECKSUM,
 ) -> Summary:
@@ -85,13 +89,25 @@ def write(
     head = _header(metadata, [entry for entry, _ in ordered])
     digest = CHECKSUMS[checksum]()
     with files.write_atomic(url) as file:
-        for made in (memoryview(head), *(view for _, view in ordered)):
-            piece = made() if callable(made) else made
+        lender = file if isinstance(file, DirectFile) else None
+
+        def put(piece: memoryview, *, there: bool = False) -> None:
             for start in range(0, piece.nbytes, CHUNK_BYTES):
                 part = piece[start : start + CHUNK_BYTES]
                 digest.update(part)  # this also loads it into the processor's cache
-                file.write(part)
+                if not there:
+                    file.write(part)
                 rest()
+
+        put(memoryview(head))
+        for entry, made in ordered:
+            if not callable(made):
+                put(made)
+            elif lender is not None and (place := lender.lend(entry.bytes)) is not None:
+                put(made(place), there=True)
+                lender.give_back(entry.bytes)
+            else:
+                put(made(None))
     size = len(head) + sum(entry.bytes for entry, _ in ordered)
     return Summary(f"{checksum}:{digest.hexdigest()}", size, metadata)
 

@@ -214,8 +214,8 @@ def no_copy_on_write() -> Any:
             super().__init__(table, lock)
             self.table = table
 
-        def records(self, group: SlotGroup) -> tuple[Numbers, bool]:
-            records, finite = super().records(group)
+        def records(self, group: SlotGroup, into: memoryview | None = None) -> tuple[Numbers, bool]:
+            records, finite = super().records(group, into)
             now = joined([self.table.read_slot(slot) for slot in range(group.first, group.last)], self.width)
             content = dict(zip(now.ids.tolist(), now.content, strict=True))
             for record in records:

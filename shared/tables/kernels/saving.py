@@ -140,8 +140,8 @@ def to_records(chunks, shift, width, dim, ids, marks, places, kept, records, num
 
 
 @compiled
-def put_right(ids, places, ends, kept_keys, kept_ends, kept, numbers):
-    """Kept rows (float32 (m, width)) over what was read of them meanwhile; of an id the first one, and none over one that was kept already."""
+def put_right(ids, places, ends, kept_keys, kept_places, kept_ends, kept, numbers):
+    """Kept rows (float32 (m, width), those of `kept_keys` at `kept_places`) over what was read of them meanwhile; of an id the first one, and none over one that was kept already."""
     width = kept.shape[1]
     first = kept_first = 0
     for slot in range(len(ends)):
@@ -149,6 +149,7 @@ def put_right(ids, places, ends, kept_keys, kept_ends, kept, numbers):
         for k in range(kept_ends[slot] - 1, kept_first - 1, -1):
             i = first + np.searchsorted(own, kept_keys[k])
             if i < ends[slot] and ids[i] == kept_keys[k] and places[i] >= 0:
+                row = kept[kept_places[k]]
                 for j in range(width):
-                    numbers[i, 4 + j] = kept[k, j]
+                    numbers[i, 4 + j] = row[j]
         first, kept_first = ends[slot], kept_ends[slot]

@@ -1,20 +1,55 @@
 """Rows as they were before steps changed them, until whoever reads a snapshot has their slot.
 
-step --add--> loose --> by some slots --> by slots --take--> read         one thread adds, another one does the rest
+step --add--> loose --> pieces: of one step and some slots, in the order of slots --take--> read         one thread adds, another one does the rest
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from threading import Lock
 
 import numpy as np
 
+from shared.tables.hashing import slots_of
 from shared.tables.kernels import parts
-from shared.tables.memory import Numbers, Words
-from shared.tables.table import Flags, RowsOfIds, by_slot, chosen_by_slot, one_after_the_other, stamps_of
+from shared.tables.memory import Floats, Numbers, Words
+from shared.tables.table import Flags, RowsOfIds, one_after_the_other, stamps_of
 
 TOGETHER = 32  # slots: few pieces, however many steps
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRows:
+    """Slot after slot: `ids` (int64), `words` (uint64), and `places` (int64), where each has its row in `content` (float32 (n, width)), which is in no order: rows are
+    large. `ends`: int64 (k,), where those of each slot end."""
+
+    ids: Numbers
+    words: Words
+    places: Numbers
+    content: Floats
+    ends: Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """`slots`: uint16 or int64, of each row; they ascend."""
+
+    slots: Numbers
+    rows: RowsOfIds
+
+    def between(self, first: int, last: int) -> tuple[int, int]:
+        """Where the rows of slots [first, last) begin and end."""
+        begin, end = np.searchsorted(self.slots, (first, last)).tolist()
+        return begin, end
+
+    def cut(self, begin: int, end: int) -> _Piece:
+        """Shares its memory."""
+        rows, own = self.rows, slice(begin, end)
+        return _Piece(self.slots[own], RowsOfIds(rows.ids[own], rows.words[own], rows.content[own]))
+
+    def where(self, chosen: Flags) -> _Piece:
+        return _Piece(self.slots[chosen], self.rows.where(chosen))
 
 
 class Overwritten:
@@ -25,8 +60,7 @@ class Overwritten:
         self._lock = Lock()  # of what is loose
         self._next = 0  # slots before it are read
         self._loose: list[RowsOfIds] = []
-        self._kept: defaultdict[int, list[RowsOfIds]] = defaultdict(list)  # by TOGETHER slots
-        self._ready: defaultdict[int, list[RowsOfIds]] = defaultdict(list)
+        self._pieces: defaultdict[int, list[_Piece]] = defaultdict(list)  # by TOGETHER slots
         self._loose_bytes = self._kept_bytes = 0
 
     def __repr__(self) -> str:
@@ -64,62 +98,76 @@ class Overwritten:
         """Only rows of versions after that count from now on. Nothing has been taken yet, and nothing is added meanwhile."""
         self._after = after
         self._sort()
-        for found in (self._kept, self._ready):
-            for pieces in found.values():
-                pieces[:] = [rows.where(self._count(rows.words)) for rows in pieces]
-        self._kept_bytes = sum(
-            rows.bytes for found in (self._kept, self._ready) for pieces in found.values() for rows in pieces
-        )
+        for pieces in self._pieces.values():
+            pieces[:] = [piece.where(self._count(piece.rows.words)) for piece in pieces]
+        self._kept_bytes = sum(piece.rows.bytes for pieces in self._pieces.values() for piece in pieces)
 
     def of(self, slot: int) -> RowsOfIds:
         """Those of a slot until now, each once, by their ids; they are kept."""
         self._sort()
-        self._spread(slot, slot)
-        rows = one_after_the_other(self._ready[slot], self._width)
+        pieces = self._pieces.get(slot // TOGETHER, [])
+        found = [piece.cut(*piece.between(slot, slot + 1)).rows for piece in pieces]
+        rows = one_after_the_other(found, self._width)
         return rows.where(np.unique(rows.ids, return_index=True)[1])
 
-    def take(self, slots: Numbers) -> tuple[RowsOfIds, Numbers]:
-        """Those of slots that ascend, slot after slot, in each in the order in which they were changed; they are forgotten here. An id may be there twice if its slot
-        left for another process, and came back: the first one counts. int64 (k,): where those of each slot end."""
+    def take(self, slots: Numbers) -> KeptRows:
+        """Those of slots that ascend, in each in the order in which they were changed; they are forgotten here, as those of slots before. An id may be there twice
+        if its slot left for another process, and came back: the first one counts."""
         self._sort()
-        self._spread(int(slots[0]), int(slots[-1]))
-        found = [self._joined(self._ready, slot) for slot in slots.tolist()]
-        ends = np.cumsum([len(rows) for rows in found])
-        whole = one_after_the_other([rows for rows in found if len(rows)], self._width)
-        self._kept_bytes -= whole.bytes
-        return whole, ends
+        first, last = int(slots[0]), int(slots[-1]) + 1
+        found: list[_Piece] = []
+        for part in range(first // TOGETHER, (last - 1) // TOGETHER + 1):
+            left = []
+            for piece in self._pieces.pop(part, ()):
+                begin, end = piece.between(first, last)
+                found.append(piece.cut(begin, end))
+                left.append(piece.cut(end, len(piece.slots)))
+                self._kept_bytes -= piece.rows.bytes - left[-1].rows.bytes
+            if left := [piece for piece in left if len(piece.slots)]:
+                self._pieces[part] = left
+        whole = one_after_the_other([piece.rows for piece in found], self._width)
+        numbers = np.concatenate([np.empty(0, np.int64), *(piece.slots for piece in found)]).astype(np.int64) - first
+        counts = np.bincount(numbers, minlength=last - first)[slots - first]
+        wanted = np.zeros(last - first, np.bool_)
+        wanted[slots - first] = True  # another slot may have got rows since
+        places = np.argsort(numbers, kind="stable")
+        places = places[wanted[numbers[places]]]
+        return KeptRows(whole.ids[places], whole.words[places], places, whole.content, np.cumsum(counts))
 
     def read_until(self, slot: int) -> None:
         """Nothing is asked for of slots before it any more."""
+        for part in range(self._next // TOGETHER, slot // TOGETHER):
+            self._kept_bytes -= sum(piece.rows.bytes for piece in self._pieces.pop(part, ()))
         self._next = slot
 
     def clear(self) -> None:
         with self._lock:
             self._loose = []
-            self._kept, self._ready = defaultdict(list), defaultdict(list)
+            self._pieces = defaultdict(list)
             self._loose_bytes = self._kept_bytes = 0
 
     def _sort(self) -> None:
-        """What is loose, by TOGETHER slots."""
+        """What is loose, into pieces."""
         with self._lock:
             loose, self._loose = self._loose, []
             self._kept_bytes, self._loose_bytes = self._kept_bytes + self._loose_bytes, 0
         for before in loose:
             self._kept_bytes -= before.bytes
             chosen = np.flatnonzero(self._count(before.words))
-            for part, some in chosen_by_slot(before.ids[chosen], self._seed, self._slot_count, TOGETHER):
-                if part >= self._next // TOGETHER:
-                    self._kept[part].append(before.where(chosen[some]))
-                    self._kept_bytes += self._kept[part][-1].bytes
+            slots = slots_of(before.ids[chosen], self._seed, self._slot_count)
+            if self._slot_count <= 1 << 16:
+                slots = slots.astype(np.uint16)  # sorted faster
+            order = np.argsort(slots, kind="stable")
+            order = order[np.searchsorted(slots, self._next, sorter=order) :]
+            chosen, slots = chosen[order], slots[order]
+            for part, begin, end in _runs(slots // TOGETHER):
+                piece = _Piece(slots[begin:end], before.where(chosen[begin:end]))
+                self._pieces[part].append(piece)
+                self._kept_bytes += piece.rows.bytes
 
-    def _spread(self, first: int, last: int) -> None:
-        """What is kept of slots [first, last], and of those together with them, by slots."""
-        for part in range(first // TOGETHER, last // TOGETHER + 1):
-            for number, rows in by_slot(self._joined(self._kept, part), self._seed, self._slot_count):
-                if number >= self._next:
-                    self._ready[number].append(rows)
-                else:
-                    self._kept_bytes -= rows.bytes
 
-    def _joined(self, found: dict[int, list[RowsOfIds]], number: int) -> RowsOfIds:
-        return one_after_the_other(found.pop(number, []), self._width)
+def _runs(numbers: Numbers) -> list[tuple[int, int, int]]:
+    """Of numbers that ascend: each one, and where it begins and ends."""
+    found, begins = np.unique(numbers, return_index=True)
+    ends = np.append(begins, len(numbers))[1:]
+    return list(zip(found.tolist(), begins.tolist(), ends.tolist(), strict=True))

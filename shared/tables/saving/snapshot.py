@@ -20,11 +20,11 @@ import numpy as np
 from shared.errors import InvalidArgument
 from shared.tables.kernels import parts
 from shared.tables.kernels import saving as loops
-from shared.tables.memory import CellsOfSlots, Numbers, Words
-from shared.tables.saving.overwritten import Overwritten
+from shared.tables.memory import CellsOfSlots, Numbers, Words, with_places
+from shared.tables.saving.overwritten import KeptRows, Overwritten
 from shared.tables.table import RowsOfIds, Table, stamps_of
 
-GROUP_BYTES = 16 << 20  # of rows that are read at a time
+GROUP_BYTES = 12 << 20  # of records that are made at a time: a file lends so much memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,51 +145,53 @@ class TableSnapshot:
         if not len(slots):
             return None
         sums = np.cumsum(self._counts[slots])
-        many = max(1, int(np.searchsorted(sums, GROUP_BYTES // (4 * self.width), side="right")))
+        many = max(1, int(np.searchsorted(sums, GROUP_BYTES // (8 * record_words(self.width)), side="right")))
         last = int(slots[many]) if many < len(slots) else len(self._counts)
         return SlotGroup(int(slots[0]), last, int(sums[many - 1]))
 
-    def records(self, group: SlotGroup) -> tuple[Numbers, bool]:
-        """The rows of the slots as they are stored (see to_records), slot after slot, in each by ids: int64 (n, words), good until the next group is asked for. And
-        whether all their values are finite. Groups are read in order, each once; any thread may. Raises InvalidArgument: it was given up, or closed."""
+    def records(self, group: SlotGroup, into: memoryview | None = None) -> tuple[Numbers, bool]:
+        """The rows of the slots as they are stored (see to_records), slot after slot, in each by ids: int64 (n, words), in `into`, which has as many bytes, or, without
+        it, good until the next group is asked for. And whether all their values are finite. Groups are read in order, each once; any thread may. Raises InvalidArgument: it was given up, or closed."""
         cells, self._ahead = self._ahead, None
         if cells is None or not np.array_equal(cells.slots, self._slots_of(group)):
             with self._lock:
                 cells = self._collected(group)
-        kept, kept_ends = self._kept.take(cells.slots)
-        ids, marks, places = self._by_ids(cells, kept, kept_ends)
-        records = self._buffer_for(len(ids))
+        kept = self._kept.take(cells.slots)
+        ids, marks, places = self._by_ids(cells, kept)
+        records = self._memory_for(len(ids), into)
         finite = self._rows.to_records(ids, marks, places, kept.content, self.spec.dim, records)
         following = self._group_from(group.last)
         with self._lock:  # no step is under way, so all that has changed meanwhile is kept
             if following is not None:
                 self._ahead = self._collected(following)
-        late, late_ends = self._kept.take(cells.slots)
+        late = self._kept.take(cells.slots)
         self._check()
         ends, floats = np.cumsum(self._counts[cells.slots]), records.view(np.float32)
-        loops.put_right(ids, places, ends, late.ids, late_ends, late.content, floats)
+        loops.put_right(ids, places, ends, late.ids, late.places, late.ends, late.content, floats)
         self._kept.read_until(group.last)
         # what a step has made meanwhile does not count, what was kept does
         if not (finite and np.isfinite(late.content[:, : self.spec.dim]).all()):
             finite = bool(np.isfinite(floats[:, 4 : 4 + self.spec.dim]).all())
         return records, finite
 
-    def _by_ids(self, cells: CellsOfSlots, kept: RowsOfIds, kept_ends: Numbers) -> tuple[Numbers, Words, Numbers]:
+    def _by_ids(self, cells: CellsOfSlots, kept: KeptRows) -> tuple[Numbers, Words, Numbers]:
         """Ids, marks and places of the rows of some slots; see `merge`. Changes the order of `cells` and of the ids in `kept`."""
-        numbers = (kept.words & ~parts.ROW_MASK) | np.arange(1, len(kept) + 1, dtype=np.uint64)
+        numbers = with_places(kept.words, kept.places)
         loops.sort_slots(cells.ids, cells.words, cells.ends)
-        loops.sort_slots(kept.ids, numbers, kept_ends)
+        loops.sort_slots(kept.ids, numbers, kept.ends)
         counts = self._counts[cells.slots]
         rows = int(counts.sum())
         ids, marks, places = np.empty(rows, np.int64), np.empty(rows, np.uint64), np.empty(rows, np.int64)
-        given = cells.ids, cells.words, cells.ends, kept.ids, numbers, kept_ends
+        given = cells.ids, cells.words, cells.ends, kept.ids, numbers, kept.ends
         right = loops.merge(*given, ids, marks, places, counts)
         self._check()
         assert right == len(counts), (self, cells.slots[right], counts[right])
         return ids, marks, places
 
-    def _buffer_for(self, rows: int) -> Numbers:
+    def _memory_for(self, rows: int, given: memoryview | None) -> Numbers:
         size = rows * record_words(self.width)
+        if given is not None:
+            return np.frombuffer(given, np.int64).reshape(rows, -1)
         if len(self._buffer) < size:
             self._buffer = np.empty(size, np.int64)
         return self._buffer[:size].reshape(rows, -1)

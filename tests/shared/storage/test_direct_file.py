@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from shared.storage.direct_file import BUFFER_BYTES, DirectFile
+from shared.storage.direct_file import BUFFER_BYTES, EARLY_BYTES, LARGEST_LENT, DirectFile
 
 SIZES = (0, 1, 511, 4096, BUFFER_BYTES - 1, BUFFER_BYTES, BUFFER_BYTES + 1, 2 * BUFFER_BYTES + 4097)
 
@@ -64,6 +64,36 @@ def test_all_bytes_arrive(tmp_path, request, size, system):
         request.getfixturevalue(system)
     for piece in (1 << 20, BUFFER_BYTES, 3 * BUFFER_BYTES):
         assert written(tmp_path / f"file-{piece}", content, piece) == content
+
+
+@pytest.mark.parametrize("system", [None, "refusing", "half_refusing"])
+def test_lent_memory_is_a_part_of_the_file_where_it_was_lent(tmp_path, request, system):
+    """Pieces in every order: lent ones, written ones, some after which nothing is lent, and one that is larger than what can be lent."""
+    if system is not None:
+        request.getfixturevalue(system)
+    chosen, path = random.Random(5), tmp_path / "file"
+    lent, content = 0, []
+    with DirectFile(path) as file:
+        for size in (8, EARLY_BYTES - 8, 4088, 24, BUFFER_BYTES, EARLY_BYTES + 16, 5, 16, 3, LARGEST_LENT, 8, 40):
+            content.append(chosen.randbytes(size))
+            place = file.lend(size)
+            if place is None:
+                file.write(content[-1])
+                continue
+            assert place.nbytes == size
+            place[:] = content[-1]
+            file.give_back(size)
+            lent += 1
+        file.finish()
+    assert path.read_bytes() == b"".join(content)
+    assert lent == 9, "all but the one that is too large, and two that would begin within a word"
+
+
+def test_nothing_is_lent_that_a_buffer_has_no_room_for(tmp_path):
+    with DirectFile(tmp_path / "file") as file:
+        assert file.lend(LARGEST_LENT + 1) is None
+        file.write(b"12345")
+        assert file.lend(8) is None, "it would begin within a word"
 
 
 def test_whole_buffers_go_past_the_cache_where_the_file_system_can(tmp_path):

@@ -12,6 +12,7 @@ import xxhash
 
 from shared.errors import BadFrame
 from shared.storage import tensor_file
+from shared.storage.direct_file import LARGEST_LENT
 from shared.storage.tensor_file import Entry
 
 TENSORS = {
@@ -89,6 +90,33 @@ def test_a_tensor_of_several_chunks_goes_whole_through_the_checksum(tmp_path):
     summary = tensor_file.write(str(path), {}, [(tensor_file.Entry("a", "float32", tuple(value.shape)), view)])
     assert summary.checksum == f"xxh3-128:{xxhash.xxh3_128_hexdigest(path.read_bytes())}"
     assert tensor_file.read(str(path), lambda _: None) == summary
+
+
+@pytest.mark.parametrize(("url", "lends"), [("{folder}/y", True), ("memory://made/y", False)])
+def test_tensors_that_are_made_in_the_files_own_memory_are_the_same_file(tmp_path, url, lends):
+    """A local file lends them memory; one that is too large for it, or has no such memory, is written from their own."""
+    values = [
+        torch.arange(count, dtype=torch.int64) for count in (3, 1 << 17, LARGEST_LENT // 8, LARGEST_LENT // 8 + 1)
+    ]
+    entries = [Entry(f"t{number}", "int64", (len(value),)) for number, value in enumerate(values)]
+    places = []
+
+    def make(value):
+        def made(place):
+            places.append(place is not None)
+            if place is None:
+                return view(value)
+            place[:] = view(value)
+            return place
+
+        return made
+
+    url = url.format(folder=tmp_path)
+    copied = tensor_file.write(f"{tmp_path}/x", {}, list(zip(entries, map(view, values), strict=True)))
+    found = tensor_file.write(url, {}, list(zip(entries, map(make, values), strict=True)))
+    assert found == copied
+    assert tensor_file.read(url, lambda _: None) == found
+    assert places == [lends, lends, lends, False]
 
 
 def test_a_round_trip_gives_the_same_checksum(tmp_path):

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from shared.errors import InvalidArgument
 from shared.records.layout import RowInit, RowOptimizer, TableSpec
+from shared.tables.hashing import slots_of
 from shared.tables.kernels.saving import sort_slots
 from shared.tables.memory import Rows
 from shared.tables.saving import overwritten
+from shared.tables.saving.overwritten import Overwritten
 from shared.tables.saving.snapshot import SlotGroup, TableSnapshot, from_records, new_lock, record_words, to_records
 from shared.tables.table import RowsOfIds, Table, joined
 
@@ -146,6 +148,41 @@ def test_what_is_kept_is_a_row_once_and_less_with_each_slot_that_is_read() -> No
     assert len(set(sizes)) == SLOTS
     assert snapshot.kept_bytes == 0
     assert contents(found, DIM) == expected
+
+
+def test_kept_rows_come_slot_by_slot_in_the_order_of_their_steps() -> None:
+    """Without those of a slot that is not asked for: it got rows after the snapshot was made."""
+    ids, kept = np.arange(40), Overwritten(5, 9, SLOTS, DIM)
+    words = np.full(40, 3 << 36 | 1, np.uint64)
+    slots = slots_of(ids, 9, SLOTS)
+    for step in range(3):
+        kept.add(RowsOfIds(ids, words, np.full((40, DIM), step, np.float32)))
+    size, asked = kept.bytes, np.array([0, 2, 5])
+    found, first = kept.take(asked), 0
+    for slot, end in zip(asked, found.ends, strict=True):
+        assert found.ids[first:end].tolist() == [*ids[slots == slot], *ids[slots == slot], *ids[slots == slot]]
+        own = found.content[found.places[first:end], 0]
+        assert own.tolist() == sorted(own.tolist())
+        first = int(end)
+    assert first == 3 * np.isin(slots, asked).sum() == len(found.ids)
+    assert kept.bytes == size - 3 * (slots <= 5).sum() * (16 + 4 * DIM), "slots before are forgotten"
+    kept.add(RowsOfIds(ids[:0], words[:0], np.zeros((0, DIM), np.float32)))
+    kept.read_until(6)
+    kept.add(RowsOfIds(ids, words, np.zeros((40, DIM), np.float32)))
+    assert len(kept.take(np.array([7])).ids) == 4 * (slots == 7).sum()
+    assert kept.bytes == 0, "of slots that are read nothing is kept"
+
+
+def test_records_are_made_in_the_memory_that_is_given() -> None:
+    table, ids, ones = full_table()
+    expected, snapshot = copy_of(table), TableSnapshot(table, new_lock())
+    table.step(ids, ones)
+    (group,) = snapshot.groups()
+    place = np.zeros(group.rows * record_words(DIM), np.int64)
+    records, _ = snapshot.records(group, place.data.cast("B"))
+    assert np.shares_memory(records, place)
+    rows = from_records(place.reshape(records.shape), DIM)
+    assert contents([rows, joined([], DIM)], DIM) == expected
 
 
 def test_who_reads_a_snapshot_that_was_given_up_hears_why() -> None:
