@@ -64,6 +64,8 @@ def load_store(
             of_rows += [(saved, len(numbers) + place, bits & own) for place, bits in enumerate(saved.slots)]
     store.seal()
     store.slots = slots
+    if store.rows is not None:
+        store.rows.since = slots.version  # a push by an older map has no ids of slots that came since
     if manifest.mode is Mode.SYNC:
         return store, {}
     if missing := [number for number in store.blocks if number not in ledgers]:

@@ -197,6 +197,13 @@ def save(
 
 
 def load(
-    storage: str, ref: CheckpointRef, pservers: int, schedule: Schedule | None = None, digest: str = "d1"
+    storage: str,
+    ref: CheckpointRef,
+    pservers: int,
+    schedule: Schedule | None = None,
+    digest: str = "d1",
+    version: int = 1,
 ) -> list[Store]:
-    return [load_store(storage, JOB, digest, ref, index, slot_map(pservers), schedule)[0] for index in range(pservers)]
+    """By slot map `version`."""
+    slots = slot_map(pservers, version)
+    return [load_store(storage, JOB, digest, ref, index, slots, schedule)[0] for index in range(pservers)]

@@ -36,13 +36,15 @@ def store_of(index: int, pservers: int = 2) -> Store:
     return made
 
 
-def push(store: Store, index: int, start: int, *keys: np.ndarray, task: int = 0, value: float = 1.0, **fields) -> str:
-    """Minibatch `start` of a task; the worst that is said of it, or how it was taken."""
+def push(
+    store: Store, index: int, start: int, *keys: np.ndarray, task: int = 0, value: float = 1.0, by: int = 0, **fields
+) -> str:
+    """Minibatch `start` of a task, `by` this version of the slot map; the worst that is said of it, or how it was taken."""
     server = BlockServer(lambda: None)
     server.store, server.index = store, index
     pushing = OpenPush(server, store, async_header(task, start, start + 1, MINIBATCHES, **fields))
     item, payload = pushed_rows(0, *keys, value=value)
-    pushing.apply(item, memoryview(payload))
+    pushing.apply(item.model_copy(update={"slots": by}), memoryview(payload))
     answer = pushing.answer()
     if answer.refused:
         return answer.refused[0].code
@@ -131,6 +133,15 @@ def test_each_slot_goes_on_where_its_rows_stand_whoever_owns_it(checkpoint, pser
     for key in (*first, *second):
         (found,) = [store for index, store in enumerate(stores) if SLOTS[key] % pservers == index]
         assert values(found, ids(key), NONE)[0] == [[0.5 - MINIBATCHES] * 2]
+
+
+def test_rows_that_were_loaded_take_no_push_by_an_older_map(checkpoint):
+    """It has no ids of slots that came to this parameter server since; their minibatch would count as done."""
+    (store,) = parts.load(*checkpoint, 1, version=3)
+    mine = of_server(0)[:1]
+    assert push(store, 0, 2, mine, NONE, by=2) == Verdict.WRONG_OWNER
+    assert next_of(store) == 2
+    assert push(store, 0, 2, mine, NONE, by=3) == "APPLIED"
 
 
 def test_a_push_that_is_due_for_some_slots_is_applied_to_those(checkpoint):
