@@ -68,6 +68,8 @@ class SlotFollower:
         migration = self._directory.migration
         for key in [key for key in self._arriving if not _is_part_of(key, migration, state)]:
             self._arriving.pop(key).release()
+        if store is not None and store.rows is not None and store.rows.has_dropped:
+            self._pserver.give_back_rows(store.rows)
         if not self._arriving:
             self._rows = None
 
@@ -174,8 +176,11 @@ class SlotFollower:
                 await asyncio.sleep(rest_s(clock.monotonic() - began))
                 began = clock.monotonic()
         async for part, payload in parts:
+            view = memoryview(payload)
+            for _ in arriving.room_for(part, view.nbytes):
+                await asyncio.sleep(0)
             self._check_expected(header, arriving)
-            arriving.take(part, memoryview(payload))
+            arriving.take(part, view)
             await asyncio.sleep(0)
         self._check_expected(header, arriving)
         if header.whole and not arriving.whole:

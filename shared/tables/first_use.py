@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 
 from shared.records.layout import RowInit, RowOptimizer, TableSpec
+from shared.tables.kernels import rows as row_loops
 from shared.tables.lanes import LaneRows, mean_over_lanes, sums_of_ids
 from shared.tables.saving.snapshot import TableSnapshot, new_lock
 from shared.tables.sharded import ShardedTable
@@ -20,6 +21,7 @@ SLOTS, IDS, DIM, STEPS = 4, 64, 4, 12
 def compile_loops() -> None:
     """Once in a process; blocks. numba keeps on disk what it has compiled: the next process takes tenths of a second."""
     values = np.zeros((IDS, DIM), np.float32)
+    row_loops.touch(np.uint64(values.ctypes.data), values.nbytes)
     kept = Table(_spec({"admit_after": 2, "evict_after_steps": 3}), SLOTS)
     full = Table(_spec({"max_rows": IDS}), SLOTS)
     for step in range(STEPS):
@@ -41,6 +43,8 @@ def compile_loops() -> None:
             copy.remove(some.ids[:1])
         copy.restamp(np.ones(SLOTS, np.bool_), 1)
         copy.drop_slots(np.arange(SLOTS))
+        for _ in copy.give_back():
+            pass
 
 
 def _spec(limits: dict[str, int]) -> TableSpec:

@@ -13,7 +13,7 @@ import numpy as np
 from shared.tables.grouping import Grouped, grouped
 from shared.tables.kernels import sums as sum_loops
 from shared.tables.memory import Floats, Numbers
-from shared.tables.turns import portions
+from shared.tables.turns import portions, rows_at_once
 
 NO_IDS = np.empty(0, np.int64)
 MERGED_AT_ONCE = 1 << 18  # ids: about a millisecond
@@ -65,7 +65,7 @@ def means_over_lanes(lanes: Sequence[LaneRows], dim: int) -> Generator[None, Non
     ids = yield from _merged([lane.ids for lane in filled])
     mean = np.empty((len(ids), dim), np.float32)
     depth, firsts = len(lanes).bit_length(), [0] * len(lanes)
-    for portion in portions(len(ids)):
+    for portion in portions(len(ids), rows_at_once(dim * depth)):
         some = ids[portion]
         nodes, counts, waiting = np.empty((depth, len(some), dim), np.float32), np.zeros(depth, np.int64), 0
         places = np.empty(len(some), np.int64)

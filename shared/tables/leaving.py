@@ -77,9 +77,9 @@ class Oldest:
                 self._fill(cells, int(slots[place]), version)
             yield ids[:found].copy(), words[:found].copy()
 
-    def forget(self, slot: int) -> None:
+    def forget(self, slots: int | Flags | Numbers) -> None:
         """Other rows are there now."""
-        self._heads[slot] = self._lengths[slot] = 0
+        self._heads[slots] = self._lengths[slots] = 0
 
     def _fill(self, cells: Cells, slot: int, version: int) -> None:
         ids, words = cells.of_slot(slot)

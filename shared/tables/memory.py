@@ -3,7 +3,7 @@
     slots --capacities--> cells: a hash table for each slot, which grows for itself     chunks: up to 64 MiB of rows each
 
 Rows never move. The tables of slots have different limits of load, so they do not all grow in the same step; one that grows is filled some
-cells at a time, and until it is whole the old one can be read.
+cells at a time, and until it is whole the old one can be read. Memory of rows is touched ahead of its use (first_touch.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from shared.errors import InvalidArgument
 from shared.records.layout import MOST_ROWS
+from shared.tables.first_touch import TouchedRows, small_bytes
 from shared.tables.kernels import cells as cell_loops
 from shared.tables.kernels import parts
 from shared.tables.kernels import rows as row_loops
@@ -29,7 +30,7 @@ SMALLEST = 8  # cells of a slot that has rows
 TOO_EMPTY = 0.2  # then a slot gets a smaller table
 OWN_PAGES_BYTES = 32 << 10  # of a slot's cells, from which on they have pages of their own
 HASHES = 1 << 32  # of an id in its slot: the half of its hash that says where its cell is
-CELLS_AT_ONCE = 1 << 15  # that move between two values of `reserve`: about a millisecond
+CELLS_AT_ONCE = 1 << 15  # that move, or are new, between two values of `reserve`: about a millisecond
 
 Words = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
@@ -71,21 +72,36 @@ class Rows:
         self.addresses = np.zeros(0, np.uint64)
         self._free, self.free_count = parts.ABSENT, 0  # a list in the memory of the free rows
         self.next = 0
+        self._touched = TouchedRows(4 * width, self.shift)
 
     @property
     def bytes(self) -> int:
-        """Of the rows that are, or have been, in use; chunks beyond them have no memory yet."""
-        return self.next * self.width * 4
+        """Of the rows that are, or have been, in use, or were touched; chunks beyond them have no memory yet."""
+        return max(self.next, self._touched.touched) * self.width * 4
 
     def reserve(self, rows: int) -> None:
-        """Room for so many more. Raises InvalidArgument."""
-        needed = self.next + max(0, rows - self.free_count)
+        """Room for so many more, whose memory is asked for, and that of as many again. Raises InvalidArgument."""
+        needed = self._needed(rows)
         if needed > MOST_ROWS - 1:
             msg = f"a table would have {needed} rows at one parameter server, at most {MOST_ROWS - 1} are possible"
             raise InvalidArgument(msg, hint="use more parameter servers (trireme scale), or set max_rows")
-        while len(self._chunks) << self.shift < needed:
-            self._chunks.append(_zeros(self.width << self.shift))
+        ahead = min(2 * needed - self.next, MOST_ROWS - 1)
+        while len(self._chunks) << self.shift < ahead:
+            self._chunks.append(_zeros(self.width << self.shift, first=not self._chunks))
             self.addresses = np.array([chunk.ctypes.data for chunk in self._chunks], np.uint64)
+        self._touched.ask(self._chunks, ahead)
+
+    def reserve_in_turns(self, rows: int) -> Iterator[None]:
+        """`reserve`, and waits until the memory of these is there: a millisecond between two values. Raises InvalidArgument."""
+        self.reserve(rows)
+        yield from self._touched.until(self._needed(rows))
+
+    def has_room(self, rows: int) -> bool:
+        """Whether the memory of so many more is there; it has been reserved."""
+        return self._touched.are_there(self._needed(rows))
+
+    def _needed(self, rows: int) -> int:
+        return self.next + max(0, rows - self.free_count)
 
     def give_back(self, rows: Numbers) -> None:
         self._free = cell_loops.give_back(self.addresses, self.shift, self.width, rows, self._free)
@@ -155,8 +171,13 @@ class Cells:
 
     def reserve(self, more: Numbers) -> Iterator[None]:
         """Room for `more[slot]` more ids in each slot; about a millisecond of work between two values, whatever the size."""
+        new = 0
         for slot in np.flatnonzero(self.lack(more)).tolist():
             yield from self._move(slot, int(self.used[slot] + more[slot]))
+            new += int(self.capacities[slot])
+            if new >= CELLS_AT_ONCE:  # of small slots
+                new = 0
+                yield
 
     def lack(self, more: Numbers) -> npt.NDArray[np.bool_]:
         """Which slots have too few cells for `more[slot]` more ids."""
@@ -170,6 +191,12 @@ class Cells:
             last = min(first + CELLS_AT_ONCE, old)
             cell_loops.rehash(self.addresses[slot], old, first, last, target, capacity, self.seed)
             yield
+        if not old:  # what is moved touches the pages in order; ids that come would touch many of them at once
+            for first in range(0, capacity, CELLS_AT_ONCE):
+                some = min(CELLS_AT_ONCE, capacity - first)
+                row_loops.touch(target + np.uint64(CELL_BYTES * first), CELL_BYTES * some)
+                if some == CELLS_AT_ONCE:
+                    yield
         self._have(slot, cells)
 
     def _have(self, slot: int, cells: Words) -> None:
@@ -224,6 +251,16 @@ class Cells:
         self._have(slot, _new_cells(len(ids)))
         cell_loops.fill(self.addresses[slot], int(self.capacities[slot]), self.seed, ids, words)
 
+    def take_out(self, slots: Numbers) -> list[Words]:
+        """The slots have no ids any more: the cells that they had."""
+        found = []
+        for slot in slots.tolist():
+            cells, self._arrays[slot] = self._arrays[slot], None
+            if cells is not None:
+                found.append(cells)
+        self.addresses[slots] = self.capacities[slots] = self.used[slots] = 0
+        return found
+
     def clear(self, slots: Iterable[int]) -> None:
         for slot in slots:
             self.replace(slot, np.empty(0, np.int64), np.empty(0, np.uint64))
@@ -239,13 +276,15 @@ def _new_cells(ids: int) -> Words:
     )  # they go back to the system: tables that grow leave gaps in a heap
 
 
-def _zeros(count: int) -> Floats:
-    """float32 (count,), in large pages where the system has them: rows are read in no order."""
+def _zeros(count: int, *, first: bool) -> Floats:
+    """float32 (count,), in large pages where the system has them: rows are read in no order. `first`: of a table, which may stay small."""
     pages = _pages(4 * count)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    found = np.frombuffer(pages, np.float32)
+    start = min(4 * count, small_bytes(found.ctypes.data)) if first else 0
+    if hasattr(mmap, "MADV_HUGEPAGE") and start < 4 * count:
         with contextlib.suppress(OSError):
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(pages, np.float32)
+            pages.madvise(mmap.MADV_HUGEPAGE, start)
+    return found
 
 
 def _pages(size: int) -> mmap.mmap:

@@ -59,11 +59,12 @@ def needs_of(spec: TableSpec, rows: int, ids: int, slot_count: int = 1024, lanes
     ids_of_step = ids * lanes
     gradients = LANE_COPIES * ids_of_step * (8 + 4 * spec.dim)
     before = ids_of_step * (16 + 4 * spec.row_words + TEMPORARY_BYTES)
+    ahead = ids_of_step * 4 * spec.row_words  # memory of rows that may come next
     return Needs(
         rows,
         rows * 4 * spec.row_words,
         int(rows * CELL_BYTES / AFTER_GROWTH),
         queue + sketch,
-        gradients + before,
+        gradients + before + ahead,
         min(snapshot, rows * (16 + 4 * spec.row_words)),  # a row is kept once
     )

@@ -1,6 +1,6 @@
 """A table whose slots belong to several processes, and move between them.
 
-source   parts of all its slots, while it steps --> frozen: `before` of them, and what those rows are now --> drop_slots
+source   parts of all its slots, while it steps --> frozen: `before` of them, and what those rows are now --> drop_slots --> give_back, in turns
 target   rows are put into slots that are `apart` --> what the last step changed is put right --> the slots are its own
 
 Rows that a step changes while their slot is read may be read before or after it: the last step names them all in `before`, and they are
@@ -9,7 +9,9 @@ sent again. So the reader needs no copy of the table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +19,19 @@ import numpy.typing as npt
 from shared.records.layout import TableSpec
 from shared.tables.hashing import slots_of
 from shared.tables.kernels import cells as cell_loops
-from shared.tables.memory import Floats, Numbers, Words, places_of, with_places
+from shared.tables.kernels import parts
+from shared.tables.memory import HASHES, Floats, Numbers, Words, places_of, with_places
 from shared.tables.table import Flags, RowsOfIds, Table, chosen_by_slot, joined
+from shared.tables.turns import portions, rows_at_once
+
+
+@dataclass(slots=True)
+class _Dropped:
+    """A slot that was dropped. `cells`: uint64 (2 capacity,), of which the rows of the first `done` were given back. `listening`: who hears of the rows."""
+
+    cells: Words
+    listening: tuple[Callable[[RowsOfIds], None], ...]
+    done: int = 0
 
 
 class ShardedTable(Table):
@@ -28,6 +41,7 @@ class ShardedTable(Table):
     def __init__(self, spec: TableSpec, slot_count: int, version: int = 0) -> None:
         super().__init__(spec, slot_count, version)
         self.apart: Flags = np.zeros(slot_count, np.bool_)
+        self._dropped: deque[_Dropped] = deque()
 
     def counts_by_slot(self) -> Numbers:
         return np.where(self.apart, 0, self._cells.used)
@@ -53,7 +67,7 @@ class ShardedTable(Table):
         cells = self._cells
         for slot in np.flatnonzero(slots & (cells.used > 0)).tolist() if later else ():
             cell_loops.restamp(cells.addresses[slot], int(cells.capacities[slot]), later)
-            self._forget_oldest(slot)
+        self._forget_oldest(slots)
 
     def join_before(self, changed: RowsOfIds | None) -> None:
         """What the last step changed in slots that came, as it was; None: not known, so the version before cannot be read."""
@@ -69,11 +83,14 @@ class ShardedTable(Table):
     # ------------------------------------------------------------ slots that leave
 
     def read_in_parts(self, slot: int, at_once: int) -> Iterator[RowsOfIds]:
-        """The rows of a slot, so many at a time, in no order that means anything. Steps may be made meanwhile: see the module."""
-        ids, words = self._cells.of_slot(slot)
-        for first in range(0, len(ids), at_once):
-            some = slice(first, first + at_once)
-            yield RowsOfIds(ids[some], words[some], self._rows.read(places_of(words[some])))
+        """The rows of a slot, at most so many at a time, by ranges of their hashes. Steps may be made meanwhile: see the module."""
+        first, ranges = 0, -(-int(self._cells.used[slot]) // at_once)
+        for number in range(ranges):
+            last = HASHES * (number + 1) // ranges
+            rows = self.read_slot(slot, first, last)
+            for some in portions(len(rows), at_once):  # hashes are not spread evenly
+                yield rows.where(some)
+            first = last
 
     def rows_of(self, ids: Numbers) -> RowsOfIds:
         """Those of the ids that have one; copies."""
@@ -91,20 +108,50 @@ class ShardedTable(Table):
         return found
 
     def drop_slots(self, slots: Numbers) -> None:
-        """They belong to another process now."""
+        """They belong to another process now: nobody finds their rows any more. The memory stays taken until `give_back`; snapshots that are open lack these rows
+        until then, and must not be read meanwhile."""
         self.removed.lose(self.version)
-        for slot in slots.tolist():
-            if self.leaving and not self.apart[slot]:
-                self._tell(self.read_slot(slot))
-            _, words = self._cells.of_slot(slot)
-            self._rows.give_back(places_of(words))
-            self._cells.clear([slot])
-            self._forget_oldest(slot)
-            self.apart[slot] = False
-            if self.sketch is not None:
-                self.sketch[slot] = self.sketch_stamps[slot] = 0
+        for apart in (True, False):  # snapshots never had those that are apart
+            some = slots[self.apart[slots] == apart]
+            listening = () if apart else tuple(self.leaving)
+            self._dropped += [_Dropped(cells, listening) for cells in self._cells.take_out(some)]
+        self._forget_oldest(slots)
+        self.apart[slots] = False
+        if self.sketch is not None:
+            self.sketch[slots] = self.sketch_stamps[slots] = 0
+
+    @property
+    def has_dropped(self) -> bool:
+        """Whether `give_back` has something to do."""
+        return bool(self._dropped)
+
+    def give_back(self) -> Iterator[None]:
+        """The memory of slots that were dropped; about a millisecond of work between two values, between which anything may happen."""
+        while self._dropped:
+            self._give_some_back(self._dropped[0])
+            yield
+
+    def _give_some_back(self, dropped: _Dropped) -> None:
+        some = slice(dropped.done, dropped.done + 4 * rows_at_once(self.width))
+        cells = dropped.cells.reshape(-1, 2)[some]
+        cells = cells[cells[:, 1] != parts.EMPTY]
+        places = places_of(cells[:, 1])
+        listening = [leaves for leaves in dropped.listening if leaves in self.leaving]  # that are open still
+        if listening and len(cells):
+            order = np.argsort(cells[:, 0].view(np.int64))
+            rows = RowsOfIds(cells[order, 0].view(np.int64), cells[order, 1], self._rows.read(places[order]))
+            for leaves in listening:
+                leaves(rows)
+        self._rows.give_back(places)
+        dropped.done = some.stop
+        if 2 * dropped.done >= len(dropped.cells):
+            self._dropped.popleft()
 
     # ------------------------------------------------------------ slots that come
+
+    def room_for(self, rows: int) -> Iterator[None]:
+        """Waits until there is memory for so many rows that come, and for those of a step that is prepared; a millisecond between two values."""
+        yield from self._rows.reserve_in_turns(rows + len(self._admitted))
 
     def put(self, rows: RowsOfIds) -> None:
         """Rows that come, some of which may be there already. Each id once."""
@@ -120,8 +167,7 @@ class ShardedTable(Table):
         self._rows.write(places, rows.content)
         words = with_places(rows.words, places)
         cell_loops.put_words(cells.addresses, cells.capacities, cells.used, cells.seed, rows.ids, words)
-        for slot in np.unique(slots_of(rows.ids, self.spec.seed, self.slot_count)).tolist():
-            self._forget_oldest(slot)
+        self._forget_oldest(slots_of(rows.ids, self.spec.seed, self.slot_count))
 
     def remove(self, ids: Numbers) -> None:
         """Those of the ids that have a row."""
@@ -130,7 +176,7 @@ class ShardedTable(Table):
         for slot, mine in chosen_by_slot(gone, self.spec.seed, self.slot_count):
             cell_loops.remove(cells.addresses[slot], int(cells.capacities[slot]), cells.seed, gone[mine])
             cells.used[slot] -= len(mine)
-            self._forget_oldest(slot)
+        self._forget_oldest(slots_of(gone, self.spec.seed, self.slot_count))
         self._rows.give_back(places[places >= 0])
 
     def leave_surplus(self) -> int:
@@ -150,9 +196,9 @@ class ShardedTable(Table):
                 _, words = self._cells.remove_expired(slot, version - 1, self._ttl)
                 self._rows.give_back(places_of(words))
 
-    def _forget_oldest(self, slot: int) -> None:
+    def _forget_oldest(self, slots: Flags | Numbers) -> None:
         if self._oldest is not None:
-            self._oldest.forget(slot)
+            self._oldest.forget(slots)
 
     def _find(self, ids: Numbers) -> tuple[Numbers, Words]:
         places, words = np.empty(len(ids), np.int64), np.empty(len(ids), np.uint64)

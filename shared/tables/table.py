@@ -3,8 +3,7 @@
     version v --step(ids, gradients)--> version v + 1: rows of these ids are stepped; those that lack one get it (admission), others
     leave (`max_rows`, `evict_after_steps`); `before` keeps what they all were, so version v can still be read
 
-An id without a row reads as its initial value, a pure function of (seed, id): it needs no memory until a gradient comes. All that
-decides is the order of versions and ids, nothing else: neither time, nor who owns which slots.
+An id without a row reads as its initial value, a pure function of (seed, id). All that decides is the order of versions and ids.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import torch
 
 from shared.errors import InvalidArgument
 from shared.records.layout import TableSpec
+from shared.tables.first_touch import soon_touched
 from shared.tables.grouping import Pieces
 from shared.tables.hashing import slots_of
 from shared.tables.kernels import cells as cell_loops
@@ -28,7 +28,7 @@ from shared.tables.leaving import Counts, Oldest, forget_counts, shared_out, swe
 from shared.tables.memory import HASHES, Cells, Floats, Numbers, Rows, Words, places_of, with_places
 from shared.tables.needs import SKETCH_CELLS, SKETCH_DEPTH
 from shared.tables.removed import RemovedIds
-from shared.tables.turns import TOLD_AT_ONCE, portions
+from shared.tables.turns import COUNTED_AT_ONCE, TOLD_AT_ONCE, portions, rows_at_once
 from shared.tables.updates import INITS, first_state, init_scale, initial_values, kind_of, scalars_of
 
 Flags = npt.NDArray[np.bool_]
@@ -124,7 +124,7 @@ class Table:
         self._surplus = np.zeros(slot_count, np.int64)  # rows that leave in the step that was prepared
         self._init = INITS[spec.init.kind], init_scale(spec.init)
         self._state, self._kind = first_state(spec.optimizer), kind_of(spec.optimizer)
-        self.sketch = np.zeros((slot_count, SKETCH_DEPTH * SKETCH_CELLS), np.uint8) if spec.admit_after > 1 else None
+        self.sketch = soon_touched(slot_count, SKETCH_DEPTH * SKETCH_CELLS) if spec.admit_after > 1 else None
         self.sketch_stamps = np.zeros(slot_count, np.int64)  # when each slot's counts changed last; 0: never
 
     def __repr__(self) -> str:
@@ -215,7 +215,9 @@ class Table:
         more, held = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
         wanted = np.ones(slots, np.bool_)
         if self.sketch is None and self._oldest is None:  # it matters in few slots which ids are new
-            cell_loops.count_by_slot(ids, cells.seed, more)
+            for some in portions(n, COUNTED_AT_ONCE):
+                cell_loops.count_by_slot(ids[some], cells.seed, more)
+                yield
             wanted, more = cells.lack(more), np.zeros(slots, np.int64)
         for some in portions(n):
             own, found, admitted = ids[some], places[some], self._admitted[some]
@@ -237,10 +239,12 @@ class Table:
                 slots_of_coming = slots_of(ids[coming], self.spec.seed, slots)
                 self._admitted[coming[without_room(slots_of_coming, room := self._oldest.quotas - held)]] = False
                 more[beyond] = np.maximum(0, room)[beyond]
-            self._surplus = np.where(more > 0, cells.used + more - self._oldest.quotas, 0)
-            more = np.minimum(more, self._oldest.quotas - cells.used)
+            left = self._oldest.quotas - cells.used
+            self._surplus, more = np.where(more > 0, more - left, 0), np.minimum(more, left)
+        new_rows = int((self._admitted & (places < 0)).sum())
+        self._rows.reserve(new_rows)  # the memory comes meanwhile
         yield from cells.reserve(more)
-        self._rows.reserve(int((self._admitted & (places < 0)).sum()))
+        yield from self._rows.reserve_in_turns(new_rows)
 
     def steps(self, ids: Numbers, gradients: Floats | None, lr: float | None = None) -> Iterator[None]:
         """`step`, after `prepare` with the same ids (with no data: none); milliseconds of work between two values. Meanwhile nothing can be read."""
@@ -269,7 +273,7 @@ class Table:
         scalars = scalars_of(
             self.spec.optimizer, self.updates, self.spec.dim, self.spec.optimizer.lr if lr is None else lr
         )
-        for some in portions(n):
+        for some in portions(n, rows_at_once(self.width)):
             rows.insert(cells, ids[some], self.version, places[some], self._admitted[some])
             part = before.where(some)
             fresh = ~self._lives(part.words, self.version - 1)

@@ -36,7 +36,7 @@ class BlockServer:
     `store` None: no parameters yet. `generation`: the highest seen; pushes of a lower one are stale. `snapshot_ready` is
     called when `store.take_snapshot()` has a snapshot, `on_step` (if set) when a block has a new version, `on_moving` (if set) when
     a push is refused because its block moves. `step_rows` is called when all data of a step of the embedding tables is there, `take_rows` with those of an
-    asynchronous push. One of those at a time is being stepped: `finish_rows` ends that at once, `between_pushes` calls what it gets when none is."""
+    asynchronous push. One of those at a time is being stepped: `finish_rows` ends that at once, `between_pushes` calls what it gets when none is. `give_back_rows`: slots were dropped."""
 
     def __init__(self, snapshot_ready: Callable[[], None]) -> None:
         self.store: Store | None = None
@@ -50,6 +50,7 @@ class BlockServer:
         self.take_rows: Callable[[ArrivedRows], None] = lambda arrived: self.rows_taken(arrived, arrived.whole())
         self.finish_rows: Callable[[], None] = lambda: None
         self.between_pushes: Callable[[Callable[[], None]], None] = lambda call: call()
+        self.give_back_rows: Callable[[TableRows], None] = lambda rows: rows.give_back_at_once()
         self.index = -1
         self._snapshot_ready = snapshot_ready
 

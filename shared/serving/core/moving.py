@@ -235,6 +235,11 @@ class ArrivingBlocks:
             return part.name not in arrived.vacant_state and part.name not in arrived.state
         return len(arrived.values) + len(arrived.vacant) < count
 
+    def room_for(self, part: HandoffPart, size: int) -> Iterator[None]:
+        """Waits until there is memory for a part of `size` bytes, if it has rows; a millisecond between two values."""
+        if part.block == ROWS and self.rows is not None and not self.whole:
+            yield from self.rows.room_for(part, size)
+
     def take(self, part: HandoffPart, payload: memoryview) -> None:
         """Copy a part; one that is there already is left as it is. Raises BadFrame."""
         if part.block == ROWS and self.rows is not None:

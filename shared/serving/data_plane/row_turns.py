@@ -2,6 +2,7 @@
 
 synchronous    all data of a step is there ─► step, TURN_S of work a turn ─► the next version
 asynchronous   rows of a push ─► wait for those before ─► the same ─► the push is answered
+slots dropped  the memory of their rows is given back, TURN_S of work a turn
 
 Neither begins while steps keep too much for snapshots (core/table/kept.py). One push at a time is being stepped; it ends although who sent it may be gone.
 """
@@ -46,6 +47,7 @@ class RowTurns:
         self._moments: list[Callable[[], None]] = []
         pserver.step_rows, pserver.take_rows = self.begin, self.take
         pserver.finish_rows, pserver.between_pushes = self.finish, self.between_pushes
+        pserver.give_back_rows = self.give_back
 
     def __repr__(self) -> str:
         return f"<RowTurns: {len(self._waiting)} pushes wait, {self._waiting_bytes} bytes>"
@@ -59,6 +61,17 @@ class RowTurns:
         if directory is not None and directory.spec is not None:  # a job that is started again may have another one
             rows.kept.most_bytes = directory.spec.snapshot_bytes
         return rows.kept.may_step(rows.snapshots, clock.monotonic())
+
+    def give_back(self, rows: TableRows) -> None:
+        """The memory of slots that were dropped, whatever becomes of the store: a thread that reads a snapshot of it may wait."""
+        self.soon(self._give_back, rows.give_back())
+
+    def _give_back(self, parts: Iterator[None]) -> None:
+        until = self._until()
+        for _ in parts:
+            if clock.monotonic() >= until:
+                self.soon(self._give_back, parts)
+                return
 
     # ------------------------------------------------------------ synchronous
 

@@ -22,6 +22,7 @@ from shared.tables.hashing import FIRST, GOLDEN, SECOND
 ABSENT = -1
 AHEAD = 12  # rows and cells that are fetched before their turn: memory takes as long as some of them
 LINE_BYTES = np.uint64(64)
+PAGE_BYTES = np.uint64(4096)  # no system has smaller ones
 EMPTY = np.uint64(0)
 ROW_MASK = np.uint64((1 << 31) - 1)
 STAMP_SHIFT = np.uint64(36)
@@ -58,6 +59,19 @@ def fetch(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
         hint = builder.module.declare_intrinsic("llvm.prefetch", (place,), kind)
         read, soonest, data = (ir.Constant(number, value) for value in (0, 3, 1))
         builder.call(hint, [builder.inttoptr(arguments[0], place), read, soonest, data])
+        return context.get_dummy_value()
+
+    return types.void(types.uint64), generate
+
+
+@intrinsic
+def touch_page(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
+    """Writes to an address without changing what is there, whoever writes to it meanwhile: 0 is replaced by 0, as one operation."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        zero = cgutils.ir.Constant(cgutils.ir.IntType(32), 0)
+        place = builder.inttoptr(arguments[0], zero.type.as_pointer())
+        builder.cmpxchg(place, zero, zero, "monotonic", "monotonic")
         return context.get_dummy_value()
 
     return types.void(types.uint64), generate

@@ -10,12 +10,14 @@ from shared.tables.kernels.cells import find_rows
 from shared.tables.kernels.parts import (
     AHEAD,
     EMPTY,
+    PAGE_BYTES,
     compiled,
     fetch_row,
     fma,
     hash_of,
     mix,
     row_at,
+    touch_page,
 )
 
 CONSTANT, UNIFORM, NORMAL = 0, 1, 2
@@ -68,6 +70,13 @@ def gather(chunks, shift, width, seed, ids, rows, kind, scale, out):
             row = row_at(chunks, shift, width, rows[i])
             for j in range(dim):
                 out[i, j] = row[j]
+
+
+@compiled
+def touch(address, size):
+    """All pages of `size` bytes at `address` (int64, uint64; a multiple of 4), so that the system gives them now. Nothing in them changes."""
+    for first in range(np.uint64(0), np.uint64(size), PAGE_BYTES):
+        touch_page(address + first)
 
 
 @compiled

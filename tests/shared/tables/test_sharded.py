@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from shared.tables.hashing import slots_of
+from shared.tables.memory import Cells
 from shared.tables.saving.snapshot import TableSnapshot, new_lock
 from shared.tables.sharded import ShardedTable
 from shared.tables.table import RowsOfIds, joined
+from shared.tables.turns import AT_ONCE
+from tests.equipment.replaced import replaced
 from tests.shared.tables.test_snapshot import SLOTS, contents
 from tests.shared.tables.test_table import EXACT, spec_of
 
@@ -38,6 +41,8 @@ def test_a_snapshot_has_rows_of_slots_that_leave_before_they_are_written_and_not
         joined([table.read_slot(slot) for slot in range(3)], table.width),
     )
     table.drop_slots(slots)
+    for _ in table.give_back():
+        pass
     table.put(leaving)
     table.step(IDS, gradients(IDS))
     found = [snapshot.read(group) for group in snapshot.groups()]
@@ -80,6 +85,8 @@ def test_rows_that_leave_again_leave_nothing_behind() -> None:
     memory = table.rows
     rows = all_rows(table)
     table.drop_slots(slots)
+    for _ in table.give_back():
+        pass
     assert (table.rows, int(table.sketch.sum())) == (0, 0)  # type: ignore[union-attr]
     table.put(rows)
     table.remove(rows.ids[::2])
@@ -87,3 +94,63 @@ def test_rows_that_leave_again_leave_nothing_behind() -> None:
     assert np.array_equal(table.rows_of(IDS).ids, rows.ids[1::2])
     table.put(rows)
     assert contents([all_rows(table)], table.width) == contents([rows], table.width)
+
+
+def own_gradients(ids: np.ndarray) -> np.ndarray:
+    """The same of an id, whichever are with it."""
+    return np.repeat((ids % 97).astype(np.float32)[:, None], 3, axis=1)
+
+
+def test_slots_that_leave_give_their_memory_back_some_rows_at_a_time_and_steps_go_on_meanwhile() -> None:
+    """All at once took as long as they have rows."""
+    table, many = ShardedTable(spec_of(EXACT[0]), SLOTS), np.arange(120_000)
+    other = ShardedTable(spec_of(EXACT[0]), SLOTS)
+    gone = np.arange(SLOTS // 2)
+    stays = slots_of(many, table.spec.seed, SLOTS) >= SLOTS // 2
+    for each in (table, other):
+        each.step(many, own_gradients(many))
+    free = table.memory[1]
+    table.drop_slots(gone)
+    assert (table.rows, free.free_count, table.has_dropped) == (int(stays.sum()), 0, True)
+    assert not len(table.rows_of(many[~stays]))
+    turns, most, before = 0, 0, 0
+    for turns, _ in enumerate(table.give_back(), 1):
+        most, before = max(most, free.free_count - before), free.free_count
+        if turns == 2:  # a step takes rows that are free already, and no others
+            table.step(many[stays], own_gradients(many[stays]))
+            other.step(many, own_gradients(many))
+            more = many[: 3 * AT_ONCE] + len(many)
+            coming = more[slots_of(more, table.spec.seed, SLOTS) >= SLOTS // 2]
+            for each in (table, other):
+                each.step(coming, own_gradients(coming))
+            before = free.free_count
+    assert not table.has_dropped
+    assert most <= 4 * AT_ONCE
+    assert turns >= (~stays).sum() // (4 * AT_ONCE)
+    own = np.concatenate([many[stays], coming])
+    assert contents([table.rows_of(own)], table.width) == contents([other.rows_of(own)], table.width)
+
+
+def test_rows_of_a_slot_are_read_some_ids_at_a_time() -> None:
+    """A part reads no more cells than it needs; rows that steps add to the slot meanwhile are no trouble."""
+    table, ids = ShardedTable(spec_of(EXACT[0]), 1), np.arange(30_000)
+    table.step(ids, gradients(ids))
+    asked: list[int] = []
+    of_slot = Cells.of_slot
+
+    def noted(*arguments):  # type: ignore[no-untyped-def]
+        found = of_slot(*arguments)
+        asked.append(len(found[0]))
+        return found
+
+    with replaced(Cells, "of_slot", noted):
+        found = []
+        for number, rows in enumerate(table.read_in_parts(0, 1000)):
+            found.append(rows)
+            if number == 3:
+                table.step(ids + len(ids), gradients(ids))
+    assert max(asked) < 3000  # twice as many are there at the end
+    assert max(map(len, found)) <= 1000
+    there = np.sort(np.concatenate([rows.ids for rows in found]))
+    assert len(there) == len(np.unique(there))
+    assert np.isin(ids, there).all()

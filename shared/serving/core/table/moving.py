@@ -139,6 +139,12 @@ class ArrivingRows:
     def __repr__(self) -> str:
         return f"<ArrivingRows of {len(self._slots)} slots, version {self.version}>"
 
+    def room_for(self, part: HandoffPart, size: int) -> Iterator[None]:
+        """Waits until there is memory for the rows of a part, whatever it says; a millisecond between two values."""
+        if part.table < len(self.rows.tables) and part.name in (RowPart.ROWS, RowPart.NOW):
+            table = self.rows.tables[part.table]
+            yield from table.room_for(min(size, PART_BYTES) // (8 * record_words(table.width)))
+
     def take(self, part: HandoffPart, payload: memoryview) -> None:
         """Copies; a repetition changes nothing. Raises BadFrame."""
         if part.table >= len(self.rows.tables) or part.name not in set(RowPart):

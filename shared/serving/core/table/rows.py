@@ -72,6 +72,7 @@ class TableRows:
         self._made: _Part | None = None  # the part that makes its step
         self.changing = False  # nothing can be read
         self._lock = new_lock()  # held while they are stepped
+        self._held_for_dropped = False  # until snapshots have rows that were dropped
         self.snapshots: list[TableSnapshot] = []  # that may be open still
         self.kept = KeptRows()
 
@@ -260,6 +261,7 @@ class TableRows:
 
     def _locked(self) -> Iterator[None]:
         """A thread of low priority that reads a snapshot may have the lock."""
+        yield from self.give_back()
         while not self._lock.acquire(timeout=LOCK_S):
             yield
 
@@ -310,18 +312,43 @@ class TableRows:
 
     def adopt_at_once(self, slots: Flags, version: int) -> None:
         """Asynchronous: slots whose rows are in the tables, apart, stamped by a parameter server at `version`. They are as old here as they were there."""
-        with self._lock:
+        held = self._held_for_dropped
+        if not held:
+            self._lock.acquire()
+        try:
             for table in self.tables:
                 table.restamp(slots, table.version - version)
                 table.apart[slots] = False
+        finally:
+            if not held:
+                self._lock.release()
 
     def drop(self, slots: Numbers) -> None:
-        """They belong to another parameter server now; the others go on."""
+        """They belong to another parameter server now; the others go on. Their memory is taken until `give_back`, and who reads a snapshot waits for it."""
         assert not self.stepping
-        with self._lock:
-            for table in self.tables:
-                table.drop_slots(slots)
+        if any(table.leaving for table in self.tables) and not self._held_for_dropped:
+            self._lock.acquire()
+            self._held_for_dropped = True
+        for table in self.tables:
+            table.drop_slots(slots)
         self.freeze_at = None
+
+    def give_back(self) -> Iterator[None]:
+        """The memory of slots that were dropped; about a millisecond of work between two values. Several may do it by turns; a step does it first."""
+        while (table := next((table for table in self.tables if table.has_dropped), None)) is not None:
+            yield from table.give_back()
+        if self._held_for_dropped:
+            self._held_for_dropped = False
+            self._lock.release()
+
+    def give_back_at_once(self) -> None:
+        for _ in self.give_back():
+            pass
+
+    @property
+    def has_dropped(self) -> bool:
+        """Whether `give_back` has something to do."""
+        return self._held_for_dropped or any(table.has_dropped for table in self.tables)
 
     # ------------------------------------------------------------ lookups
 

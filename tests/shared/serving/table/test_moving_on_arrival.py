@@ -321,6 +321,7 @@ def moved(source: Store, target: Store, meanwhile: Callable[[], None] = lambda: 
     arriving.rows.complete(tables, version, joins=joins)
     arriving.complete((), source.history.handed(), leaving.ledger())
     forget(source, (), MOVED)
+    source.rows.give_back_at_once()
     leaving.release()
     if joins:
         target.rows.begin_at(version)

@@ -181,6 +181,7 @@ class Job:
         self.map = SlotMap(version=self.map.version + 1, owners=tuple(owners))
         source, target = self.members[move.source], self.members[move.target]
         source.drop(np.array(sorted(move.slots)))
+        source.give_back_at_once()
         if move.target not in self.joined:
             target.begin_at(move.arriving.version)
             self.joined.add(move.target)

@@ -17,6 +17,7 @@ from shared.serving.core.table import kept
 from shared.serving.data_plane import row_turns
 from shared.serving.data_plane.lookups import lookup
 from shared.serving.data_plane.row_turns import RowTurns
+from shared.tables.hashing import slots_of
 from shared.tables.kernels import rows as row_loops
 from shared.tables.table import Table
 from shared.wire.messages import LedgerQuery
@@ -277,3 +278,40 @@ async def test_rows_freeze_when_the_push_that_is_being_stepped_is_whole():
         assert not rows.frozen
         assert (await first, await second, rows.frozen) == ("APPLIED", Verdict.MOVING, True)
         assert await push(pserver, 0, MANY, NONE) == "DUPLICATE"
+
+
+async def test_rows_of_slots_that_left_are_given_back_in_turns_and_a_snapshot_that_is_open_has_them():
+    """All at once held up lookups for as long as there were rows; who reads the snapshot waits until it has them."""
+    async with serving() as pserver:
+        assert await push(pserver, 0, MANY, ids(7)) == "APPLIED"
+        rows = pserver.store.rows
+        [snapshot, *_] = rows.copies()
+        gone = np.arange(rows.slot_count // 2)
+        expected = snapshot.rows
+        rows.drop(gone)
+        pserver.give_back_rows(rows)
+        reading = asyncio.ensure_future(
+            asyncio.to_thread(lambda: sum(len(snapshot.read(group)) for group in snapshot.groups()))
+        )
+        turns = 0
+        while rows.has_dropped:
+            turns += 1
+            await asyncio.sleep(0)
+        assert turns > 3
+        assert await asyncio.wait_for(reading, 10) == expected
+        assert rows.tables[0].rows < expected
+        for each in rows.snapshots:
+            each.close()
+
+
+async def test_a_step_that_comes_first_gives_back_rows_of_slots_that_left():
+    async with serving(10.0) as pserver:
+        assert await push(pserver, 0, MANY, ids(7)) == "APPLIED"
+        rows = pserver.store.rows
+        copies = rows.copies()
+        rows.drop(np.arange(rows.slot_count // 2))
+        kept = FEW[slots_of(FEW, rows.tables[0].spec.seed, rows.slot_count) >= rows.slot_count // 2]
+        assert await asyncio.wait_for(push(pserver, 1, kept, NONE), 10) == "APPLIED"
+        assert not rows.has_dropped
+        for each in copies:
+            each.close()
