@@ -47,6 +47,4 @@ def renewed(stored: JobSpec, wanted: JobSpec) -> JobSpec:
     changes = {name: getattr(wanted, name) for name in FREE - set(MEMBERS)}
     if stored.strategy is not wanted.strategy:
         changes["pservers"] = wanted.pservers
-    if wanted.min_members > stored.trainers:
-        changes["trainers"] = wanted.trainers
     return stored.model_copy(update={**changes, GROWS: max(stored.epochs, wanted.epochs)})

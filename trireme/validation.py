@@ -10,7 +10,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from shared.records import JobSpec, Strategy
-from shared.records.job_spec import MAX_MEMBERS
 from shared.security.hidden import hidden
 
 AUTO = "auto"
@@ -41,8 +40,8 @@ def field_problems(values: Mapping[str, Any], origins: Mapping[str, str] = Mappi
     alone = {name: values[name] for name in _SYNCHRONOUS if name in values}
     if not alone.keys().isdisjoint(("keep_best", "stop_early", "plateau_metric")):
         alone.setdefault("evaluate_every", "epoch")  # it may be set elsewhere
-    if "min_members" in alone:  # so may the strategy and the number of trainers
-        alone = {"strategy": "collective", "trainers": MAX_MEMBERS, **alone}
+    if "min_members" in alone:  # so may the strategy
+        alone = {"strategy": "collective", **alone}
     others = {name: value for name, value in values.items() if name not in _SYNCHRONOUS}
     if values.get("strategy") == Strategy.COLLECTIVE and "pservers" in others:
         alone["pservers"] = others.pop("pservers")

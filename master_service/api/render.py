@@ -29,6 +29,7 @@ from master_service.core.decisions.task_requests import AskedTask
 from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.event_log import EventLog
 from master_service.core.state.job import Job
+from master_service.core.state.members import has
 from master_service.core.state.metrics import Metrics
 from master_service.leadership.master import Master
 from shared.errors import NotFound
@@ -234,6 +235,9 @@ def _member_view(job: Job, member: TrainerMember | PserverMember, held: Sequence
             slots=job.slots.owners.count(member.index) if job.slots is not None else None,
         )
     lanes = job.trainers.lanes_of(member.trainer) if job.spec.mode is Mode.SYNC else None
+    has_parameters = None
+    if job.spec.strategy is Strategy.COLLECTIVE:
+        has_parameters = has(member.holds, job.state.timeline, job.state.checkpoint)
     return MemberView(
         member_id=member.trainer,
         kind="trainer",
@@ -242,6 +246,7 @@ def _member_view(job: Job, member: TrainerMember | PserverMember, held: Sequence
         host=member.host,
         pid=member.pid,
         lanes=lanes,
+        has_parameters=has_parameters,
         tasks=tuple(held),
     )
 

@@ -146,6 +146,10 @@ class MemberView(Record):
     index: int | None = None
     slots: int | None = None
     lanes: tuple[int, int] | None = None
+    has_parameters: bool | None = Field(
+        default=None,
+        description="Of a trainer of a collective job; one without them still fetches them. null: another strategy, or no trainer.",
+    )
     tasks: tuple[str, ...] = ()
 
 

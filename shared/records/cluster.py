@@ -151,7 +151,7 @@ class ClusterJob(Record):
     @property
     def least_trainers(self) -> int:
         """It starts with no fewer trainers, and keeps them unless it is preempted."""
-        return min(self.scheduling.min_trainers, self.most_trainers)
+        return min(max(self.scheduling.min_trainers, self.spec.min_members), self.most_trainers)
 
     @property
     def pservers_wanted(self) -> int:
@@ -238,6 +238,11 @@ _WORDS: dict[Kind, str] = {"pserver": "parameter server", "trainer": "trainer"}
 def in_words(kind: Kind, count: int) -> str:
     """`1 parameter server`, `2 trainers`."""
     return f"{count} {_WORDS[kind]}{'' if count == 1 else 's'}"
+
+
+def both_in_words(trainers: int, pservers: int) -> str:
+    """`3 trainers and 1 parameter server`; a collective job has trainers alone."""
+    return in_words("trainer", trainers) + (f" and {in_words('pserver', pservers)}" if pservers else "")
 
 
 class PoolMember(Record):

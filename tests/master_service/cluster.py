@@ -138,6 +138,13 @@ class MasterCluster(Cluster):
         member = self.pserver_in(found).model_copy(update={"restored": said})
         await self.etcd.put(key, member.to_bytes(), found.lease)
 
+    async def say(self, trainer: str, **says: Any) -> None:
+        """Collective: the trainer says what it has (`holds`), or another field of its record."""
+        found = await self.etcd.get(KEYS.trainer(trainer))
+        assert found is not None
+        member = TrainerMember.model_validate_json(found.value).model_copy(update=says)
+        await self.etcd.put(KEYS.trainer(trainer), member.to_bytes(), found.lease)
+
     @staticmethod
     def pserver_in(found: KeyValue) -> PserverMember:
         return PserverMember.model_validate_json(found.value)

@@ -22,10 +22,11 @@ from trireme.cli.targets import Target, job_target, local_run
 from trireme.launch import resume, run_folder
 from trireme.view.job_address import AnyClient, open_client
 from trireme.view.names import without_tokens
-from trireme.view.progress import progress_of
+from trireme.view.progress import members_text, progress_of
 from trireme.view.report import evaluation_line, loss_rows, summary_text
 from trireme.view.stopped_run import explain_stopped
 
+COUNTS = ("trainers", "trainers_desired", "pservers", "pservers_desired")
 STOPPED = "STOPPED"  # no phase of a job: nobody runs it, and it is unfinished
 PIPE_WIDTH = 10_000  # a pipe has no edge: nothing is cut or wrapped
 Show = Callable[..., Awaitable[dict[str, Any]]]
@@ -79,8 +80,7 @@ async def show_status(client: AnyClient, console: Console | None) -> dict[str, A
         console.print(progress.training())
         members = job["members"]
         console.print(
-            f"trainers {members['trainers']}/{members['trainers_desired']}  "
-            f"pservers {members['pservers']}/{members['pservers_desired']}  generation {job['generation']}  "
+            f"{members_text(*(members[name] for name in COUNTS))}  generation {job['generation']}  "
             f"{'master' if job['spec']['dispatch'] == 'master' else 'sweeper'} {without_tokens(job['master']['master_id'])} (term {job['master']['term']})"
         )
         if line := evaluation_line(job.get("evaluation"), job["spec"]["mode"]):
@@ -104,7 +104,8 @@ async def show_tasks(client: AnyClient, console: Console | None, state: str | No
 async def show_members(client: AnyClient, console: Console | None) -> dict[str, Any]:
     members = [member async for member in client.members()]
     if console:
-        print_table(console, ("member_id", "kind", "url", "host", "pid", "lanes", "tasks"), members)
+        more = ("has_parameters",) if any(member.get("has_parameters") is not None for member in members) else ()
+        print_table(console, ("member_id", "kind", "url", "host", "pid", "lanes", *more, "tasks"), members)
     return {"members": members}
 
 

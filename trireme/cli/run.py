@@ -51,7 +51,7 @@ from trireme.settings import (
     merge,
     outside_script,
 )
-from trireme.validation import AUTO, allowed_name
+from trireme.validation import AUTO, allowed_name, without_auto
 from trireme.view.child_events import restarts_in
 from trireme.view.live_progress import ProgressReporter
 from trireme.view.progress import Display, display
@@ -110,7 +110,7 @@ async def run_job(request: RunRequest) -> int:
         data_dir = Path(str(outer["data_dir"].value)) if "data_dir" in outer else run_folder.DATA_DIR
         outer = await asyncio.to_thread(with_start_file, outer, data_dir)
         check_fields(outer)
-        known = {name: setting.value for name, setting in outer.items() if name in SETTINGS}
+        known = without_auto({name: setting.value for name, setting in outer.items() if name in SETTINGS})
         inspection = await inspect(request.script, known, check=request.check, start=forks.start)
         if inspection.notice:
             print(inspection.notice, file=sys.stderr)  # noqa: T201
@@ -134,6 +134,9 @@ async def run_job(request: RunRequest) -> int:
             name = "pre_tasks" if spec.pre_tasks else "post_tasks"
             msg = f"{settings[name].origin}: pre- and post-tasks run on members of a cluster, and trireme run has none"
             raise UsageError(msg, hint="start a cluster with `trireme up` and give it the job with `trireme submit`")
+        if spec.min_members > spec.trainers:
+            msg = f"min_members is {spec.min_members} and trainers is {spec.trainers}: the job would never begin; use at most {spec.trainers}"
+            raise UsageError(msg)
         if spec.strategy is Strategy.COLLECTIVE and options["spare_pservers"]:
             msg = f"{outer['spare_pservers'].origin}: jobs with strategy collective have no parameter servers; leave it out"
             raise UsageError(msg)

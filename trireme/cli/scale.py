@@ -82,9 +82,12 @@ async def _ended(connect: Connect, resize: Document, wait_s: float) -> Document:
 
 
 def _prediction(found: Document) -> str:
+    trainers = f"{found['before_trainers']} to {found['trainers']} trainers"
+    if not found["before_pservers"] and not found["pservers"]:
+        return f"{trainers}: who comes fetches the parameters from the others, which train on"
     head = (
-        f"{found['before_pservers']} to {found['pservers']} parameter servers, {found['before_trainers']} to {found['trainers']} "
-        f"trainers: {found['slots']} slots in {found['groups']} groups would move, {found['bytes'] / MIB:.1f} MiB"
+        f"{found['before_pservers']} to {found['pservers']} parameter servers, {trainers}: "
+        f"{found['slots']} slots in {found['groups']} groups would move, {found['bytes'] / MIB:.1f} MiB"
     )
     rows = [
         f"  pserver-{each['pserver']}  sends {each['sent'] / MIB:.1f} MiB, receives {each['received'] / MIB:.1f} MiB"

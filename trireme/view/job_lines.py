@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trireme.view.names import without_tokens
-from trireme.view.progress import LINE_EVERY_S, REFRESH_PER_SECOND, Progress
+from trireme.view.progress import LINE_EVERY_S, REFRESH_PER_SECOND, Progress, members_text
 
 SHOWN = 20  # jobs on a terminal; those that have not ended come first
 ENDED = ("COMPLETED", "FAILED", "CANCELLED")
@@ -35,7 +35,8 @@ def columns_of(job: Job) -> tuple[str, str, str, str, str]:
     state = str(job["state"]).lower()
     if job.get("standing") == "ACTIVE" and job.get("wanted") in STOPPING and job["state"] not in ENDED:
         state, doing = STOPPING[job["wanted"]]
-    held = f"trainers {members['trainers_running']}/{members['trainers']}  pservers {members['pservers_running']}/{members['pservers']}"
+    counts = (members[name] for name in ("trainers_running", "trainers", "pservers_running", "pservers"))
+    held = members_text(*counts)
     return (
         str(job["job"]),
         state,

@@ -12,7 +12,7 @@ from typing import Any
 
 from shared.errors import CursorExpired, PeerError, TriremeError
 from shared.etcd import NoSpace
-from shared.records import JobSpec, Mode, Phase, Stage
+from shared.records import JobSpec, Mode, Phase, Stage, Strategy
 from shared.runtime import clock
 from trireme.view.child_events import ChildEvent
 from trireme.view.job_address import AnyClient, Connect
@@ -111,6 +111,8 @@ class ProgressReporter:
     def _consequence(self, child: str) -> list[str]:
         kind = child.rpartition("-")[0]
         with_others, alone = CONSEQUENCES.get((kind, self._mode), ("", ""))
+        if self._spec.strategy is Strategy.COLLECTIVE and kind == "trainer":
+            alone = "nobody has the parameters now: the job goes back to its newest checkpoint"
         others = any(name.startswith(f"{kind}-") for name in self._alive)
         return [found] if (found := with_others if others else alone) else []
 

@@ -71,11 +71,14 @@ class Progress:
         return "  ".join(parts)
 
     def members(self) -> str:
-        """`trainers 2/2  pservers 2/2  restarts 0`."""
-        return (
-            f"trainers {self.trainers}/{self.trainers_desired}  pservers {self.pservers}/{self.pservers_desired}  "
-            f"restarts {self.restarts}"
-        )
+        """`trainers 2/2  pservers 2/2  restarts 0`; a collective job has no pservers."""
+        return f"{members_text(self.trainers, self.trainers_desired, self.pservers, self.pservers_desired)}  restarts {self.restarts}"
+
+
+def members_text(trainers: int, trainers_desired: int, pservers: int, pservers_desired: int) -> str:
+    """`trainers 2/2  pservers 1/1`, or without pservers if there are none and shall be none."""
+    servers = f"  pservers {pservers}/{pservers_desired}" if pservers or pservers_desired else ""
+    return f"trainers {trainers}/{trainers_desired}{servers}"
 
 
 def progress_of(job: dict[str, Any], restarts: int) -> Progress:

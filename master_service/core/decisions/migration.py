@@ -6,10 +6,11 @@ source: `handed` in ps/<index> --the same migration, timeline and processes--> a
 from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, DesirePservers
+from master_service.core.placement import slot_moves as moves
 from master_service.core.state.job import Job
 from shared.records import SlotMap
 from shared.records.assignments import Group, Handed, Migration
-from shared.records.operations import Operation
+from shared.records.operations import Operation, Resize
 from shared.records.pauses import Losses
 
 
@@ -86,3 +87,24 @@ def placed(slots: SlotMap, owners: tuple[int, ...], pservers: int) -> tuple[Chan
 def progressed(operation: Operation, **fields: object) -> Operation:
     assert operation.resize is not None
     return operation.model_copy(update={"resize": operation.resize.model_copy(update=fields)})
+
+
+def planned(job: Job, pservers: int) -> tuple[Group, ...]:
+    """What has to move from where the slots are now to `pservers` parameter servers."""
+    layout, slots = job.members.layout, job.slots
+    if layout is None or slots is None or not job.members.init_done or not pservers:
+        return ()
+    return moves.planned_groups(layout, job.spec.mode, slots, pservers, rows_bytes(job))
+
+
+def unclaimed(job: Job, resize: Resize) -> list[int]:
+    """Indices of parameter servers that nobody has claimed."""
+    return [index for index in range(resize.pservers) if index not in job.members.pservers]
+
+
+def trainers_there(job: Job, resize: Resize) -> bool:
+    """Whether as many train as it asks for."""
+    count = len(job.trainers.names)
+    if resize.trainers == resize.before_trainers:
+        return count == resize.trainers or not resize.trainers_asked
+    return count >= resize.trainers if resize.trainers > resize.before_trainers else count <= resize.trainers

@@ -18,7 +18,7 @@ from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from master_service.core.state.operations import KEPT, end, fields_of
 from shared.errors import CheckpointUnusable, Conflict, DeadlineExceeded, NotFound
-from shared.records import Mode, Phase, Stage
+from shared.records import Mode, Phase, Stage, Strategy
 from shared.records.checkpoints import CheckpointRef, history, saved_point
 from shared.records.operations import Operation, OperationKind, OperationState, saves_on_demand
 
@@ -191,7 +191,7 @@ def verified(job: Job, operation_id: str, error: CheckpointUnusable | None, stam
 
 def waits_for(job: Job, operation: Operation) -> str:
     """For people."""
-    state = job.state
+    state, collective = job.state, job.spec.strategy is Strategy.COLLECTIVE
     if operation.kind is OperationKind.RESIZE:
         return resize.waits_for(job, operation)
     if operation.after:
@@ -201,7 +201,7 @@ def waits_for(job: Job, operation: Operation) -> str:
     if operation.kind is not OperationKind.CREATE_CHECKPOINT and not operation.timeline:
         return "the checkpoint's files to be read and compared"
     if operation.kind is OperationKind.RESTORE_CHECKPOINT:
-        return f"the parameter servers to load the checkpoint ({state.phase}: {state.reason})"
+        return f"the {'trainers' if collective else 'parameter servers'} to load the checkpoint ({state.phase}: {state.reason})"
     if state.phase is Phase.CHECKPOINTING or operation.step is not None:
         return "all trainers to pause, and every parameter server to write its part"
     if state.phase is not Phase.RUNNING:
@@ -210,7 +210,7 @@ def waits_for(job: Job, operation: Operation) -> str:
         return "the next pause"
     if not job.trainers.names:
         return "a trainer: without one no step is made"
-    return "the next step but one, and every parameter server to write its part of it"
+    return f"the next step but one, and every {'trainer' if collective else 'parameter server'} to write its part of it"
 
 
 # -------------------------------------------------------------------- parts

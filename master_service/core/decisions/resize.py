@@ -20,8 +20,9 @@ from master_service.core.state.job import Job
 from master_service.core.state.operations import end
 from shared.errors import Conflict, DeadlineExceeded, InvalidArgument
 from shared.records import Dispatch, JobSpec, Mode, Phase
+from shared.records import Strategy as JobStrategy
 from shared.records.assignments import GivenNumbers, Group, Migration
-from shared.records.cluster import Kind, in_words
+from shared.records.cluster import Kind, both_in_words, in_words
 from shared.records.operations import (
     Operation,
     OperationKind,
@@ -43,7 +44,11 @@ SAVING_LIMIT_S = 300.0
 def wanted(job: Job, trainers: int | None, pservers: int | None, strategy: Strategy) -> Resize:
     """With the job's own numbers where none is given. Raises InvalidArgument, Conflict: the job cannot have these numbers."""
     spec, name = job.spec, job.spec.job
-    if trainers is None and pservers is None:
+    collective = spec.strategy is JobStrategy.COLLECTIVE
+    if collective and pservers:
+        msg = f"job {name} has strategy collective: its trainers have the parameters, and there are no parameter servers to resize"
+        raise Conflict(msg, hint="resize the trainers only")
+    if trainers is None and (pservers is None or collective):
         msg = "a resize needs a number of trainers, of pservers, or both"
         raise InvalidArgument(msg)
     found = Resize(
@@ -60,7 +65,10 @@ def wanted(job: Job, trainers: int | None, pservers: int | None, strategy: Strat
     if job.state.phase.final:
         msg = f"job {name} is {job.state.phase}: there is nothing to resize"
         raise Conflict(msg)
-    if found.trainers < 1 or found.pservers < 1:
+    if collective and found.trainers < spec.min_members:
+        msg = f"{in_words('trainer', found.trainers)}: job {name} trains only while {spec.min_members} have the parameters (min_members)"
+        raise InvalidArgument(msg, hint="Ctrl-C, SIGTERM or `trireme cancel` ends a job")
+    if not collective and (found.trainers < 1 or found.pservers < 1):
         msg = f"{found.trainers} trainers and {found.pservers} pservers: a job needs one of each at least"
         raise InvalidArgument(msg, hint="Ctrl-C, SIGTERM or `trireme cancel` ends a job")
     if spec.mode is Mode.SYNC and found.trainers > spec.lanes:
@@ -97,7 +105,7 @@ def is_same(operation: Operation, trainers: int | None, pservers: int | None, st
 
 def predict(job: Job, resize: Resize) -> ResizePrediction:
     """A dry run: nothing is changed."""
-    groups = _groups(job, resize.pservers)
+    groups = migrations.planned(job, resize.pservers)
     return ResizePrediction(
         trainers=resize.trainers,
         pservers=resize.pservers,
@@ -113,8 +121,10 @@ def predict(job: Job, resize: Resize) -> ResizePrediction:
 def sentence(operation: Operation) -> str:
     resize = operation.resize
     assert resize is not None
-    numbers = f"{resize.before_trainers} to {resize.trainers} trainers, {resize.before_pservers} to {resize.pservers} parameter servers"
-    return f"{numbers}, {resize.strategy}"
+    trainers = f"{resize.before_trainers} to {resize.trainers} trainers"
+    if not resize.before_pservers and not resize.pservers:
+        return trainers
+    return f"{trainers}, {resize.before_pservers} to {resize.pservers} parameter servers, {resize.strategy}"
 
 
 def cancel(job: Job, operation: Operation, stamp: str) -> Decision[Operation]:
@@ -149,7 +159,7 @@ def advance(job: Job, operation: Operation, stamp: str) -> Decision[None]:
     if resize.phase is ResizePhase.PLANNED:
         return _begin(job, operation) if state.phase is Phase.RUNNING and job.members.init_done else Decision(None)
     if (spec.trainers, spec.pservers) != (resize.trainers, resize.pservers):
-        reason = f"the job was started again with {spec.trainers} trainers and {spec.pservers} parameter servers"
+        reason = f"the job was started again with {both_in_words(spec.trainers, spec.pservers)}"
         return _map_as_it_is(job) + _end(job, operation, ResizePhase.ROLLED_BACK, reason, stamp, Conflict.code)
     if resize.phase is ResizePhase.STARTING:
         return _start(job, operation, stamp)
@@ -162,7 +172,7 @@ def waits_for(job: Job, operation: Operation) -> str:
     """For people."""
     resize, state = operation.resize, job.state
     assert resize is not None
-    missing = [index for index in range(resize.pservers) if index not in job.members.pservers]
+    missing = migrations.unclaimed(job, resize)
     if resize.phase is ResizePhase.PLANNED and state.phase is Phase.RUNNING:
         return "the new numbers to be written"
     if state.phase is not Phase.RUNNING:
@@ -173,7 +183,7 @@ def waits_for(job: Job, operation: Operation) -> str:
         return f"slots to move: {resize.groups_moved} of {resize.groups} groups have moved"
     if resize.saving and not operation.timeline:
         return f"a checkpoint ({resize.saving})"
-    if not _trainers_there(job, resize):
+    if not migrations.trainers_there(job, resize):
         return f"{in_words('trainer', resize.trainers)} (there are {len(job.trainers.names)})"
     return "the parameter servers to have all parameters"
 
@@ -183,9 +193,9 @@ def lacking(job: Job, operation: Operation) -> Kind | None:
     resize = operation.resize
     if resize is None or resize.phase is not ResizePhase.STARTING or job.state.phase is not Phase.RUNNING:
         return None
-    if _missing(job, resize):
+    if migrations.unclaimed(job, resize):
         return "pserver"
-    return None if _trainers_there(job, resize) else "trainer"
+    return None if migrations.trainers_there(job, resize) else "trainer"
 
 
 def needs_checkpoint(job: Job, operation: Operation, stamp: str) -> Operation | None:
@@ -193,7 +203,12 @@ def needs_checkpoint(job: Job, operation: Operation, stamp: str) -> Operation | 
     resize = operation.resize
     assert resize is not None
     due = resize.strategy is Strategy.RESTART and resize.phase is ResizePhase.STARTING and not resize.saving
-    if not due or job.state.phase is not Phase.RUNNING or _missing(job, resize) or not _groups(job, resize.pservers):
+    if (
+        not due
+        or job.state.phase is not Phase.RUNNING
+        or migrations.unclaimed(job, resize)
+        or not migrations.planned(job, resize.pservers)
+    ):
         return None
     return Operation(
         operation_id=f"{operation.operation_id}-checkpoint",
@@ -211,14 +226,15 @@ def _begin(job: Job, operation: Operation) -> Decision[None]:
     """The new numbers are written: launchers follow them, and new parameter servers find free indices."""
     resize, spec, slots = operation.resize, job.spec, job.slots
     assert resize is not None
-    assert slots is not None
     changes: list[Change] = [
         progressed(operation, phase=ResizePhase.STARTING),
         _numbers(spec, resize.trainers, resize.pservers),
     ]
     if job.given is None:
         changes.append(GivenNumbers(trainers=spec.trainers, pservers=spec.pservers))
-    changes += placed(slots, slots.owners, resize.pservers)
+    if spec.strategy is not JobStrategy.COLLECTIVE:
+        assert slots is not None
+        changes += placed(slots, slots.owners, resize.pservers)
     return Decision(None, tuple(changes))
 
 
@@ -226,11 +242,13 @@ def _start(job: Job, operation: Operation, stamp: str) -> Decision[None]:
     """Once all members are there: the migration is planned, from where the slots are now."""
     resize, state, slots = operation.resize, job.state, job.slots
     assert resize is not None
-    if state.phase is not Phase.RUNNING or state.absent or slots is None or _missing(job, resize):
+    if job.spec.strategy is JobStrategy.COLLECTIVE:
+        return _finish(job, operation, stamp) if state.phase is Phase.RUNNING else Decision(None)
+    if state.phase is not Phase.RUNNING or state.absent or slots is None or migrations.unclaimed(job, resize):
         return Decision(None)
     if rollback.why_incomplete(job.spec, state, slots, job.members):
         return Decision(None)
-    groups = _groups(job, resize.pservers)
+    groups = migrations.planned(job, resize.pservers)
     if not groups:
         return _finish(job, operation, stamp)
     if resize.strategy is Strategy.RESTART:
@@ -322,22 +340,15 @@ def _finish(job: Job, operation: Operation, stamp: str) -> Decision[None]:
     resize = operation.resize
     assert resize is not None
     closing: tuple[Change, ...] = (DropMigration(),) if job.migration is not None else ()
-    if not _trainers_there(job, resize):
+    if not migrations.trainers_there(job, resize):
         waiting = progressed(operation, phase=ResizePhase.STARTING)
         return Decision(None, (waiting, *closing)) if closing or waiting != operation else Decision(None)
     done = progressed(operation, phase=ResizePhase.COMMITTED)
-    reason = f"{in_words('trainer', resize.trainers)} and {in_words('pserver', resize.pservers)}"
+    reason = both_in_words(resize.trainers, resize.pservers)
     if resize.groups_moved:
         groups = f"{resize.groups_moved} group{'' if resize.groups_moved == 1 else 's'}"
         reason += f"; {groups} moved, the longest pause was {resize.longest_pause_s:.3f} s"
     return Decision(None, (*closing, DesirePservers(resize.pservers))) + end(done, OperationState.DONE, reason, stamp)
-
-
-def _trainers_there(job: Job, resize: Resize) -> bool:
-    count = len(job.trainers.names)
-    if resize.trainers == resize.before_trainers:
-        return count == resize.trainers or not resize.trainers_asked
-    return count >= resize.trainers if resize.trainers > resize.before_trainers else count <= resize.trainers
 
 
 def _back_out(
@@ -346,6 +357,10 @@ def _back_out(
     """The job keeps the slots as they are now, and wants as many members as they need. `phase` None: by what has moved."""
     resize, slots = operation.resize, job.slots
     assert resize is not None
+    if job.spec.strategy is JobStrategy.COLLECTIVE and resize.phase is not ResizePhase.PLANNED:
+        numbers = _numbers(job.spec, resize.before_trainers, 0)
+        why = f"{reason}; the job wants {in_words('trainer', resize.before_trainers)} as before"
+        return Decision(None, (numbers,)) + _end(job, operation, phase or ResizePhase.FAILED, why, stamp, code)
     if resize.phase is ResizePhase.PLANNED or slots is None:
         return _end(job, operation, phase or ResizePhase.FAILED, f"{reason}; nothing was changed", stamp, code)
     pservers = max(max(slots.owners) + 1, min(resize.before_pservers, resize.pservers))
@@ -379,15 +394,3 @@ def _map_as_it_is(job: Job) -> Decision[None]:
 
 def _numbers(spec: JobSpec, trainers: int, pservers: int) -> JobSpec:
     return spec.model_copy(update={"trainers": trainers, "pservers": pservers})
-
-
-def _groups(job: Job, pservers: int) -> tuple[Group, ...]:
-    layout, slots = job.members.layout, job.slots
-    if layout is None or slots is None or not job.members.init_done:
-        return ()
-    return moves.planned_groups(layout, job.spec.mode, slots, pservers, migrations.rows_bytes(job))
-
-
-def _missing(job: Job, resize: Resize) -> list[int]:
-    """Indices of parameter servers that nobody has claimed."""
-    return [index for index in range(resize.pservers) if index not in job.members.pservers]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from master_service.core.explanation import obstacles, reports, training
+from master_service.core.explanation import collective, obstacles, reports, training
 from master_service.core.explanation.cause import Cause, Explanation, explanation_of
 from master_service.core.explanation.situation import Situation
 
@@ -22,11 +22,13 @@ OBSTACLES: Sequence[Rule] = (
     obstacles.etcd_silent,
     obstacles.storage_away,
     obstacles.rolling_back,
+    collective.rolling_back,
     obstacles.nobody_can_start,
     obstacles.pservers_missing,
     obstacles.no_trainer,
     obstacles.pause,
     obstacles.initialising,
+    collective.fewer_than_min_members,
     obstacles.waiting,
 )
 AWAITED: Sequence[Rule] = (
@@ -46,6 +48,7 @@ NOTES: Sequence[Rule] = (
     training.discarded_tasks,
     training.trainers_without_lanes,
     training.fewer_trainers,
+    collective.fetching,
 )
 
 

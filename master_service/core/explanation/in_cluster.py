@@ -126,14 +126,15 @@ def _queued(state: ClusterState, job: ClusterJob, wall_time: float) -> Cause:
             details=tuple(f"job {each.job} is {each.standing}: {each.reason}" for each in waits[:SHOWN] if each.reason),
             hints=(f"trireme explain {waits[0].job}", f"trireme cancel {name}"),
         )
-    pservers, trainers = in_words("pserver", job.pservers_wanted), in_words("trainer", job.least_trainers)
-    needs = f"It needs {pservers} and at least {trainers}, all at once; its priority is {wanted.priority}."
+    servers = f"{in_words('pserver', job.pservers_wanted)} and " if job.pservers_wanted else ""
+    least = in_words("trainer", job.least_trainers)
+    needs = f"It needs {servers}at least {least}, all at once; its priority is {wanted.priority}."
     return Cause(
         code=Code.WAITS_FOR_MEMBERS,
         summary=f"Job {name} {job.reason}.",
         details=(
             needs,
-            _pool(state, "pserver"),
+            *([_pool(state, "pserver")] if job.pservers_wanted else []),
             _pool(state, "trainer"),
         ),
         hints=(

@@ -6,12 +6,12 @@ Each rule is (situation) -> the cause, or None.
 from __future__ import annotations
 
 from master_service.core.decisions import pause_checkpoint, rollback
+from master_service.core.decisions.collective.members import storage_waits
 from master_service.core.explanation.cause import Cause, Code
 from master_service.core.explanation.reports import refusals, start_failures
 from master_service.core.explanation.situation import Situation, listed, seconds
 from master_service.core.state.job import Job
 from shared.records import FailureCause, Phase
-from shared.records.checkpoints import saved_point
 from shared.records.members import pserver_names
 
 
@@ -90,10 +90,11 @@ def etcd_silent(now: Situation) -> Cause | None:
 
 def storage_away(now: Situation) -> Cause | None:
     job = now.job
-    waiting = [member for member in job.members.pservers.values() if member.waits]
+    waiting = {f"pserver-{index}": member.waits for index, member in job.members.pservers.items() if member.waits}
+    waiting |= storage_waits(job.members)
     if job.state.phase.final or not (now.storage_away or waiting):
         return None
-    details = [f"pserver-{member.index}: {member.waits}" for member in waiting]
+    details = [f"{name}: {waits}" for name, waits in waiting.items()]
     if now.storage_away:
         details.append(f"The master: {now.storage_away}")
     limit_s = job.spec.recovery_timeout_s
@@ -120,12 +121,8 @@ def nobody_can_start(now: Situation) -> Cause | None:
 
 def rolling_back(now: Situation) -> Cause | None:
     job, state = now.job, now.job.state
-    if state.phase is not Phase.ROLLING_BACK:
+    if state.phase is not Phase.ROLLING_BACK or now.collective:
         return None
-    ref = rollback.ref_of(job.members.latest, state.checkpoint)
-    place = "the beginning" if not state.checkpoint else f"checkpoint {state.checkpoint[:8]}"
-    if ref is not None:
-        place = f"{saved_point(job.spec.mode, ref.step)} (checkpoint {ref.uuid[:8]})"
     details = [f"The reason: {state.reason}.", f"It began {seconds(now.phase_s)} ago, in timeline {state.timeline}."]
     absent = now.missing_pservers()
     if absent:
@@ -145,7 +142,7 @@ def rolling_back(now: Situation) -> Cause | None:
         hints.insert(0, _start("pserver", job, absent))
     return Cause(
         code=Code.ROLLING_BACK,
-        summary=f"The job goes back to {place}; training continues once every parameter server has loaded it.",
+        summary=f"The job goes back to {now.rollback_point}; training continues once every parameter server has loaded it.",
         details=tuple(details),
         hints=tuple(hints),
     )
@@ -193,7 +190,7 @@ def initialising(now: Situation) -> Cause | None:
     if job.state.phase is not Phase.WAITING or job.members.init_done:
         return None
     if now.initialiser:
-        summary = f"{now.initialiser} gives the parameter servers their first values."
+        summary = f"{now.initialiser} gives {'the parameters' if now.collective else 'the parameter servers'} their first values."
         details = [f"The others compare their model with its layout; this phase has lasted {seconds(now.phase_s)}."]
     else:
         summary = "The parameters are not initialised yet, and no trainer has begun to."

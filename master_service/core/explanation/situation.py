@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from master_service.core.decisions import rollback
 from master_service.core.state.job import Job
-from shared.records import UserFailure
+from shared.records import Strategy, UserFailure
+from shared.records.checkpoints import saved_point
 from shared.records.cluster import Kind
 
 STILL_S = 3.0  # after so many seconds without a finished minibatch a job stands still
@@ -65,9 +67,21 @@ class Situation:
         return listed(shown)
 
     def missing_pservers(self) -> list[int]:
-        slots = self.job.slots
-        needed = slots.serving if slots is not None else range(self.job.spec.pservers)
+        needed = rollback.holders(self.job.spec, self.job.slots)
         return [index for index in needed if index not in self.job.members.pservers]
+
+    @property
+    def rollback_point(self) -> str:
+        """Where the job goes back to."""
+        state = self.job.state
+        ref = rollback.ref_of(self.job.members.latest, state.checkpoint)
+        if ref is not None:
+            return f"{saved_point(self.job.spec.mode, ref.step)} (checkpoint {ref.uuid[:8]})"
+        return f"checkpoint {state.checkpoint[:8]}" if state.checkpoint else "the beginning"
+
+    @property
+    def collective(self) -> bool:
+        return self.job.spec.strategy is Strategy.COLLECTIVE
 
 
 def listed(items: Iterable[str]) -> str:

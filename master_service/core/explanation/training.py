@@ -47,11 +47,12 @@ def progress(now: Situation) -> Cause:
 
 def no_progress(now: Situation) -> Cause:
     """Nothing else explains it."""
+    servers = "" if now.collective else f" and {len(now.job.members.pservers)} parameter servers"
     return Cause(
         code=Code.NO_PROGRESS,
         summary=f"No minibatch was finished for {seconds(now.still_s)}, and every member is there and renews its lease.",
         details=(
-            f"{len(now.job.trainers.names)} trainers and {len(now.job.members.pservers)} parameter servers are registered.",
+            f"{len(now.job.trainers.names)} trainers{servers} are registered.",
             f"The job's state: {now.job.state.phase}, {now.job.state.reason or 'no reason given'}.",
         ),
         hints=("read logs/trainer-*.log of the run", "trireme doctor", f"trireme tasks --state pending {now.option}"),
@@ -235,13 +236,15 @@ def absent_pservers(now: Situation) -> Cause | None:
 
 
 def failing_checkpoints(now: Situation) -> Cause | None:
-    troubled = {index: member.trouble for index, member in sorted(now.job.members.pservers.items()) if member.trouble}
+    members = now.job.members
+    troubled = {f"pserver-{index}": each.trouble for index, each in sorted(members.pservers.items()) if each.trouble}
+    troubled |= {name: each.trouble for name, each in members.trainers.items() if each.trouble}
     if not troubled:
         return None
     return Cause(
         code=Code.CHECKPOINTS_FAIL,
-        summary=f"{listed(f'pserver-{index}' for index in troubled)} cannot write checkpoints.",
-        details=tuple(islice((f"pserver-{index}: {trouble}" for index, trouble in troubled.items()), NAMED)),
+        summary=f"{listed(troubled)} cannot write checkpoints.",
+        details=tuple(islice((f"{name}: {trouble}" for name, trouble in troubled.items()), NAMED)),
         hints=(
             f"make the storage {now.job.spec.storage} writable: it is tried again by itself",
             f"trireme checkpoint list {now.option}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shared.records import PserverMember, TrainerMember
+from shared.records import Holding, PserverMember, TrainerMember
 from shared.records.checkpoints import CheckpointLatest, OwnCheckpoints
 from shared.records.layout import Layout
 
@@ -13,6 +13,11 @@ from shared.records.layout import Layout
 def started_by(member: TrainerMember | PserverMember) -> str:
     """The name that its process was started with. In a cluster that is the pool member whose place it has."""
     return member.incarnation.rpartition("-")[0]
+
+
+def has(holds: Holding | None, timeline: int, checkpoint: str) -> bool:
+    """Collective: whether a trainer that says so has the parameters of that timeline."""
+    return holds is not None and not holds.error and (holds.timeline, holds.checkpoint) == (timeline, checkpoint)
 
 
 LEFT_KEPT = 4096  # names; those that left earlier are no news any more
@@ -43,12 +48,7 @@ class Members:
 
     def holding(self, timeline: int, checkpoint: str) -> tuple[str, ...]:
         """Collective: the trainers that have the parameters of that timeline, in order of arrival."""
-        said = ((name, member.holds) for name, member in self.trainers.items())
-        return tuple(
-            name
-            for name, holds in said
-            if holds is not None and not holds.error and (holds.timeline, holds.checkpoint) == (timeline, checkpoint)
-        )
+        return tuple(name for name, member in self.trainers.items() if has(member.holds, timeline, checkpoint))
 
     def absence(self, name: str) -> str:
         """For people: `trainer-0 left, as asked` or `trainer-0 is gone`."""

@@ -283,9 +283,6 @@ class JobSettings(Record):
         if self.strategy is Strategy.PARAMETER_SERVER and self.min_members > 1:
             msg = f"min_members is {self.min_members}, which only jobs with strategy collective can have; leave it out, or use that strategy"
             raise ValueError(msg)
-        if self.min_members > self.trainers:
-            msg = f"min_members is {self.min_members} and trainers is {self.trainers}: the job would never begin; use at most {self.trainers} of min_members"
-            raise ValueError(msg)
 
     def _check_plateau_metric(self) -> None:
         if self.plateau_metric is not None and self.mode is Mode.ASYNC:

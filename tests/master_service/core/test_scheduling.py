@@ -6,7 +6,7 @@ import pytest
 
 from master_service.core.state.cluster import DropAssignment, PutAssignment, PutJob
 from shared.records.cluster import ClusterJob, Standing
-from shared.records.job_spec import Mode
+from shared.records.job_spec import Mode, Strategy
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.cluster_jobs import (
     WALL,
@@ -42,6 +42,24 @@ def test_a_job_starts_with_all_it_needs_at_once():
     kinds = [type(change) for change in made.changes]
     assert kinds == [PutJob] + [PutAssignment] * 5
     assert state.assignments[("trainer", "t0")].incarnation == "i-t0"
+
+
+def collective(name: str, **fields) -> ClusterJob:
+    spec = {"mode": Mode.SYNC, "strategy": Strategy.COLLECTIVE, "pservers": 0, "lanes": 4, "global_batch_size": 4}
+    return job_of(name, spec=spec_of(job=name, min_members=2, **spec), **fields)
+
+
+def test_a_collective_job_starts_with_min_members_trainers_and_no_parameter_server():
+    state = state_of(collective("a", max_trainers=3), trainers=4, pservers=2)
+    made = step(state)
+    assert split(state, "a") == [(3, 0)]
+    assert [event.message for event in made.events] == ["job a starts with 3 trainers"]
+    few = state_of(collective("a"), trainers=1, pservers=2)
+    step(few)
+    assert few.jobs["a"].reason == "needs 2 trainers; the pool has 1: more must join it"
+    none = state_of(collective("a"), trainers=2)
+    step(none)
+    assert split(none, "a") == [(2, 0)]
 
 
 def test_a_job_without_enough_members_gets_none_and_is_told_both_numbers():

@@ -184,3 +184,12 @@ def test_a_completed_job_is_kept_while_another_waits_to_come_after_it():
         deleted(state, "a")
     state.apply(PutJob(active("b", after=("a", "x"))), 0.0)
     assert deleted(state, "a").changes == (DropJob("a"),)
+
+
+def test_min_members_that_a_job_can_never_have_are_refused():
+    spec = spec_of(
+        job="a", mode=Mode.SYNC, strategy="collective", pservers=0, lanes=4, global_batch_size=4, min_members=3
+    )
+    create(state_of(), job_of("a", spec=spec))
+    with pytest.raises(InvalidArgument, match="min_members 3 is more than the 2 trainers that the job gets at most"):
+        create(state_of(), job_of("a", spec=spec, max_trainers=2))

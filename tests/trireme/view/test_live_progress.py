@@ -9,7 +9,7 @@ import pytest
 
 from shared.errors import CursorExpired, PeerError
 from shared.etcd import NoSpace
-from shared.records import JobSpec, Mode
+from shared.records import JobSpec, Mode, Strategy
 from shared.runtime import clock
 from tests.equipment.virtual_loop import run_virtually
 from trireme.view.child_events import ChildEvent
@@ -131,6 +131,19 @@ def test_the_death_of_the_last_trainer_or_parameter_server_is_not_told_as_that_o
     reporter.on_child(ChildEvent("trainer-1", "restarted"))
     reporter.on_child(ChildEvent("trainer-0", "died", "SIGKILL", 8))
     assert "other trainers" in screen.shown[-1]
+
+
+def test_the_last_trainer_of_a_collective_job_takes_the_parameters_along():
+    screen = Screen()
+    spec = JobSpec.model_construct(mode=Mode.SYNC, strategy=Strategy.COLLECTIVE)
+    reporter = ProgressReporter(spec, screen)
+    for name in ("trainer-0", "trainer-1"):
+        reporter.on_child(ChildEvent(name, "started"))
+    for name in ("trainer-0", "trainer-1"):
+        reporter.on_child(ChildEvent(name, "died", "SIGKILL", 7))
+    first, last = screen.shown
+    assert "other trainers take its lanes" in first
+    assert "nobody has the parameters now: the job goes back to its newest checkpoint" in last
 
 
 class Answering(Master):

@@ -38,6 +38,8 @@ SPEC = JobSpec.model_validate(
 def test_a_running_job_in_one_line():
     assert RUNNING.training() == "epoch 2/5  step 140  loss 0.3123  5,120 records/s  ETA 1:12"
     assert RUNNING.members() == "trainers 1/2  pservers 2/2  restarts 1"
+    assert replace(RUNNING, pservers=0).members() == "trainers 1/2  pservers 0/2  restarts 1"
+    assert replace(RUNNING, pservers=0, pservers_desired=0).members() == "trainers 1/2  restarts 1"
 
 
 def test_a_stalled_job_says_for_whom_it_waits():

@@ -43,7 +43,7 @@ from trireme.settings import (
     merge,
     outside_script,
 )
-from trireme.validation import AUTO, problems_of
+from trireme.validation import AUTO, problems_of, without_auto
 from trireme.view.cluster_client import ClusterClient
 from trireme.view.progress import Display, display, progress_of, say
 from trireme.view.report import failure_lines, number
@@ -92,7 +92,7 @@ async def _submit(request: SubmitRequest) -> int:
     outer = await asyncio.to_thread(with_start_file, outer, request.data_dir, request.url)
     check_fields(outer)
     scheduling, schedule = scheduling_of(request.scheduling), schedule_of(request)
-    known = {name: setting.value for name, setting in outer.items() if name in SETTINGS}
+    known = without_auto({name: setting.value for name, setting in outer.items() if name in SETTINGS})
     with ForkServer() as forks:
         inspection = await inspect(request.script, known, check=request.check, start=forks.start)
     if inspection.notice:

@@ -189,6 +189,10 @@ def check_scheduling(spec: JobSpec, scheduling: Scheduling) -> None:
             f"min_trainers {least} is more than lanes {lanes}: a synchronous job has work for {lanes} trainers at most"
         )
         raise InvalidArgument(msg, hint="raise lanes or lower min_trainers", min_trainers=least, lanes=lanes)
+    most = min(lanes, scheduling.max_trainers or lanes)
+    if spec.min_members > most:
+        msg = f"min_members {spec.min_members} is more than the {most} trainers that the job gets at most (lanes, max_trainers)"
+        raise InvalidArgument(msg, hint="lower min_members, or raise the others", min_members=spec.min_members)
 
 
 def _check_after(jobs: Mapping[str, ClusterJob], asked: ClusterJob) -> None:

@@ -32,7 +32,8 @@ def follow_resize(
         update["trainers"] = trainers
     if update:
         count = "any number of trainers" if trainers is None else in_words("trainer", trainers)
-        message = f"job {name} has places for {count} and {in_words('pserver', pservers)} now"
+        servers = f" and {in_words('pserver', pservers)}" if pservers else ""
+        message = f"job {name} has places for {count}{servers} now"
         event = Event(
             "job_resized", message, {"job": name, **{key: value for key, value in update.items() if value is not None}}
         )

@@ -98,7 +98,7 @@ def _lacks(job: ClusterJob, view: PoolView, admission: Admission, others: list[s
 def _behind(job: ClusterJob, first: ClusterJob | None, view: PoolView, admission: Admission) -> str:
     ahead = f"job {first.job}" if first else "another job"
     kind: Kind = "pserver"
-    if first and need(first)["pserver"] <= max(0, admission.left["pserver"]):
+    if not need(job)["pserver"] or (first and need(first)["pserver"] <= max(0, admission.left["pserver"])):
         kind = "trainer"
     free = max(0, admission.left[kind])
     wants = f"which comes first and waits for {in_words(kind, need(first)[kind])}" if first else "which comes first"

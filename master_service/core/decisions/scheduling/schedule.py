@@ -301,8 +301,9 @@ class _Making:
             self._assign(place, self.state.jobs[self.state.assignments[place].job])
         for job in self.jobs.values():
             if job.standing is Standing.ACTIVE and job.epoch != self.state.jobs[job.job].epoch:
-                counts = [in_words(kind, len(self.view.holds(kind, job.job))) for kind in KINDS]
-                self._say("job_started", f"job {job.job} starts with {counts[0]} and {counts[1]}", job)
+                held = [(kind, len(self.view.holds(kind, job.job))) for kind in KINDS]
+                counts = " and ".join(in_words(kind, count) for kind, count in held if count)
+                self._say("job_started", f"job {job.job} starts with {counts}", job)
         for place, why in self.view.drops.items():
             was = self.state.assignments[place].job
             message = f"{place[0]} {place[1]} leaves job {was}: {why}"
