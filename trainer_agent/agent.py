@@ -17,6 +17,10 @@ from shared.records import JobSpec, Mode, Phase, Task, TrainerMember
 from shared.records.pauses import Paused
 from shared.runtime import clock, telemetry
 from shared.runtime.service import LEASE_LOST
+from trainer_agent.collective.beginning import begin_together
+from trainer_agent.collective.exchange import Collective
+from trainer_agent.collective.groups import GroupView
+from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.core.duties import Duty
 from trainer_agent.data_plane.peers import Connect
 from trainer_agent.data_plane.transfer import Transfer
@@ -63,6 +67,7 @@ class Agent:
         connect: Connect,
         offload: Offload,
         stopping: asyncio.Event,
+        collective: CollectivePorts | None = None,
     ) -> None:
         self._membership = Membership(etcd, member)
         self._spec, self._member, self._etcd, self._directory = spec, member, etcd, directory
@@ -71,16 +76,21 @@ class Agent:
         self._active: SyncLoop | AsyncLoop | EvaluateExportLoop | None = None
         self._reports = reports = Reports(master, member.trainer, self._held, self._pace)
         source = TaskSource(spec, master, member.trainer, offload)
-        transfer = Transfer(
-            directory,
-            connect,
-            compute,
-            reports.suspect,
-            spec.parameter_dtype,
-            self._membership.certain,
-            spec.on_nonfinite,
-            spec.gradient_dtype,
-        )
+        transfer: Transfer
+        self._collective: Collective | None = None
+        if collective is not None:
+            transfer = self._collective = self._collective_of(collective, reports)
+        else:
+            transfer = Transfer(
+                directory,
+                connect,
+                compute,
+                reports.suspect,
+                spec.parameter_dtype,
+                self._membership.certain,
+                spec.on_nonfinite,
+                spec.gradient_dtype,
+            )
         self._context = LoopContext(spec, etcd, directory, compute, transfer, source, reports, stopping)
         self._evaluator = Evaluator(self._context)
         self._initial = compute.initial_lane_zero()
@@ -121,6 +131,8 @@ class Agent:
         view.observers.append(lambda: self._membership.follow(listed=name in view.trainers))
         async with SingleErrorGroup() as group:
             beside = [group.create_task(self._reports.run()), group.create_task(self._evaluator.run())]
+            if self._collective is not None:
+                beside.append(group.create_task(self._collective.run()))
             if self._spec.mode is Mode.ASYNC:
                 beside.append(group.create_task(self._pauses.run()))
             work = group.create_task(self._work())
@@ -160,9 +172,7 @@ class Agent:
 
     async def _work(self) -> int:
         try:
-            if not await ensure_initialised(
-                self._spec, self._directory, self._etcd, self._membership, self._compute, self._connect
-            ):
+            if not await self._has_values():
                 return LEASE_LOST
             while not self._stopping.is_set():
                 while self._duty() is Duty.WAIT and not self._stopping.is_set():
@@ -187,6 +197,21 @@ class Agent:
             raise
         state = self._directory.state
         return FAILED if state is not None and state.phase is Phase.FAILED else OK
+
+    def _collective_of(self, ports: CollectivePorts, reports: Reports) -> Collective:
+        """Instead of parameter servers."""
+        membership, server = self._membership, ports.server
+        server.directory, server.in_doubt = self._directory, lambda: membership.in_doubt
+        server.on_torn = lambda torn: membership.set(torn=torn)
+        view = GroupView(self._directory, self._etcd, self._member.trainer, self._compute.layout.slot_count)
+        return Collective(view, self._connect, self._compute, reports.suspect, membership.certain, self._spec, ports)
+
+    async def _has_values(self) -> bool:
+        """False: only a new process can train."""
+        job = self._spec, self._directory, self._etcd, self._membership, self._compute
+        if self._collective is not None:
+            return await begin_together(*job, self._collective)
+        return await ensure_initialised(*job, self._connect)
 
     def _duty(self) -> Duty:
         return self._context.duty().duty

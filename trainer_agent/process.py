@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from shared.runtime import http, ids, malloc, service, telemetry
 from shared.runtime.network import own_network
 from shared.security.script_digests import ScriptChanged
 from trainer_agent.agent import FAILED, Agent
+from trainer_agent.collective.ports import collective_ports
 from trainer_agent.data_plane.http import HttpPserver, PserverPort, socket_of
 from trainer_agent.data_plane.silence import call_limit_s
 from trainer_agent.data_plane.stream import StreamPserver
@@ -141,6 +142,7 @@ async def _train(
     stack.callback(compute.close)
     log.info("model_built", compute=repr(compute))
     service.settled()
+    collective = await stack.enter_async_context(collective_ports(settings, spec, context.trainer))
     member = TrainerMember(
         trainer=context.trainer,
         url=context.url,
@@ -148,11 +150,13 @@ async def _train(
         host=socket.gethostname(),
         pid=os.getpid(),
         network=own_network(),
+        exchange=collective.exchange if collective is not None else None,
     )
 
     async def offload(work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(reading, work, *arguments)
 
+    connections = await stack.enter_async_context(Connections(settings, call_limit_s(spec, settings.stall_s)))
     agent = Agent(
         spec,
         member,
@@ -160,9 +164,10 @@ async def _train(
         directory=context.directory,
         compute=compute,
         master=master,
-        connect=await stack.enter_async_context(Connections(settings, call_limit_s(spec, settings.stall_s))),
+        connect=connections,
         offload=offload,
         stopping=stopping,
+        collective=collective.with_peers(connections.keep) if collective is not None else None,
     )
     pages.agent = agent
     return await agent.run()
@@ -207,16 +212,25 @@ async def _report_start(master: MasterPort, trainer: str, error: TriremeError) -
 
 
 class Connections(AbstractAsyncContextManager["Connections"]):
-    """A port to each incarnation of each pserver, opened when first asked for."""
+    """A port to each incarnation of each pserver, opened when first asked for; in collective jobs, of the other trainers."""
 
     def __init__(self, settings: Settings, stall_s: float) -> None:
         self._settings, self._stall_s = settings, stall_s
         self._tls = settings.tls.client()
         self._open: dict[str, HttpPserver] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def __aexit__(self, *_: object) -> None:
-        for port in self._open.values():
-            await port.close()
+        self.keep(())
+        if self._closing:
+            await asyncio.wait(self._closing)
+
+    def keep(self, incarnations: Collection[str]) -> None:
+        """Close the ports to all others: calls in flight fail at once."""
+        for incarnation in [each for each in self._open if each not in incarnations]:
+            closing = asyncio.get_running_loop().create_task(self._open.pop(incarnation).close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     def __call__(self, member: PserverMember) -> PserverPort:
         if member.incarnation not in self._open:
@@ -229,7 +243,7 @@ class Connections(AbstractAsyncContextManager["Connections"]):
             member = member.model_copy(update={"uds": ""})
         elif transport != "auto" and not socket_of(member):
             raise InvalidArgument(
-                f"TRIREME_TRANSPORT is {transport}, but pserver-{member.index} on {member.host} has no UNIX socket that is open "
+                f"TRIREME_TRANSPORT is {transport}, but {member.name} on {member.host} has no UNIX socket that is open "
                 f"to this process on {socket.gethostname()}",
                 hint="use auto, or give the parameter server a TRIREME_UDS that both can reach",
             )

@@ -114,6 +114,13 @@ class Accumulator:
         """The root that was kept leaves the tree; release it after use."""
         return self.nodes.pop(self._root)
 
+    def clear(self) -> None:
+        """Forget all data of the step."""
+        for node in self.nodes.values():
+            node.release()
+        self.nodes.clear()
+        self._payload = None
+
     def _supersede(self, lanes: Interval) -> None:
         for inside in [node for node in self.nodes if lanes[0] <= node[0] and node[1] <= lanes[1]]:
             self.nodes.pop(inside).release()

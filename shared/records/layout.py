@@ -163,7 +163,8 @@ def _flat(record: Record, prefix: str = "") -> Iterator[tuple[str, Any]]:
 class Layout(Record):
     """`digest`: SHA-256 over names, shapes, dtypes and memory formats of all parameters and buffers, in order. `device`: the kind
     of device (cpu, cuda) of the trainer that initialised the parameters; "" if it is not known. `initial`: digest of the model's values
-    after `init_from` was loaded; "": none was. `tables`: embedding tables, in the order of their names."""
+    after `init_from` was loaded; "": none was. `tables`: embedding tables, in the order of their names. `values`: of a collective job, digest of all
+    values, and of the state of the optimizer, that it began with."""
 
     segments: tuple[Segment, ...]
     block_bytes: int
@@ -173,6 +174,7 @@ class Layout(Record):
     device: str = ""
     initial: str = ""
     tables: tuple[TableSpec, ...] = Field(default=(), max_length=MOST_TABLES)
+    values: str = ""
 
     @property
     def offsets(self) -> tuple[int, ...]:

@@ -73,6 +73,11 @@ class PserverMember(Record):
     rows_bytes: int = 0
     leaving: bool = False
 
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"pserver-{self.index}" if self.index >= 0 else self.incarnation
+
 
 def pserver_names(indices: Iterable[int]) -> str:
     """For people: `pserver-0, pserver-2`."""

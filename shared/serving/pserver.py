@@ -280,7 +280,7 @@ class Pserver(BlockServer):
         learn_norm(store, request.norm, self.timeline)
         self.counters.pulls += 1
         deadline = clock.monotonic() + min(max(request.wait_s, 0.0), self._max_wait_s)
-        return OpenPull(self, store, request, deadline, arrived)
+        return self.open_pull(store, request, deadline, arrived)
 
     @contextmanager
     def receiving(self, header: PushHeader) -> Iterator[tuple[memoryview, int]]:
@@ -299,6 +299,9 @@ class Pserver(BlockServer):
 
     def open_push(self, store: Store, header: PushHeader) -> OpenPush:
         return OpenPush(self, store, header)
+
+    def open_pull(self, store: Store, request: PullRequest, deadline: float, arrived: Callable[[], None]) -> OpenPull:
+        return OpenPull(self, store, request, deadline, arrived)
 
     # ------------------------------------------------------------ checks
 

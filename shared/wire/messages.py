@@ -241,7 +241,8 @@ class EpochLedger(Record):
 class PserverInfo(Record):
     """`ready`: initialised. `lowest`/`highest`: block versions. `missing` (sync): the lanes [first, last) of step `lowest` that some
     block still lacks. `updates`: optimizer steps over all blocks. `timeline`: of its parameters (0: never rolled back).
-    `checkpoint_error`: why its last part could not be written. `slots`: version of the slot map by which it has its blocks."""
+    `checkpoint_error`: why its last part could not be written. `slots`: version of the slot map by which it has its blocks. `kept`: of a trainer of a
+    collective job, the first version whose mean gradients it can give to others, up to `highest`."""
 
     job: str
     index: int
@@ -261,6 +262,7 @@ class PserverInfo(Record):
     timeline: int = 0
     checkpoint_error: str = ""
     slots: int = 0
+    kept: int | None = None
 
 
 class HandedNotes(Record):

@@ -91,7 +91,7 @@ class HttpPserver:
         self.member = member
         self._token, self._tls = token, tls
         self._stall_s = stall_s
-        self._name = f"<HttpPserver {member.index} at {member.url}>"
+        self._name = f"<HttpPserver {member.name} at {member.url}>"
         self.session: aiohttp.ClientSession | None = None
 
     def __repr__(self) -> str:

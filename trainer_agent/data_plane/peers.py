@@ -6,14 +6,16 @@ A question that concerns all blocks is asked by one slot map: again if slots mov
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from shared.errors import DeadlineExceeded, NotReady, PeerError, StaleGeneration, TriremeError, WrongOwner
+from shared.keys import Keys
 from shared.membership.directory import Directory
-from shared.records import PserverMember
+from shared.records import JobState, MasterAddress, PserverMember, SlotMap
+from shared.records.assignments import Migration
 from shared.records.layout import Layout
 from shared.runtime import ids
 from trainer_agent.data_plane.http import PserverPort
@@ -35,6 +37,35 @@ Connect = Callable[[PserverMember], PserverPort]
 Suspect = Callable[[str, str], None]
 
 
+class JobView(Protocol):
+    """What the data plane sees of the job: a Directory, or something like it."""
+
+    @property
+    def slots(self) -> SlotMap | None: ...
+
+    @property
+    def state(self) -> JobState | None: ...
+
+    @property
+    def master(self) -> MasterAddress | None: ...
+
+    @property
+    def pservers(self) -> Mapping[int, PserverMember]: ...
+
+    @property
+    def migration(self) -> Migration | None: ...
+
+    @property
+    def keys(self) -> Keys: ...
+
+    @property
+    def revision(self) -> int: ...
+
+    async def changed(self, after_revision: int, timeout_s: float) -> bool: ...
+
+    async def wait_for(self, predicate: Callable[[Directory], bool], timeout_s: float, what: str) -> None: ...
+
+
 class Unanswered(Exception):
     """A pserver gave no answer for too long."""
 
@@ -44,7 +75,7 @@ class Peers:
 
     def __init__(
         self,
-        directory: Directory,
+        directory: JobView,
         connect: Connect,
         layout: Layout,
         suspect: Suspect,

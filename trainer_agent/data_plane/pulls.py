@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from typing import Protocol
 
 from shared.errors import BadFrame, Gone, InvalidArgument, PeerError, StaleGeneration, WrongOwner
-from shared.membership.directory import Directory
 from shared.records.job_spec import Narrow, Nonfinite, Transported
-from shared.records.layout import ELEMENT_BYTES
+from shared.records.layout import ELEMENT_BYTES, Layout
 from shared.records.step import StepRecord, StepResult
 from shared.wire.lending import NOTHING
 from shared.wire.messages import PulledBlock, PullEnd, PullRequest
 from trainer_agent.core.steps import agreed
-from trainer_agent.data_plane.peers import OWN_LEASE, Connect, Suspect
+from trainer_agent.data_plane.peers import OWN_LEASE, Connect, JobView, Suspect
 from trainer_agent.data_plane.routing import Routes
 from trainer_agent.data_plane.step_norm import StepNormFinder
 from trainer_agent.data_plane.whole_tables import WholeTables
@@ -33,12 +33,27 @@ async def _at_once() -> bool:
     return False
 
 
+class Vectors(Protocol):
+    """Where pulled blocks are written, see Compute."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    def staging(self, block: int) -> memoryview: ...
+
+    def widen(self, block: int, dtype: Narrow, payload: memoryview) -> None: ...
+
+    def keep(self, block: int) -> None: ...
+
+    def swap(self) -> None: ...
+
+
 class Pulls(WholeTables):
     """`vectors`: whose staging vector a pull fills, and whose parameters in use `swap` replaces."""
 
     def __init__(
         self,
-        directory: Directory,
+        directory: JobView,
         connect: Connect,
         vectors: Compute,
         suspect: Suspect,
@@ -48,7 +63,7 @@ class Pulls(WholeTables):
         gradient_dtype: Transported = "float32",
     ) -> None:
         super().__init__(directory, connect, vectors.layout, suspect, certain)
-        self._vectors = vectors
+        self._vectors: Vectors = vectors
         self._fails = on_nonfinite == "fail"
         self._norm = StepNormFinder(-1, fails=False)
         self._narrow: Narrow | None = None if parameter_dtype == "float32" else parameter_dtype
@@ -166,7 +181,7 @@ class Pulls(WholeTables):
 
         def place(item: PulledBlock) -> memoryview:
             if item.same:
-                if not known:
+                if not self._may_be_same(item.block, known):
                     raise BadFrame(
                         f"block {item.block} came from pserver-{index} as unchanged, but no values were named"
                     )
@@ -191,6 +206,7 @@ class Pulls(WholeTables):
 
         ended = version is None  # else the last answer brings the record, even if all blocks came without it
         while missing or not ended:
+            self._check_pull()
             before = len(missing)
             wanted = {
                 "version": version,
@@ -230,8 +246,7 @@ class Pulls(WholeTables):
                 self._norm.learn_of_version(end.timeline, end.record)
             if end.code == "OK" and end.squares:
                 self._norm.measure(end.timeline, end.squares, self._parameters)
-            if end.results and (not self.results or end.results[0].step < self.results[0].step):
-                self.results = end.results
+            self._take_results(end.results)
             if len(missing) < before:
                 backoff.reset()
             match end.code:
@@ -263,6 +278,18 @@ class Pulls(WholeTables):
         if len(named) == 1 and everything:
             self._staged[place_known] = named.pop()
         return record
+
+    def _take_results(self, found: Sequence[StepResult] | None) -> None:
+        """Of those that were found, the ones that begin with the first step."""
+        if found and (not self.results or found[0].step < self.results[0].step):
+            self.results = tuple(found)
+
+    def _check_pull(self) -> None:
+        """Before each request of a pull. Raises StaleGeneration: it does not count any more."""
+
+    def _may_be_same(self, _: int, known: str) -> bool:
+        """Whether a block may come without values, because they are those that `known` names."""
+        return bool(known)
 
     def _keep_current(self, blocks: Iterable[int]) -> None:
         for block in blocks:

@@ -55,11 +55,8 @@ class StepNormFinder:
                 self.measured = norm_of(self._squares[block] for block in blocks)
 
     def _know(self, norm: float) -> None:
-        if self._fails and not math.isfinite(norm):
-            raise InvalidArgument(
-                f"the norm of the gradient of step {self._step} is {norm}, although each lane's gradient is finite",
-                hint="lower the learning rate or look at the records; on_nonfinite = skip leaves such steps out",
-            )
+        if self._fails:
+            check_finite(self._step, norm)
         self.measured = norm
         self.norm = StepNorm(timeline=self._timeline, step=self._step, norm=norm)
         self._found.set()
@@ -75,3 +72,12 @@ class StepNormFinder:
     async def wait(self, limit_s: float) -> bool:
         """Until the norm is known, at most `limit_s`; answers whether it is."""
         return await event_within(self._found, limit_s)
+
+
+def check_finite(step: int, norm: float) -> None:
+    """Raises InvalidArgument."""
+    if not math.isfinite(norm):
+        raise InvalidArgument(
+            f"the norm of the gradient of step {step} is {norm}, although each lane's gradient is finite",
+            hint="lower the learning rate or look at the records; on_nonfinite = skip leaves such steps out",
+        )

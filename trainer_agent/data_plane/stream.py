@@ -302,7 +302,7 @@ class StreamPserver(HttpPserver):
         self._share = share
 
     def __repr__(self) -> str:
-        return f"<StreamPserver {self.member.index} at {self.member.url}: {self.stream!r}>"
+        return f"<StreamPserver {self.member.name} at {self.member.url}: {self.stream!r}>"
 
     async def close(self) -> None:
         if self.stream is not None:
@@ -371,7 +371,7 @@ class StreamPserver(HttpPserver):
             return self.stream
 
     async def _opened(self) -> TrainerStream | None:
-        name = f"pserver-{self.member.index} at {self.member.url}"
+        name = f"{self.member.name} at {self.member.url}"
         uds = socket_of(self.member)
         make, limit_s = partial(TrainerStream, name), min(CONNECT_S, self._stall_s)
         self._share = self._share and bool(uds) and not (self.stream is not None and self.stream.memory.unreadable)
@@ -379,10 +379,10 @@ class StreamPserver(HttpPserver):
             url, meant = self.member.url, self.member.incarnation
             stream = await upgrade(url, make, meant, uds=uds, token=self._token, tls=self._tls, limit_s=limit_s)
         except UpgradeRefused as error:
-            log.warning("upgrade_refused", pserver=self.member.index, cause=error.message)
+            log.warning("upgrade_refused", pserver=self.member.name, cause=error.message)
             self.refused = True
             return None
-        log.info("stream_open", pserver=self.member.index, over="unix" if uds else "tcp")
+        log.info("stream_open", pserver=self.member.name, over="unix" if uds else "tcp")
         return stream
 
     async def _try_to_share(self, stream: TrainerStream) -> None:
@@ -393,8 +393,8 @@ class StreamPserver(HttpPserver):
             return
         except CallerError as error:
             self._share = False
-            log.info("memory_not_shared", pserver=self.member.index, cause=error.message)
+            log.info("memory_not_shared", pserver=self.member.name, cause=error.message)
             if stream.memory.unreadable:
                 await stream.close()
         else:
-            log.info("memory_shared", pserver=self.member.index)
+            log.info("memory_shared", pserver=self.member.name)

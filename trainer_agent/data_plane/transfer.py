@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from shared.errors import (
+    Gone,
     NotReady,
     PeerError,
     StaleGeneration,
@@ -20,6 +21,7 @@ from shared.errors import (
 )
 from shared.lanes import Interval
 from shared.records.layout import ROWS
+from shared.records.step import StepRecord
 from shared.runtime import telemetry
 from shared.wire.messages import (
     LedgerAnswer,
@@ -41,7 +43,28 @@ log = telemetry.logger("transfer")
 
 
 class Transfer(Pulls):
-    """All parameter servers of the job, as one. `certain` is awaited before each call: until this trainer is surely a member."""
+    """All parameter servers of the job, as one. `certain` is awaited before each call: until this trainer is surely a member.
+
+    `makes_steps_again`: in another generation a step begins again from nothing; else what was acknowledged stays so."""
+
+    makes_steps_again = False
+
+    @asynccontextmanager
+    async def using(self, timeline: int) -> AsyncIterator[None]:  # noqa: ARG002
+        """Around steps: nobody else changes the parameters in use."""
+        yield
+
+    async def join(self, timeline: int, known: StepRecord | None) -> StepRecord:
+        """The version in use: `known` (None: there is none), or all blocks at the lowest version in force. Raises Gone if that is overtaken."""
+        if known is not None:
+            return known
+        version = min(info.lowest for info in await self.infos(timeline))
+        record = found(await self.pull(version), version)
+        self.swap()
+        return record
+
+    async def settled(self, version: int) -> None:
+        """Until `version` cannot be lost any more."""
 
     # ------------------------------------------------------------ push
 
@@ -222,3 +245,10 @@ def _join(verdicts: dict[int, Verdict], more: Mapping[int, Verdict]) -> dict[int
     for index, found in more.items():
         verdicts[index] = worst((verdicts.get(index, Verdict.ACKNOWLEDGED), found))
     return verdicts
+
+
+def found(record: StepRecord | None, version: int) -> StepRecord:
+    """What a pull of `version` brought. Raises Gone if no parameter server had the version's record."""
+    if record is None:
+        raise Gone(f"no parameter server keeps the reader positions of version {version}")
+    return record

@@ -83,16 +83,13 @@ class Joiner:
         return True
 
     async def join(self) -> StepRecord:
-        """The version in use, or all blocks at the lowest version in force. Raises Gone if that is overtaken."""
-        if self._version is not None:
-            return self._version
-        version = min(info.lowest for info in await self._transfer.infos(self.timeline))
-        record = found(await self._transfer.pull(version), version)
-        self._transfer.swap()
-        if record.lane_zero is not None:
-            self._compute.restore(record.lane_zero)
-        self._lane_zero = None
-        log.info("joined", version=version, generation=self._transfer.generation)
+        """The version in use, see Transfer.join."""
+        record = await self._transfer.join(self.timeline, self._version)
+        if record is not self._version:
+            if record.lane_zero is not None:
+                self._compute.restore(record.lane_zero)
+            self._lane_zero = None
+            log.info("joined", version=record.version, generation=self._transfer.generation)
         return record
 
     def may_go_on(self, version: StepRecord) -> bool:
@@ -112,10 +109,3 @@ class Joiner:
             before = BeforeStep(ends_epoch(version.positions), self._evaluator.plateau_value(version))
             self._lane_zero = step, self._compute.begin_step(before).model_copy(update={"asked": asked})
         return self._lane_zero[1]
-
-
-def found(record: StepRecord | None, version: int) -> StepRecord:
-    """What a pull of `version` brought. Raises Gone if no parameter server had the version's record."""
-    if record is None:
-        raise Gone(f"no parameter server keeps the reader positions of version {version}")
-    return record

@@ -21,6 +21,7 @@ from shared.runtime import telemetry
 from shared.runtime.waiting import event_within
 from shared.wire.messages import PushHeader
 from trainer_agent.core.duties import Next
+from trainer_agent.core.steps import nodes_to_compute
 from trainer_agent.data_plane.outbox import Outboxes
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.helping import LaneHelper
@@ -46,6 +47,8 @@ class StepRepair:
         self._directory, self._transfer, self._duty = context.directory, context.transfer, context.duty
         self._readers, self._joiner, self._push, self._helper = readers, joiner, push, helper
         self._work: LaneWork | None = None
+        self._computed: list[LaneWork] = []
+        self._compute = context.compute
         self._reports = context.reports
         self._trainer, self._dtypes = context.source.trainer, context.gradient_dtypes
         self._idle = asyncio.Event()
@@ -66,35 +69,72 @@ class StepRepair:
 
     async def contribute(self, step: Step) -> None:
         """Push this trainer's lanes of the step, again for each generation, until cancelled. Raises TaskFailed, RolledBack."""
-        work = self._work = None
+        self._work, self._computed, generation = None, [], -1
         while True:
             duty = self._duty()
-            missing = [lane for lane in range(*duty.lanes) if lane not in step.shares]
+            if self._transfer.makes_steps_again and duty.generation != generation:
+                step.there.clear()
+            generation = duty.generation
+            missing = [lane for lane in range(*duty.lanes) if lane not in step.there]
             if missing:
                 self._idle.clear()
                 self._readers.keep(duty.lanes)
                 try:
-                    if work is None or work.lanes != missing or not work.computed:
-                        # all records before any gradient: a push begins with the positions after the step
-                        portions = await self._readers.read(missing, step.positions)
-                        work = self._work = LaneWork(missing, portions, Outboxes(self._transfer.routes, self._dtypes))
-                    header = self._header(step, duty.generation, work)
-                    await self.claim(header, work)
-                    if await self._push(step, header, work):
-                        step.times.pushed()
-                        step.shares |= {lane: (work.portions[lane], result) for lane, result in work.results.items()}
-                        work.count(step)
-                    if work.given_up:
+                    if not await self._push_lanes(step, duty, missing):
                         return
-                    if step.shares.keys() >= set(missing):
+                    if step.there >= set(missing):
                         self._helper.share_done(step)
                 except StaleGeneration as error:
                     log.info("generation_stale", step=step.number, generation=duty.generation, cause=error.message)
             self._idle.set()
-            if step.shares.keys() >= set(missing):
+            if step.there >= set(missing):
                 await self._help(step, duty)
             else:
                 await self._other_duty(duty, REFRESH_S)
+
+    async def _push_lanes(self, step: Step, duty: Next, missing: list[int]) -> bool:
+        """What is computed is pushed again, the rest is computed. False: that was given up, others have pushed it."""
+        works = self._again(missing)
+        if left := [lane for lane in missing if not any(lane in work.lanes for work in works)]:
+            # all records before any gradient: a push begins with the positions after the step
+            portions = await self._readers.read(left, step.positions)
+            works.append(LaneWork(left, portions, Outboxes(self._transfer.routes, self._dtypes)))
+        for work in works:
+            self._work = work
+            header = self._header(step, duty.generation, work)
+            await self.claim(header, work)
+            acknowledged = await self._push(step, header, work)
+            if work.computed and work not in self._computed:
+                self._computed = [*self._computed, work] if self._transfer.makes_steps_again else [work]
+            if acknowledged:
+                step.times.pushed()
+                step.shares |= {lane: (work.portions[lane], result) for lane, result in work.results.items()}
+                step.there.update(work.lanes)
+                work.count(step)
+            if work.given_up:
+                return False
+        return True
+
+    def _again(self, missing: list[int]) -> list[LaneWork]:
+        """What is computed of the missing lanes, to be pushed as it is."""
+        if not self._transfer.makes_steps_again:
+            return [work for work in self._computed if work.lanes == missing]
+        found = [work for work in self._computed if not set(missing).isdisjoint(work.lanes)]
+        for work in found:
+            work.outboxes = self._refilled(work)
+        return found
+
+    def _refilled(self, work: LaneWork) -> Outboxes:
+        """By the owners of blocks in the present generation."""
+        boxes = Outboxes(self._transfer.routes, self._dtypes)
+        for node in nodes_to_compute(work.lanes):
+            result = work.result_of(node)
+            samples, contribution = partial(self._compute.samples, node), partial(self._compute.contribution, node)
+            add = boxes.adder(node, samples, contribution, lambda result=result: result)  # type: ignore[misc]
+            for block in range(boxes.blocks):
+                add(block)
+        boxes.close()
+        return boxes
 
     async def _help(self, step: Step, duty: Next) -> None:
         """Until this trainer's duty is another one, at most IDLE_S: then lost pushes are sent again."""
@@ -135,10 +175,14 @@ class StepRepair:
             await self._transfer.claim(claim)
         except StepTorn as error:
             log.warning("step_torn", step=header.step, cause=error.message)
-            timeline = self._joiner.timeline
+            timeline, again = self._joiner.timeline, self._transfer.makes_steps_again
             await self._directory.wait_for(
-                lambda view: timeline_of(view) != timeline, TORN_S, "the job to go back behind a torn step"
+                lambda view: timeline_of(view) != timeline or (again and self._transfer.generation > header.generation),
+                TORN_S,
+                "the job to go back behind a torn step",
             )
+            if timeline_of(self._directory) == timeline:
+                raise StaleGeneration(error.message) from error
             raise RolledBack(error.message) from error
 
     def _header(self, step: Step, generation: int, work: LaneWork) -> PushHeader:

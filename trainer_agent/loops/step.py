@@ -6,20 +6,21 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from shared.lanes import Interval
 from shared.records import StepMetrics, Task
-from shared.records.step import LanePosition, LaneZero
+from shared.records.step import LanePosition, LaneZero, NodeResult, result_of
 from shared.wire.messages import PushHeader
 from trainer_agent.core.steps import nodes_to_compute
 from trainer_agent.data_plane.outbox import Outboxes
-from trainer_agent.model.compute import LaneResult, metrics_of
+from trainer_agent.model.compute import LaneResult, metrics_of, node_result
 from trainer_agent.tasks.lane_reader import Portion
 from trainer_agent.tasks.step_times import Times
 
 
 @dataclass
 class Step:
-    """The step from version `number` to the next, which this trainer began at `began`. `shares`: its lanes that are acknowledged;
-    `counted`: results of those, and of lanes of others, that came from this trainer first."""
+    """The step from version `number` to the next, which this trainer began at `began`. `shares`: its lanes that were acknowledged;
+    `counted`: results of those, and of lanes of others, that came from this trainer first. `there`: its lanes that need not be pushed again."""
 
     number: int
     positions: tuple[LanePosition, ...]
@@ -27,6 +28,7 @@ class Step:
     began: float = 0.0
     shares: dict[int, tuple[Portion, LaneResult]] = field(default_factory=dict)
     counted: dict[int, LaneResult] = field(default_factory=dict)
+    there: set[int] = field(default_factory=set)
     times: Times = field(default_factory=Times)
 
     def metrics(self, timeline: int) -> StepMetrics | None:
@@ -69,6 +71,12 @@ class LaneWork:
         pushed, rest = divmod(self.outboxes.added, self.outboxes.blocks)
         lanes = sum(last - first for first, last in nodes_to_compute(self.lanes)[:pushed])
         return not rest and lanes <= len(self.results)
+
+    def result_of(self, node: Interval) -> NodeResult:
+        """Of a node that is computed."""
+        found = result_of(node, {(lane, lane + 1): node_result(self.results[lane]) for lane in range(*node)})
+        assert found is not None
+        return found
 
     def count(self, step: Step) -> None:
         """It is acknowledged. Each lane's loss is counted once, however many trainers have computed it."""

@@ -22,11 +22,12 @@ from shared.runtime import clock, telemetry
 from shared.wire.messages import PushHeader
 from trainer_agent.core.steps import nodes_to_compute, positions_of_step
 from trainer_agent.data_plane.outbox import PushedRows
+from trainer_agent.data_plane.transfer import found
 from trainer_agent.data_plane.verdicts import Verdict
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.evaluating import Evaluator
 from trainer_agent.loops.helping import LaneHelper
-from trainer_agent.loops.joining import Joiner, found
+from trainer_agent.loops.joining import Joiner
 from trainer_agent.loops.pace import Pace
 from trainer_agent.loops.repair import StepRepair
 from trainer_agent.loops.rows_ahead import RowsAhead
@@ -79,22 +80,27 @@ class SyncLoop:
 
     async def _train(self) -> None:
         self._ahead.drop()
-        version = await self._joiner.join()
-        while self._joiner.may_go_on(version):
-            await self._evaluator.between_steps(version)
-            if self._joiner.may_go_on(version):  # it may have waited
-                version = await self._step(version)
+        async with self._transfer.using(self.timeline):
+            version = await self._joiner.join()
+            while self._joiner.may_go_on(version):
+                await self._evaluator.between_steps(version)
+                if self._joiner.may_go_on(version):  # it may have waited
+                    version = await self._step(version)
 
     async def _step(self, version: StepRecord) -> StepRecord:
         """One optimizer update of the whole model: from `version` to the next one. Raises Gone, TaskFailed, TrainingOver."""
         positions = positions_of_step(version.positions)
         if positions[0].epoch >= self._spec.epochs:
+            await self._transfer.settled(version.version)
             first, _ = self._duty().lanes  # lanes may have moved since the readers were made
             await self._readers.announce_end(first, positions[0].epoch)
         if self._evaluator.stops_at(version):
+            await self._transfer.settled(version.version)
             first, _ = self._duty().lanes
             await self._readers.announce_stop(first, self._spec.epochs, version)
         step = Step(version.version, positions, self._joiner.begin_step(version), clock.monotonic())
+        if self._transfer.makes_steps_again:
+            self._compute.forget_nodes()
         with self._repair.contributing():
             async with asyncio.TaskGroup() as group:
                 contribution = group.create_task(self._repair.contribute(step))  # calls _push
@@ -133,7 +139,8 @@ class SyncLoop:
 
     async def _compute_gradients(self, step: Step, work: LaneWork) -> None:
         """Forward and backward of each lane's minibatch. A node is a group of lanes whose mean gradient is pushed as one."""
-        self._compute.forget_nodes()
+        if not self._transfer.makes_steps_again:
+            self._compute.forget_nodes()
         tables = bool(self._compute.layout.tables)
         if tables:
             self._compute.read_rows(partial(self._transfer.lookup, step.number))

@@ -44,7 +44,7 @@ async def ensure_initialised(
         try:
             if not compute.may_initialise:
                 return False
-            if _all_there(directory) and await _lock(directory, etcd, membership.lease_id, trainer):
+            if _all_there(directory) and await lock(directory, etcd, membership.lease_id, trainer):
                 await _initialise(spec, directory, etcd, trainer, compute, connect)
         except (PeerError, StaleGeneration, WrongOwner, LeaseLost) as error:
             await backoff.failed(error)
@@ -131,7 +131,7 @@ def _all_there(directory: Directory) -> bool:
     return slots is not None and max(slots.owners) + 1 == len(directory.pservers) == wanted
 
 
-async def _lock(directory: Directory, etcd: Etcd, lease_id: int, trainer: str) -> bool:
+async def lock(directory: Directory, etcd: Etcd, lease_id: int, trainer: str) -> bool:
     """True if this trainer holds the lock, also if it had it before."""
     key = directory.keys.init_lock
     taken = await etcd.txn([Compare.create(key, "==", 0)], [Put(key, trainer.encode(), lease_id)])

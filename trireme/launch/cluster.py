@@ -103,6 +103,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
         self._extra = dict(environment or {})
         self._keys = Keys(spec.job)
         self._pserver_settings: dict[str, str] = {}
+        self._uds = ""
         self.numbers = MemberNumbers(spec, self.children, spare_pservers)
         self.lost_leases = LostLeases(spec.lease_ttl_s)
         self._masterless_client: MasterlessClient | None = None
@@ -188,6 +189,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
             "TRIREME_SPEC": str(self.run_dir / "spec.json"),
             **{name: os.environ[name] for name in PASSED_ON if name in os.environ},
             **(self._tokens.environment() if self._tokens is not None else {}),
+            **({"TRIREME_UDS": self._uds} if role != "master" else {}),
             **self._extra,
             **(settings or {}),
         }
@@ -279,8 +281,8 @@ class LocalCluster(SupervisedProcesses[JobState]):
             port = str(self._port if index == 0 else 0)
             await self._add("master", {"TRIREME_PORT": port, "TRIREME_LOGS": logs, **self._port_file(index)})
         threads = os.environ.get("TRIREME_THREADS") or str(threads_for(self.spec, cores()))
-        uds = str(self._opened.enter_context(sockets(self.run_dir)))
-        self._pserver_settings = {"TRIREME_UDS": uds, "TRIREME_THREADS": threads}
+        self._uds = str(self._opened.enter_context(sockets(self.run_dir)))
+        self._pserver_settings = {"TRIREME_THREADS": threads}
         if self._spare_pservers:
             self._pserver_settings["TRIREME_CLAIM_WAIT_S"] = str(SPARE_WAIT_S)
         for _ in range(self.spec.pservers + self._spare_pservers):

@@ -57,7 +57,7 @@ class BlockState:
         self.freeze_at: int | None = None
         self._pool = pool
         self._optimizer = optimizer
-        mean = combine if optimizer is not None else combine_buffers
+        mean = combine_buffers if self.is_buffer else combine
         self.squares: float | None = None
         self._holds = holds
         self.tree = Accumulator(pool, lanes, place.dtype, place.elements, mean, keeps_root=holds)
@@ -69,6 +69,10 @@ class BlockState:
     def is_buffer(self) -> bool:
         """Whether it is no parameter: no optimizer steps it."""
         return self._optimizer is None
+
+    def is_empty_at(self, version: int | None) -> bool:  # noqa: ARG002
+        """Whether it has no values at `version`: only where blocks are of gradients, and the step had no data."""
+        return False
 
     @property
     def narrows(self) -> bool:

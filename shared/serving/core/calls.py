@@ -301,7 +301,7 @@ class OpenPull:
             self._lowest = min(self._lowest, version)
             # the history may drop it before the last block is sent
             self._record = self._record or store.history.record(version)
-            if self._moment is not None and is_same(store, number, wanted, self._moment):
+            if is_same(store, number, wanted, self._moment):
                 return number, version, None
             try:
                 narrow = self.narrow(number)

@@ -58,6 +58,14 @@ class Results:
         while len(self._by_step) > MOST_RESULTS or self._values > MOST_VALUES:
             self._drop(next(iter(self._by_step)))
 
+    def put(self, result: StepResult) -> None:
+        """As `add`; it replaces what is known of its step."""
+        if (known := self._by_step.get(result.step)) is None:
+            self.add(result)
+            return
+        self._values += len(result.metrics) - len(known.metrics)
+        self._by_step[result.step] = result
+
     def forget(self, step: int) -> None:
         """Those of steps before `step`."""
         while self._by_step and (first := next(iter(self._by_step))) < step:
@@ -65,6 +73,11 @@ class Results:
 
     def _drop(self, step: int) -> None:
         self._values -= len(self._by_step.pop(step).metrics)
+
+    def undo(self, step: int) -> None:
+        """Those of steps from `step` on: they are made again."""
+        for undone in [each for each in self._by_step if each >= step]:
+            self._drop(undone)
 
     def of(self, first: int, last: int | None = None) -> tuple[StepResult, ...]:
         """From step `first` on, before `last`."""
@@ -180,9 +193,29 @@ class History:
             self.results.add(result)
         self._first[version - 1] = notes.first
         while len(self._records) > KEPT:
-            oldest = min(self._records)
-            del self._records[oldest]
-            self._first.pop(oldest - 1, None)
+            self._forget_oldest()
+
+    def take_record(self, record: StepRecord) -> None:
+        """Know a version that was made elsewhere; it replaces what is known of it."""
+        self._records[record.version] = record.model_copy(update={"results": ()})
+        self._notes.pop(record.version - 1, None)
+        if record.result is not None:
+            self.results.put(record.result)
+        while len(self._records) > KEPT:
+            self._forget_oldest()
+
+    def start_again(self, version: int) -> None:
+        """Forget the versions after `version`, and all data of their steps: they are made again, maybe of other records."""
+        self._records = {number: record for number, record in self._records.items() if number <= version}
+        self._first = {step: first for step, first in self._first.items() if step < version}
+        self._notes.clear()
+        self.results.undo(version)
+        self.claims += 1
+
+    def _forget_oldest(self) -> None:
+        oldest = min(self._records)
+        del self._records[oldest]
+        self._first.pop(oldest - 1, None)
 
     def _result(self, step: int, positions: Sequence[LanePosition], notes: Notes) -> StepResult | None:
         """None if a part of it did not come."""
@@ -233,7 +266,7 @@ class History:
             notes.grad_norm = each.grad_norm if notes.grad_norm is None else notes.grad_norm
         self.claims += 1
         while len(self._records) > KEPT:
-            del self._records[min(self._records)]
+            self._forget_oldest()
 
     def record(self, version: int) -> StepRecord | None:
         return self._records.get(version)

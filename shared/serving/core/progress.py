@@ -89,9 +89,13 @@ def moment_of(store: Store, known: str | None) -> int | None:
     return int(moment) if name and name == store.name and moment.isascii() and moment.isdecimal() else None
 
 
-def is_same(store: Store, number: int, version: int | None, moment: int) -> bool:
-    """Whether it is certain that a pull of `version` finds a block with the bits that a whole pull had at `moment`. Only
-    blocks of buffers are watched, and who has a newer version than it asks for gets everything."""
+def is_same(store: Store, number: int, version: int | None, moment: int | None) -> bool:
+    """Whether it is certain that a pull of `version` finds a block with the bits that a whole pull had at `moment` (None: there was none). Only
+    blocks of buffers are watched, and who has a newer version than it asks for gets everything. A block without any values is left out as well."""
     state = store.blocks[number]
+    if state.is_empty_at(version):
+        return True
+    if moment is None:
+        return False
     newest = store.changes if store.mode is Mode.ASYNC else state.version if version is None else version
     return state.is_buffer and state.changed <= moment <= newest

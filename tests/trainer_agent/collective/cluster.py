@@ -1,0 +1,103 @@
+"""A whole collective job in one event loop, as tests/trainer_agent/cluster.py: the trainers exchange gradients among themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import torch
+
+from shared.errors import PeerError
+from shared.records import Exchange, JobSpec, Phase, TrainerMember
+from tests.equipment.cluster.direct_ports import DirectPserver
+from tests.trainer_agent.cluster import TorchCluster
+from trainer_agent.agent import Agent
+from trainer_agent.collective.ports import CollectivePorts
+from trainer_agent.collective.server import ShareServer
+from trainer_agent.model.torch_compute import TorchCompute
+from trainer_agent.script.user_module import load
+
+
+class DirectShare(DirectPserver):
+    """Of a trainer that lives."""
+
+    def __init__(self, cluster: CollectiveCluster, name: str) -> None:
+        self._cluster, self._name = cluster, name
+
+    @property
+    def _pserver(self) -> ShareServer:  # type: ignore[override]
+        if self._name not in self._cluster.running:
+            raise PeerError(f"{self._name} is dead")
+        return self._cluster.shares[self._name]
+
+
+class CollectiveCluster(TorchCluster):
+    """`shares`: what each trainer serves."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        super().__init__(spec)
+        self.shares: dict[str, ShareServer] = {}
+        self.agents: dict[str, Agent] = {}
+
+    def add_trainer(self, name: str, script: Path | None = None) -> Agent:
+        user = load(script or self.spec.script)
+        compute = self._computing.submit(TorchCompute, user, self.spec, self._computing).result()
+        self.stopping[name] = asyncio.Event()
+        self.shares[name] = ShareServer(self.spec.job, name)
+        exchange = Exchange(url=f"http://{name}:1")
+        member = TrainerMember(
+            trainer=name,
+            url="http://127.0.0.1:1",
+            incarnation=name,
+            host="here",
+            pid=1,
+            exchange=exchange,
+        )
+        agent = self.agents[name] = Agent(
+            self.spec,
+            member,
+            etcd=self.etcd_of(name),
+            directory=self.directory,
+            compute=compute,
+            master=self.port,
+            connect=lambda member: DirectShare(self, member.incarnation),
+            offload=self.offload,
+            stopping=self.stopping[name],
+            collective=CollectivePorts(self.shares[name], exchange),
+        )
+        self.computes[name] = compute
+        self.running[name] = self._group.create_task(self._outcome(agent))
+        return agent
+
+    async def version(self, version: int, limit_s: float = 50.0) -> None:
+        """Wait until a living trainer has reached `version`."""
+        async with asyncio.timeout(limit_s):
+            while max((self._has(name) for name in self.running), default=-1) < version:
+                await asyncio.sleep(0.001)
+
+    def _has(self, name: str) -> int:
+        store = self.shares[name].store
+        return store.has if store is not None else -1
+
+
+@asynccontextmanager
+async def cluster(spec: JobSpec, trainers: int = 0) -> AsyncIterator[CollectiveCluster]:
+    async with asyncio.TaskGroup() as group:
+        made = CollectiveCluster(spec)
+        await made.start(group)
+        try:
+            for number in range(trainers):
+                made.add_trainer(f"trainer-{number}-x")
+            yield made
+        finally:
+            await made.stop()
+
+
+async def trained(spec: JobSpec, trainers: int = 1) -> dict[str, torch.Tensor]:
+    """Run a job to its end; the exported state_dict."""
+    async with cluster(spec, trainers) as made:
+        state = await made.ended()
+        assert state.phase is Phase.COMPLETED, state
+        return made.exported()

@@ -1,0 +1,156 @@
+"""The trainers of a collective job as one trainer reaches them, generation by generation: who serves which blocks, and where.
+
+etcd: state and trainers of a generation ─► Group: the owners of lanes share the slots, by their places in the list
+trainers' own keys, read when a name is new ─► addresses
+
+A group looks to the data plane like parameter servers: the trainer at place i is the one with index i, and the generation is the version of
+the slot map. A generation never comes twice, so nothing of an earlier one can be taken for this one's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from functools import cached_property
+
+from shared.etcd import Etcd
+from shared.etcd.reading import read_record
+from shared.keys import Keys
+from shared.membership.directory import Directory
+from shared.records import JobState, MasterAddress, PserverMember, SlotMap, TrainerList, TrainerMember
+from shared.records.assignments import Migration
+from shared.runtime import telemetry
+from shared.slots import spread
+from shared.wire.messages import PserverInfo
+from trainer_agent.waiting.retry import retry
+
+log = telemetry.logger("groups")
+
+
+class Group:
+    """The trainers of one generation. `place`: this trainer's, -1: it is not listed. `newest`: the highest version that one of them has, `givers`: the
+    places of those that have it; known once it is `formed`: then this trainer has that version, too. `members`: the others whose address is known."""
+
+    def __init__(self, trainers: TrainerList, me: str, slot_count: int) -> None:
+        self.trainers, self.generation = trainers, trainers.generation
+        self.place = trainers.places.get(me, -1)
+        self.slots = SlotMap(version=trainers.generation, owners=spread(slot_count, max(1, trainers.owner_count)))
+        self.members: dict[int, PserverMember] = {}
+        self.newest = -1
+        self.givers: list[int] = []
+        self.formed = asyncio.Event()
+
+    def __repr__(self) -> str:
+        state = f"formed at version {self.newest}" if self.formed.is_set() else "not formed"
+        return f"<Group of {len(self.trainers.names)} in generation {self.generation}, {state}>"
+
+    @cached_property
+    def others(self) -> dict[int, str]:
+        """The other trainers in the list, by place."""
+        return {place: name for place, name in enumerate(self.trainers.names) if place != self.place}
+
+    def learn(self, infos: Iterable[PserverInfo], own: int) -> None:
+        """What the others have, and this one: version `own`."""
+        versions = {info.index: info.highest for info in infos}
+        self.newest = max([own, *versions.values()])
+        self.givers = sorted(place for place, version in versions.items() if version == self.newest)
+
+
+class GroupView:
+    """What the data plane sees of the job in place of a Directory. `group` None: the trainers of the state's generation are not known. `regrouped` is called
+    for each generation, before anybody else sees it. `slot_count`: of the layout."""
+
+    migration: Migration | None = None
+
+    def __init__(self, directory: Directory, etcd: Etcd, me: str, slot_count: int) -> None:
+        self.directory, self._etcd = directory, etcd
+        self._me, self._slot_count = me, slot_count
+        self.group: Group | None = None
+        self.generation = -1
+        self._seen = (-1, False)
+        self.regrouped: Callable[[], None] = lambda: None
+        self._addresses: dict[str, PserverMember] = {}
+        self._changed = asyncio.Event()
+        directory.observers.append(self.follow)
+
+    def __repr__(self) -> str:
+        return f"<GroupView of {self._me}: {self.group!r}>"
+
+    def follow(self) -> None:
+        """After each change of the directory. In place: another generation is another group."""
+        state, trainers = self.directory.state, self.directory.trainers
+        generation = state.generation if state is not None else -1
+        seen = generation, trainers.generation == generation
+        if seen == self._seen:
+            return
+        self._seen = seen
+        self.generation, self.group = generation, None
+        if trainers.generation == generation and trainers.names:
+            self.group = Group(trainers, self._me, self._slot_count)
+        self._addresses = {name: there for name, there in self._addresses.items() if name in trainers}
+        self.regrouped()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    @property
+    def next_group(self) -> asyncio.Event:
+        """Is set once there is another one, or none."""
+        return self._changed
+
+    async def learn_addresses(self, group: Group) -> None:
+        """In place: of the other trainers, as far as their keys exist."""
+        if not self._addresses.keys() >= set(group.others.values()):
+            prefix = self.keys.trainers
+            found = await retry(lambda: self._etcd.range(prefix, prefix=True), "the addresses of the trainers")
+            members = (read_record(TrainerMember, kv.key, kv.value) for kv in found.kvs if kv.key != self.keys.pause)
+            for member in members:
+                if member is not None and member.exchange is not None and member.trainer in group.trainers:
+                    self._addresses[member.trainer] = pserver_of(member)
+        known = self._addresses
+        group.members = {place: known[name] for place, name in group.others.items() if name in known}
+
+    # ------------------------------------------------------------ as the data plane sees it
+
+    @property
+    def slots(self) -> SlotMap | None:
+        return self.group.slots if self.group is not None else None
+
+    @property
+    def pservers(self) -> dict[int, PserverMember]:
+        return self.group.members if self.group is not None else {}
+
+    @property
+    def state(self) -> JobState | None:
+        return self.directory.state
+
+    @property
+    def master(self) -> MasterAddress | None:
+        return self.directory.master
+
+    @property
+    def keys(self) -> Keys:
+        return self.directory.keys
+
+    @property
+    def revision(self) -> int:
+        return self.directory.revision
+
+    async def changed(self, after_revision: int, timeout_s: float) -> bool:
+        return await self.directory.changed(after_revision, timeout_s)
+
+    async def wait_for(self, predicate: Callable[[Directory], bool], timeout_s: float, what: str) -> None:
+        await self.directory.wait_for(predicate, timeout_s, what)
+
+
+def pserver_of(member: TrainerMember) -> PserverMember:
+    """As the data plane reaches it. Its index is its place, which each generation says anew."""
+    assert member.exchange is not None
+    return PserverMember(
+        index=-1,
+        url=member.exchange.url,
+        incarnation=member.incarnation,
+        host=member.host,
+        pid=member.pid,
+        network=member.network,
+        uds=member.exchange.uds,
+    )

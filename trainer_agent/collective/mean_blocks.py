@@ -1,0 +1,212 @@
+"""Mean gradients in one trainer of a collective job: all blocks of the last two versions that it has.
+
+own share     version s --pushes of step s, all lanes--> mean gradient of step s: version s + 1        (as a parameter server, without optimizer)
+other blocks  pulled from their owners, and taken all at once by `complete`: from then on this trainer has version s + 1
+
+Version s + 1 of a block is the mean gradient of step s, or the values of a buffer after it. A step without any data has no gradient. That of
+the version that the trainer began with is not known to it. A new generation of trainers begins at the version that the trainer has: what its own blocks
+have beyond that is made again (`start_again`), maybe of other records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+
+from shared.blocks.accumulator import Node
+from shared.blocks.buffer_mean import bits_of
+from shared.blocks.buffers import Buffer, BufferPool
+from shared.records import Mode, SlotMap
+from shared.records.layout import Block, Layout
+from shared.records.step import StepRecord
+from shared.serving.core.admission import Push
+from shared.serving.core.blocks import BlockState
+from shared.serving.core.optimizers import Options
+from shared.serving.core.store import Store
+from shared.wire.messages import InitHeader, PushBlock
+from shared.wire.verdict import Verdict
+
+Arrived = Mapping[int, Buffer | None]
+"""By block: its mean gradient, or its values if it is a buffer, with a reference; None: there is none."""
+
+
+class MeanBlock(BlockState):
+    """`kept`: by version, each with a reference; None: the step had no data of it. `nothing`: a buffer of its size, read by nobody. `first`: values of
+    a buffer at the first version; None: of a block of parameters."""
+
+    def __init__(
+        self, place: Block, pool: BufferPool, lanes: int, version: int, nothing: Buffer, first: Buffer | None
+    ) -> None:
+        self._is_buffer = first is not None
+        super().__init__(place, first or nothing, pool, lanes, None, version)
+        self._nothing = nothing
+        self.kept: dict[int, Buffer | None] = {} if first is None else {version: first}
+
+    @property
+    def is_buffer(self) -> bool:
+        return self._is_buffer
+
+    @property
+    def narrows(self) -> bool:
+        return not self._is_buffer and self.place.dtype == "float32"
+
+    def is_empty_at(self, version: int | None) -> bool:
+        at = self.version if version is None else version
+        return at in self.kept and self.kept[at] is None
+
+    def pull(self, version: int) -> Buffer | Verdict:
+        if version in self.kept:
+            return self.kept[version] or self._nothing
+        return Verdict.TOO_EARLY if version > self.version else Verdict.GONE
+
+    def _advance(self, whole: Node, options: Options) -> None:  # noqa: ARG002
+        made = self._made_of(whole)
+        whole.release()
+        self._put(self.version + 1, made)
+
+    def _made_of(self, whole: Node) -> Buffer | None:
+        """The next version, with a reference of its own."""
+        if whole.value is None:
+            return self.current.retain() if self._is_buffer else None
+        if self._is_buffer and torch.equal(bits_of(whole.value), bits_of(self.current.tensor)):
+            return self.current.retain()
+        if whole.buffer is not None and not whole.lent and whole.buffer.kind == (self.place.dtype, self.place.elements):
+            return whole.buffer.retain()
+        return self.copied(whole.value)
+
+    def _put(self, version: int, made: Buffer | None) -> None:
+        if made is not self.current:
+            self.changed = version
+        self.kept[version], self.version = made, version
+        self.current = made or self._nothing
+
+    def take(self, version: int, arrived: Buffer | None) -> None:
+        """The values of a version that was made elsewhere; the reference is this block's from now on."""
+        self.drop_tree()
+        self._put(version, arrived)
+
+    def start_again(self, version: int) -> None:
+        """Back to `version`, without any data of its step."""
+        self.drop_tree()
+        for newer in [each for each in self.kept if each > version]:
+            self._drop(newer)
+        self.version = version
+        self.current = self.kept.get(version) or self._nothing
+        self.changed = version
+
+    def forget_before(self, version: int) -> None:
+        for older in [each for each in self.kept if each < version]:
+            self._drop(older)
+
+    def drop_tree(self) -> None:
+        self.tree.clear()
+
+    def let_go(self) -> None:
+        self.drop_tree()
+        for version in list(self.kept):
+            self._drop(version)
+
+    def _drop(self, version: int) -> None:
+        if (buffer := self.kept.pop(version)) is not None:
+            buffer.release()
+
+
+class MeanStore(Store):
+    """`has`: the version of which it has every block. `own`: the blocks of its share, the only ones that it takes pushes of. `in_use`: the version that
+    the trainer's parameters have: what it still has to step is kept."""
+
+    blocks: dict[int, MeanBlock]  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        job: str,
+        layout: Layout,
+        lanes: int,
+        record: StepRecord,
+        values: Callable[[int], memoryview],
+        pool: BufferPool | None = None,
+    ) -> None:
+        """`values(block)`: of a block of buffers at the version of `record`."""
+        header = InitHeader(job=job, generation=0, mode=Mode.SYNC, lanes=lanes, layout=layout, pserver=0, record=record)
+        super().__init__(header, pool=pool)
+        self.has = self.in_use = record.version
+        self.own: frozenset[int] = frozenset()
+        nothing: dict[tuple[str, int], Buffer] = {}
+        for place in layout.blocks():
+            kind = place.dtype, place.elements
+            if kind not in nothing:
+                nothing[kind] = self.pool.take(*kind)
+            first = None
+            if layout.segments[place.segment].kind == "buffer":
+                first = self.pool.take(*kind)
+                first.view[:] = memoryview(values(place.number)).cast("B")
+            self.blocks[place.number] = MeanBlock(place, self.pool, lanes, record.version, nothing[kind], first)
+        self.renumber()
+
+    def __repr__(self) -> str:
+        return f"<MeanStore at version {self.has}: {len(self.own)} of {len(self.blocks)} blocks are its own>"
+
+    def regroup(self, slots: SlotMap, own: Collection[int]) -> None:
+        """Another generation: the step after the version that it has begins again, and it owns these blocks."""
+        self.slots, self.own = slots, frozenset(own)
+        for block in self.blocks.values():
+            block.start_again(self.has)
+        self.history.start_again(self.has)
+
+    def complete(self, version: int, arrived: Arrived, record: StepRecord) -> None:
+        """It has `version` from now on, the next one: with what has `arrived`, whose references are its own now, and its own share for the rest."""
+        assert version == self.has + 1
+        for number, block in self.blocks.items():
+            if number in arrived:
+                block.take(version, arrived[number])
+            else:
+                assert version in block.kept
+        self.history.take_record(record)
+        self.has = version
+        self.forget()
+
+    def forget(self) -> None:
+        """What nobody needs any more: others may lack the last version, this trainer what it has not stepped yet."""
+        for block in self.blocks.values():
+            block.forget_before(min(self.has - 1, self.in_use + 1))
+
+    def own_share_has(self, version: int) -> bool:
+        """Whether all blocks of its own share have been made at `version`."""
+        return all(self.blocks[number].version >= version for number in self.own)
+
+    @property
+    def first_kept(self) -> int:
+        """The first version of which it can give every block, up to `has`; `has` + 1: none."""
+        version = self.has + 1
+        while all(version - 1 in block.kept for block in self.blocks.values()):
+            version -= 1
+        return version
+
+    def retained(self, version: int) -> dict[int, Buffer | None]:
+        """All blocks at a version that it has; the caller releases them."""
+        found = {number: block.kept[version] for number, block in self.blocks.items()}
+        for buffer in found.values():
+            if buffer is not None:
+                buffer.retain()
+        return found
+
+    def let_go(self) -> None:
+        """Give all memory back."""
+        for block in self.blocks.values():
+            block.let_go()
+
+    # ------------------------------------------------------------ Store
+
+    def apply(self, push: Push, item: PushBlock, payload: memoryview, memory: Buffer | None = None) -> Verdict:
+        if item.block in self.blocks and item.block not in self.own:
+            return Verdict.WRONG_OWNER
+        return super().apply(push, item, payload, memory)
+
+    @property
+    def lowest(self) -> int:
+        return self.has
+
+    @property
+    def highest(self) -> int:
+        return self.has

@@ -1,0 +1,69 @@
+"""What one trainer of a collective job needs of its process: a server for its share of the gradients, and a thread for its optimizer's steps.
+
+    exchange port, UNIX socket ─► ShareServer, in the event loop       mean gradients ─► Replica.step, in a thread of its own
+
+The event loop answers the other trainers while the user's script computes in another thread. Both need the interpreter's lock: torch gives it
+up in its kernels, other Python code after SWITCH_S at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from shared.records import Exchange, JobSpec, Strategy
+from shared.serving.data_plane.server import make_app, serving, socket_path
+from shared.wire.region_allocator import RegionAllocator
+from trainer_agent.collective.server import ShareServer
+from trainer_agent.settings import Settings
+
+SWITCH_S = 0.001
+
+T = TypeVar("T")
+
+
+async def at_once(work: Callable[..., T], *arguments: Any) -> T:
+    """Where there are no threads."""
+    return work(*arguments)
+
+
+@dataclass(frozen=True)
+class CollectivePorts:
+    """`exchange`: where the others reach `server`. `step_in`: where the replica is stepped. `forget_peers`: closes connections to all but these trainers."""
+
+    server: ShareServer
+    exchange: Exchange
+    step_in: Callable[..., Awaitable[Any]] = at_once
+    forget_peers: Callable[[Collection[str]], None] = lambda _: None
+
+    def with_peers(self, forget_peers: Callable[[Collection[str]], None]) -> CollectivePorts:
+        return replace(self, forget_peers=forget_peers)
+
+
+@asynccontextmanager
+async def collective_ports(settings: Settings, spec: JobSpec, trainer: str) -> AsyncIterator[CollectivePorts | None]:
+    """None for a job with parameter servers. Raises CallerError if the port is taken."""
+    if spec.strategy is not Strategy.COLLECTIVE:
+        yield None
+        return
+    server = ShareServer(settings.job, trainer, settings.max_wait_s, RegionAllocator)
+    app = make_app(server, settings.access, stall_s=settings.stall_s, idle_s=settings.idle_s)
+    uds, tls = socket_path(settings.uds, trainer), settings.tls
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, SWITCH_S))
+    try:
+        with ThreadPoolExecutor(1, "step") as stepping:
+
+            async def step_in(work: Callable[..., T], *arguments: Any) -> T:
+                return await asyncio.get_running_loop().run_in_executor(stepping, work, *arguments)
+
+            async with serving(app, settings.host, settings.exchange_port, uds, tls.server()) as listening:
+                url = f"{tls.scheme}://{settings.advertised}:{listening.port}"
+                yield CollectivePorts(server, Exchange(url=url, uds=listening.uds), step_in)
+    finally:
+        sys.setswitchinterval(before)

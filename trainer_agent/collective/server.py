@@ -1,0 +1,160 @@
+"""The share of a collective job's blocks that one trainer serves to the others: pushes and pulls as at a parameter server, without optimizer.
+
+    a generation is known: fenced ─► its trainers have said which versions they have ─► open: pushes of the step after the newest one
+
+A trainer takes pushes of a step only while its own version is at most one behind: so whoever makes version v knows that all trainers of the
+generation, whose blocks it needed for that, have version v - 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Collection
+from typing import Any
+
+from shared.blocks.buffers import Allocate, Buffer
+from shared.errors import InvalidArgument, NotReady, StaleGeneration, WrongOwner
+from shared.lanes import Interval, gaps, intervals
+from shared.records import Mode, SlotMap
+from shared.records.pauses import Torn
+from shared.runtime import telemetry
+from shared.serving.core.calls import OpenPull, OpenPush, Payload
+from shared.serving.core.store import Store
+from shared.serving.pserver import Pserver
+from shared.wire.messages import (
+    InitBlock,
+    InitHeader,
+    MessageHeader,
+    PserverInfo,
+    PullEnd,
+    PullRequest,
+    PushHeader,
+)
+from trainer_agent.collective.mean_blocks import MeanStore
+
+AHEAD = 1  # how many versions the step of a push may be ahead of this trainer's own
+
+log = telemetry.logger("share")
+
+
+class SharePull(OpenPull):
+    """Ends with its generation."""
+
+    def __init__(
+        self, server: ShareServer, store: Store, request: PullRequest, deadline: float, arrived: Callable[[], None]
+    ) -> None:
+        super().__init__(server, store, request, deadline, arrived)
+        self._of, self._since = server, server.generation
+
+    def next(self) -> tuple[int, int, Buffer | None] | PullEnd | None:
+        if self._of.generation != self._since:
+            return PullEnd(code="NOT_READY", message=f"generation {self._since} is over: ask in {self._of.generation}")
+        return super().next()
+
+
+class ShareServer(Pserver):
+    """`index`: its trainer's place in the generation's list, -1 without one. `opened`: the generation in which pushes are taken. `trainer`: whose it is."""
+
+    store: MeanStore | None
+
+    def __init__(
+        self, job: str, trainer: str, max_wait_s: float = 60.0, allocate: Callable[[], Allocate] | None = None
+    ) -> None:
+        super().__init__(job, trainer, -1, max_wait_s, allocate)
+        self.trainer = trainer
+        self.opened = -1
+
+    def __repr__(self) -> str:
+        return f"<ShareServer of {self.trainer}, generation {self.generation}, open in {self.opened}: {self.store!r}>"
+
+    # ------------------------------------------------------------ generations
+
+    def serve(self, store: MeanStore, timeline: int) -> None:
+        """Its trainer has these blocks now."""
+        self._serve(store, timeline)
+
+    def regroup(self, generation: int, place: int, slots: SlotMap | None, own: Collection[int]) -> None:
+        """The trainers are others from now on: whatever was pushed or asked before does not count any more."""
+        self.generation, self.index = max(self.generation, generation), place
+        if self.store is not None and slots is not None:
+            self.store.regroup(slots, own)
+        for wake in [pull.wake for pull in self.pulls]:
+            wake()
+
+    def open(self, generation: int) -> None:
+        """All trainers of the generation have said which versions they have, and this one has the newest."""
+        self.opened = generation
+
+    def tear(self, cause: str) -> None:
+        """The step begins again in the next generation: `on_torn` asks for it."""
+        log.error("step_torn", trainer=self.trainer, generation=self.generation, cause=cause)
+        self.on_torn(Torn(timeline=self.timeline, cause=f"{self.trainer}: {cause}"))
+
+    # ------------------------------------------------------------ calls
+
+    async def init(self, header: InitHeader, blocks: AsyncIterator[tuple[InitBlock, Payload]]) -> None:  # noqa: ARG002
+        msg = f"{self.trainer} is a trainer of a collective job: it takes no initial values"
+        raise InvalidArgument(msg, hint="job and trainers have to agree on `strategy`")
+
+    def begin_push(self, header: PushHeader) -> OpenPush:
+        self.check_generation(header)
+        store = self.store
+        if store is not None and header.generation == self.generation:
+            if self.opened != self.generation:
+                msg = f"{self.trainer} does not know yet which versions the trainers of generation {self.generation} have: push again"
+                raise NotReady(msg)
+            if header.step > store.has + AHEAD:
+                msg = f"{self.trainer} has version {store.has}, which is too old for pushes of step {header.step}: push again"
+                raise NotReady(msg)
+        return super().begin_push(header)
+
+    def begin_pull(self, request: PullRequest, arrived: Callable[[], None]) -> OpenPull | PullEnd:
+        self.check_generation(request)
+        store = self.store
+        version = -1 if request.version is None else request.version
+        if store is not None and version > store.has and (foreign := set(request.blocks) - store.own):
+            msg = f"block {min(foreign)} is not in the share of {self.trainer} in generation {self.generation}"
+            raise WrongOwner(msg, block=min(foreign))
+        return super().begin_pull(request, arrived)
+
+    def open_pull(self, store: Store, request: PullRequest, deadline: float, arrived: Callable[[], None]) -> OpenPull:
+        return SharePull(self, store, request, deadline, arrived)
+
+    async def info(self) -> PserverInfo:
+        common: dict[str, Any] = {"job": self.job, "index": self.index, "incarnation": self.incarnation}
+        common |= {"generation": self.generation, "term": self.term, "timeline": self.timeline}
+        store = self.store
+        if store is None or self.in_doubt():
+            return PserverInfo(**common, ready=False)
+        return PserverInfo(
+            **common,
+            ready=True,
+            mode=Mode.SYNC,
+            digest=store.layout.digest,
+            blocks=len(store.own),
+            bytes=sum(store.blocks[number].place.bytes for number in store.own),
+            lowest=store.has,
+            highest=store.has,
+            missing=_missing(store),
+            slots=store.slots.version if store.slots is not None else 0,
+            kept=store.first_kept,
+        )
+
+    def check_generation(self, header: MessageHeader) -> None:
+        """Only calls of the generation that this trainer is in are answered. Raises StaleGeneration, NotReady."""
+        if header.generation < self.generation:
+            msg = (
+                f"generation {header.generation} is over: {self.trainer} is in {self.generation}; read the lanes again"
+            )
+            raise StaleGeneration(msg, generation=self.generation)
+        if header.generation > self.generation:
+            msg = f"generation {header.generation} is ahead of {self.generation}, the newest that {self.trainer} has read from etcd: ask again"
+            raise NotReady(msg)
+
+
+def _missing(store: MeanStore) -> tuple[Interval, ...]:
+    """The lanes that some block of the share lacks in the step after the version that all of it has."""
+    waiting = {
+        frozenset(block.tree.nodes) for number in store.own if (block := store.blocks[number]).version == store.has
+    }
+    lacking = {lane for nodes in waiting for first, last in gaps(nodes, store.lanes) for lane in range(first, last)}
+    return tuple(intervals(sorted(lacking)))
