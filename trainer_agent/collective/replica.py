@@ -39,7 +39,7 @@ class Share:
 
 class Replica:
     """`record`: of the version in use, None as long as there is none; `stepped`: of the version in the staging vectors, if that is the next one.
-    `timeline` and `checkpoint`: of both, see JobState."""
+    `timeline` and `checkpoint`: of both, see JobState. `stepping`: set before `step` is called in a thread: states are changing."""
 
     def __init__(self, compute: Compute, clipping: Clipping | None = None) -> None:
         self._compute, self._clipping = compute, clipping or Clipping(None)
@@ -53,6 +53,7 @@ class Replica:
         self.record: StepRecord | None = None
         self.stepped: StepRecord | None = None
         self.timeline, self.checkpoint = 0, ""
+        self.stepping = False
         self._forget_states()
 
     def __repr__(self) -> str:
@@ -63,6 +64,11 @@ class Replica:
     def version(self) -> int | None:
         """The version in use; None: none yet."""
         return self.record.version if self.record is not None else None
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether values in use and states are of one version, until the loop of events goes on."""
+        return self.record is not None and self.stepped is None and not self.stepping
 
     # ------------------------------------------------------------ first values
 
@@ -99,9 +105,7 @@ class Replica:
         assert self.record is not None
         assert record.version == self.record.version + 1
         norm = self._norm(gradients, record)
-        factor: float | None = 1.0
-        if self._clipping.holds and norm is not None:
-            factor = self._clipping.factor(norm)
+        factor = self._factor(norm)
         options = [options_of(each) for each in record.lane_zero.options] if record.lane_zero is not None else []
         for block in self._blocks:
             self._step(block, gradients[block.number], factor, options)
@@ -112,7 +116,14 @@ class Replica:
         """What was stepped is the version in use from now on."""
         assert self.stepped is not None
         self._compute.swap()
-        self.record, self.stepped = self.stepped, None
+        self.record, self.stepped, self.stepping = self.stepped, None, False
+
+    def factor(self, gradients: Mapping[int, torch.Tensor | None], record: StepRecord) -> float | None:
+        """By which the gradients of that step are multiplied; None: none of them is used."""
+        return self._factor(self._norm(gradients, record) if self._clipping.holds else None)
+
+    def _factor(self, norm: float | None) -> float | None:
+        return self._clipping.factor(norm) if self._clipping.holds and norm is not None else 1.0
 
     def _norm(self, gradients: Mapping[int, torch.Tensor | None], record: StepRecord) -> float | None:
         """The same bits as parameter servers and their trainers find together."""
@@ -180,7 +191,7 @@ class Replica:
         self._forget_states()
 
     def _is_at(self, record: StepRecord, timeline: int, checkpoint: str) -> None:
-        self.record, self.stepped = record, None
+        self.record, self.stepped, self.stepping = record, None, False
         self.timeline, self.checkpoint = timeline, checkpoint
 
     def _forget_states(self) -> None:

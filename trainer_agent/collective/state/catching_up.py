@@ -1,0 +1,359 @@
+"""A trainer without state gets that of others block by block, while they train on, and keeps up with their versions meanwhile.
+
+    donors, each some blocks, each at some version ─► arrived ─┐
+    mean gradients of each version, as members pull them ──────┴─► each block stepped to the version that is followed
+    all blocks are there, at that version ─► the replica has it
+
+A block that comes too late for the gradients that are kept is fetched again; if that happens too often, the donors are asked to hurry. Nothing is in use
+before all of it is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from xxhash import xxh3_128
+
+from shared.blocks.buffers import bytes_of, tensor_over
+from shared.blocks.narrow import DTYPES
+from shared.errors import BadFrame, NotReady, PeerError, StaleGeneration
+from shared.records.step import StepRecord
+from shared.runtime import ids, telemetry
+from shared.serving.core.optimizers import BlockOptimizer, Options, arguments, options_of
+from trainer_agent.collective.replica import Replica
+from trainer_agent.collective.state.messages import MOST_HURRY, Portion, StateRequest
+from trainer_agent.model.compute import Compute
+from trainer_agent.waiting.single_error import SingleErrorGroup
+
+AT_ONCE = 64  # blocks that are asked for in one request; the donor sends as many as make a portion
+KEPT_BYTES = 32 << 20  # of gradients; at least KEPT versions, and at most MOST_KEPT
+KEPT, MOST_KEPT = 2, 256
+TRIES = 3  # in a row, with one donor
+PAUSE_S = 0.2
+
+StepIn = Callable[..., Awaitable[Any]]
+Gradients = Mapping[int, torch.Tensor | None]
+
+log = telemetry.logger("collective.catching_up")
+
+
+class Donor(Protocol):
+    """A trainer that has the parameters, as one that joins reaches it."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def state(self, request: StateRequest) -> Portion:
+        """Raises PeerError, NotReady, DeadlineExceeded, StaleGeneration, BadFrame."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """How a version follows from the one before: the mean gradient of each block (None: none), or a buffer's values (None: as they were). `release` gives
+    the memory back."""
+
+    record: StepRecord
+    gradients: Gradients
+    release: Callable[[], None] = lambda: None
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.gradients.values() if tensor is not None)
+
+
+class Follow(Protocol):
+    """The mean gradients of all versions behind one, in order."""
+
+    def begin(self, record: StepRecord, timeline: int, checkpoint: str) -> None:
+        """From the version behind `record` on."""
+        ...
+
+    async def wait(self, version: int) -> None:
+        """Until it is there. Raises Gone: it is not kept any more."""
+        ...
+
+    def take(self, version: int) -> Step:
+        """It is there, and so was each one before."""
+        ...
+
+
+@dataclass
+class _Block:
+    number: int
+    version: int
+    values: torch.Tensor
+    optimizer: BlockOptimizer | None
+    group: int
+    spare: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.spare = torch.empty_like(self.values)
+
+    def step(self, gradient: torch.Tensor | None, factor: float | None, options: Sequence[Options]) -> None:
+        """In place, with the bits of Replica.step."""
+        self.version += 1
+        if gradient is None or (self.optimizer is not None and factor is None):
+            return
+        if self.optimizer is None:
+            self.values.copy_(gradient)
+            return
+        scaled = gradient * factor if factor is not None and factor != 1.0 else gradient.clone()
+        self.optimizer.step_into(self.spare, self.values, scaled, options[self.group] if options else {})
+        self.values, self.spare = self.spare, self.values
+
+
+async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Where there are no threads."""
+    return work(*arguments)
+
+
+class CatchingUp:
+    """One attempt, for one timeline. `envelope()`: job, term and generation of requests. `factor`: see Replica.factor. `step_in`: where blocks are stepped: a
+    thread."""
+
+    def __init__(
+        self,
+        compute: Compute,
+        donors: Sequence[Donor],
+        follow: Follow,
+        envelope: Callable[[], Mapping[str, Any]],
+        timeline: int,
+        checkpoint: str,
+        factor: Callable[[Gradients, StepRecord], float | None] = lambda *_: 1.0,
+        step_in: StepIn = at_once,
+    ) -> None:
+        self._compute, self._layout = compute, compute.layout
+        self._places = tuple(self._layout.blocks())
+        self._donors, self._follow, self._envelope, self._step_in = list(donors), follow, envelope, step_in
+        self._timeline, self._checkpoint, self._factor = timeline, checkpoint, factor
+        spec = self._layout.optimizer
+        self._arguments = [arguments(spec, s.group) if s.kind == "param" else None for s in self._layout.segments]
+        self._missing = deque(range(len(self._places)))
+        self._blocks: dict[int, _Block] = {}
+        self._record: StepRecord | None = None
+        self._kept: deque[Step] = deque()
+        self._kept_bytes = 0
+        self._factors: dict[int, float | None] = {}
+        self._stepping = False
+        self._changed = asyncio.Event()
+        self.late = self.damaged = self.hurry = 0
+
+    def __repr__(self) -> str:
+        version = self._record.version if self._record is not None else "none"
+        return f"<CatchingUp: {len(self._blocks)} of {len(self._places)} blocks, version {version}, {self.late} came too late>"
+
+    @property
+    def version(self) -> int:
+        """The one that is followed."""
+        assert self._record is not None
+        return self._record.version
+
+    async def run(self) -> None:
+        """Until all blocks are there at one version; then `hand_over`. Raises NotReady: no donor is left; Gone: the versions pass faster than they can be
+        followed here. Begin anew then."""
+        try:
+            await self._first()
+            async with SingleErrorGroup() as group:
+                following = group.create_task(self._keep_up())
+                fetching = group.create_task(self._fetch_all())
+                while not self.whole:
+                    self._changed.clear()
+                    await self._changed.wait()
+                following.cancel()
+                fetching.cancel()
+        finally:
+            while self._kept:
+                self._kept.popleft().release()
+
+    @property
+    def whole(self) -> bool:
+        """Whether all blocks are at the version that is followed."""
+        there = self._record is not None and not self._stepping and len(self._blocks) == len(self._places)
+        return there and all(block.version == self.version for block in self._blocks.values())
+
+    def hand_over(self, replica: Replica) -> None:
+        """The replica has the version from now on; what was collected is its own."""
+        assert self.whole
+        assert self._record is not None
+        replica.forget()
+        for number, block in self._blocks.items():
+            state = block.optimizer.state() if block.optimizer is not None else {}
+            replica.load(number, bytes_of(block.values), state)
+        replica.loaded(self._record, self._timeline, self._checkpoint)
+        self._blocks = {}
+
+    # ------------------------------------------------------------ blocks
+
+    async def _first(self) -> None:
+        """From which version on the others are followed: the newest one, without any block, so that it is known at once. Raises NotReady."""
+        problem: object = "nobody has the parameters"
+        for donor in self._donors:
+            try:
+                portion = await self._ask(donor, (), 0)
+            except (PeerError, StaleGeneration, BadFrame) as error:
+                problem = error
+            else:
+                self._record = portion.head.record
+                self._follow.begin(portion.head.record, self._timeline, self._checkpoint)
+                return
+        raise NotReady(f"none of {len(self._donors)} trainers gives its parameters: {problem}")
+
+    async def _fetch_all(self) -> None:
+        """From all donors at once. Raises NotReady: none is left, and blocks are missing."""
+        async with SingleErrorGroup() as group:
+            for donor in self._donors:
+                group.create_task(self._fetch(donor))
+        raise NotReady(
+            f"all of {len(self._donors)} donors are gone, {len(self._places) - len(self._blocks)} blocks are missing"
+        )
+
+    async def _fetch(self, donor: Donor) -> None:
+        """Until it fails too often."""
+        failed = 0
+        while failed < TRIES:
+            if not self._missing:
+                await asyncio.sleep(PAUSE_S)  # some may come too late, from others
+                continue
+            share = -(-len(self._missing) // len(self._donors))
+            wanted = [self._missing.popleft() for _ in range(min(AT_ONCE, share))]
+            try:
+                portion = await self._ask(donor, tuple(wanted), self.version)
+            except (PeerError, StaleGeneration, BadFrame) as error:
+                failed += 1
+                log.warning("donor_failed", donor=donor.name, times=failed, cause=str(error))
+                self._missing.extend(wanted)
+                await asyncio.sleep(ids.jitter(PAUSE_S))
+            except BaseException:
+                self._missing.extend(wanted)
+                raise
+            else:
+                failed = 0
+                given = set(portion.head.given)
+                self._missing.extendleft(number for number in reversed(wanted) if number not in given)
+                self._take(portion)
+        log.warning("donor_left_out", donor=donor.name)
+
+    async def _ask(self, donor: Donor, blocks: tuple[int, ...], at_least: int) -> Portion:
+        """Raises as Donor.state; BadFrame: something of it is damaged, or not what was asked for."""
+        wanted = {"timeline": self._timeline, "blocks": blocks, "at_least": at_least, "hurry": self.hurry}
+        portion = await donor.state(StateRequest(**self._envelope(), **wanted))
+        try:
+            self._check(portion, blocks)
+        except BadFrame:
+            self.damaged += 1
+            raise
+        return portion
+
+    def _check(self, portion: Portion, blocks: tuple[int, ...]) -> None:
+        """Raises BadFrame."""
+        found: dict[int, set[str]] = {}
+        for part, payload in portion.parts:
+            if part.block not in blocks or part.dtype not in DTYPES:
+                raise BadFrame(
+                    f"{part.name or 'values'} of block {part.block} in {part.dtype}: blocks {blocks[:4]} … were asked for"
+                )
+            place = self._places[part.block]
+            expected = (
+                place.bytes if not part.name else DTYPES[part.dtype].itemsize * (1 if part.scalar else place.elements)
+            )
+            if payload.nbytes != expected or (not part.name and (part.dtype != place.dtype or part.scalar)):
+                raise BadFrame(
+                    f"{part.name or 'values'} of block {part.block}: {payload.nbytes} bytes of {part.dtype}, {expected} were expected"
+                )
+            if xxh3_128(payload).hexdigest() != part.digest:
+                raise BadFrame(f"{part.name or 'values'} of block {part.block} was damaged on its way")
+            found.setdefault(part.block, set()).add(part.name)
+        if set(portion.head.given) != found.keys() or any("" not in names for names in found.values()):
+            raise BadFrame(f"blocks {portion.head.given[:4]} … were announced, {sorted(found)[:4]} … came")
+
+    def _take(self, portion: Portion) -> None:
+        """Those that are not too old are kept up with from now on."""
+        version = portion.head.record.version
+        states: dict[int, dict[str, torch.Tensor]] = {number: {} for number in portion.head.given}
+        values: dict[int, torch.Tensor] = {}
+        for part, payload in portion.parts:
+            tensor = tensor_over(payload, part.dtype).clone()  # as aligned as torch wants it
+            if part.name:
+                states[part.block][part.name] = tensor.reshape(()) if part.scalar else tensor
+            else:
+                values[part.block] = tensor
+        late = 0
+        for number in portion.head.given:
+            chosen = self._arguments[self._places[number].segment]
+            optimizer = None
+            if chosen is not None:
+                optimizer = BlockOptimizer(self._layout.optimizer.name, chosen, values[number])
+                optimizer.load(states[number])
+            block = _Block(
+                number, version, values[number], optimizer, self._layout.segments[self._places[number].segment].group
+            )
+            if self._is_too_late(block):
+                late += 1
+                self._missing.append(number)
+            else:
+                self._blocks[number] = block
+        self._note_late(late)
+        if not self._stepping:
+            self._step_blocks()
+        self._changed.set()
+
+    def _is_too_late(self, block: _Block) -> bool:
+        first_kept = self._kept[0].record.version if self._kept else self.version + 1
+        return block.version + 1 < first_kept and block.version < self.version
+
+    def _note_late(self, late: int) -> None:
+        """If more came too late than there are blocks, the donors have to hurry."""
+        before, self.late = self.late, self.late + late
+        if self.late // len(self._places) > before // len(self._places) and self.hurry < MOST_HURRY:
+            self.hurry += 1
+            log.warning("versions_pass_too_fast", late=self.late, blocks=len(self._places), hurry=self.hurry)
+
+    # ------------------------------------------------------------ versions
+
+    async def _keep_up(self) -> None:
+        """Each version that the others make, until all blocks are there. Raises Gone."""
+        while not self.whole:
+            version = self.version + 1
+            await self._follow.wait(version)
+            step = self._follow.take(version)
+            self._kept.append(step)
+            self._kept_bytes += step.bytes
+            self._stepping = True
+            try:
+                await self._step_in(self._step_newest)
+            finally:
+                self._stepping = False
+            self._record = step.record
+            self._step_blocks()  # those that came meanwhile
+            self._trim()
+            self._changed.set()
+
+    def _trim(self) -> None:
+        """Nothing that is here needs the oldest gradients any more."""
+        while len(self._kept) > KEPT and (self._kept_bytes > KEPT_BYTES or len(self._kept) > MOST_KEPT):
+            oldest = self._kept.popleft()
+            self._kept_bytes -= oldest.bytes
+            del self._factors[oldest.record.version]
+            oldest.release()
+
+    def _step_newest(self) -> None:
+        newest = self._kept[-1]
+        self._factors[newest.record.version] = self._factor(newest.gradients, newest.record)
+        self._step_blocks()
+
+    def _step_blocks(self) -> None:
+        """All that are behind, with the gradients that are kept."""
+        for step in self._kept:
+            version, zero = step.record.version, step.record.lane_zero
+            options = [options_of(each) for each in zero.options] if zero is not None else []
+            for block in list(self._blocks.values()):
+                if block.version + 1 == version:
+                    block.step(step.gradients[block.number], self._factors[version], options)

@@ -1,0 +1,222 @@
+"""What a trainer of a collective job does for its state beside the loops: it gets it, keeps up with it as a spare, and saves the last version.
+
+no version of the job's timeline, others have one ─► catching_up ─► `holds` ─► a spare: each version that the others make ─► lanes: the loop goes on
+ROLLING_BACK: restoring.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol
+
+from shared.errors import Gone, PeerError, StaleGeneration
+from shared.etcd import Etcd
+from shared.etcd.reading import read_record
+from shared.membership.directory import Directory
+from shared.membership.own_key import OwnKey
+from shared.records import Holding, JobState, Phase, TrainerList, TrainerMember
+from shared.runtime import ids, telemetry
+from trainer_agent.collective.replica import Replica
+from trainer_agent.collective.state.catching_up import CatchingUp, Donor, Follow, StepIn, at_once
+from trainer_agent.collective.state.saving import ShareCopies
+from trainer_agent.model.compute import Compute
+from trainer_agent.waiting.end_tasks import end_tasks
+
+LOOK_S = 0.5
+PAUSE_S = 0.3
+
+log = telemetry.logger("collective.following")
+
+
+class Versions(Follow, Protocol):
+    """The exchange, as this module needs it. `in_use`: held by whoever uses or changes the parameters."""
+
+    replica: Replica
+    in_use: asyncio.Lock
+
+    @property
+    def has(self) -> int:
+        """The version of which it has all mean gradients; -1: none."""
+        ...
+
+    def envelope(self) -> Mapping[str, Any]:
+        """Job, term and generation of calls."""
+        ...
+
+    def listed(self) -> TrainerList | None:
+        """The trainers of the present generation, if they are known."""
+        ...
+
+    async def step_to(self, version: int) -> None:
+        """The replica makes the next version, of which all mean gradients are there, and has it in use then."""
+        ...
+
+    def drop(self) -> None:
+        """What it has is of no use any more: nothing is served."""
+        ...
+
+
+class Following:
+    """Run it beside the loops. `connect`: to a trainer that gives its state."""
+
+    def __init__(
+        self,
+        etcd: Etcd,
+        directory: Directory,
+        own_key: OwnKey[TrainerMember],
+        compute: Compute,
+        versions: Versions,
+        copies: ShareCopies,
+        connect: Callable[[TrainerMember], Donor],
+        step_in: StepIn = at_once,
+    ) -> None:
+        self._etcd, self._directory, self._own_key = etcd, directory, own_key
+        self._compute, self._versions, self._copies = compute, versions, copies
+        self._replica, self._connect, self._step_in = versions.replica, connect, step_in
+        self._me = own_key.record.trainer
+
+    def __repr__(self) -> str:
+        return f"<Following of {self._me}: {self._replica!r}>"
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            revision, state = self._directory.revision, self._directory.state
+            if state is None or state.phase.final or state.phase is Phase.ROLLING_BACK or not self._directory.init_done:
+                await self._directory.changed(revision, LOOK_S)
+            elif not self._has_version(state):
+                await self._catch_up(state)
+            elif self._copies.ends_unsaved:
+                await self._save_last()
+                await self._directory.changed(revision, LOOK_S)
+            elif self._is_spare():
+                await self._keep_up(state)
+            else:
+                await self._directory.changed(revision, LOOK_S)
+
+    def _has_version(self, state: JobState) -> bool:
+        there = self._replica.timeline, self._replica.checkpoint
+        return self._replica.record is not None and there == (state.timeline, state.checkpoint)
+
+    def _is_spare(self) -> bool:
+        listed = self._versions.listed()
+        return listed is not None and not 0 <= listed.places.get(self._me, -1) < listed.owner_count
+
+    async def _save_last(self) -> None:
+        """The last version, in each generation anew."""
+        async with self._versions.in_use:
+            listed = self._versions.listed()
+            if listed is not None and self._copies.ends_unsaved and self._replica.at_rest:
+                await self._copies.at_version(listed)
+
+    # ------------------------------------------------------------ a spare
+
+    async def _keep_up(self, state: JobState) -> None:
+        """One more version, or until this trainer is no spare any more. The parameters are not held while it waits: others may wait for this trainer's lanes."""
+        version = self._replica.version
+        assert version is not None
+        try:
+            if self._versions.has <= version:
+                wait = self._versions.wait(version + 1)
+                await self._while_true(lambda: self._is_current(state) and self._is_spare(), wait)
+            async with self._versions.in_use:
+                stands = self._replica.version == version and self._has_version(state) and self._is_spare()
+                if stands and self._versions.has > version:
+                    await self._versions.step_to(version + 1)
+        except Gone as error:
+            log.warning("too_far_behind", version=version, cause=error.message)
+            async with self._versions.in_use:
+                self._forget()
+        except StaleGeneration:
+            await self._directory.changed(self._directory.revision, LOOK_S)
+
+    def _forget(self) -> None:
+        self._versions.drop()
+        self._replica.forget()
+        self._own_key.set(holds=None)
+
+    # ------------------------------------------------------------ a trainer without state
+
+    async def _catch_up(self, state: JobState) -> None:
+        """One attempt."""
+        donors = [self._connect(member) for member in await self._givers(state)]
+        if not donors:
+            await self._directory.changed(self._directory.revision, LOOK_S)
+            return
+        place = self._replica.factor, self._step_in
+        attempt = CatchingUp(
+            self._compute,
+            sorted(donors, key=lambda donor: ids.named_uuid(self._me, donor.name)),  # not all ask the same one first
+            self._versions,
+            self._versions.envelope,
+            state.timeline,
+            state.checkpoint,
+            *place,
+        )
+        log.info("catching_up", donors=len(donors), timeline=state.timeline)
+        try:
+            await self._while_true(lambda: self._is_current(state), attempt.run())
+        except (Gone, PeerError, StaleGeneration) as error:
+            log.warning("not_caught_up", cause=error.message, state=repr(attempt))
+            await asyncio.sleep(ids.jitter(PAUSE_S))
+            return
+        finally:
+            for donor in donors:
+                await donor.close()
+        if not attempt.whole or not self._is_current(state):
+            return
+        async with self._versions.in_use:
+            attempt.hand_over(self._replica)
+        log.info("caught_up", version=self._replica.version, late=attempt.late, damaged=attempt.damaged)
+        self._own_key.set(
+            holds=Holding(timeline=state.timeline, checkpoint=state.checkpoint, version=self._replica.version)
+        )
+
+    async def _givers(self, state: JobState) -> Sequence[TrainerMember]:
+        """Other trainers that have the parameters, those with lanes if there are some. None while etcd is away."""
+        prefix = self._directory.keys.trainers
+        try:
+            found = (await self._etcd.range(prefix, prefix=True)).kvs
+        except PeerError as error:
+            log.warning("etcd_away", cause=error.message)
+            return ()
+        members = [
+            read_record(TrainerMember, kv.key, kv.value) for kv in found if self._directory.keys.is_trainer(kv.key)
+        ]
+        place = state.timeline, state.checkpoint
+        there = [
+            member
+            for member in members
+            if member is not None
+            and member.trainer != self._me
+            and member.exchange is not None
+            and member.holds is not None
+            and not member.holds.error
+            and (member.holds.timeline, member.holds.checkpoint) == place
+        ]
+        listed = [member for member in there if member.trainer in self._directory.trainers.owners]
+        return listed or there
+
+    # ------------------------------------------------------------ the job changes
+
+    def _is_current(self, state: JobState) -> bool:
+        now = self._directory.state
+        return (
+            now is not None
+            and now.phase is not Phase.ROLLING_BACK
+            and (now.timeline, now.checkpoint) == (state.timeline, state.checkpoint)
+        )
+
+    async def _while_true(self, holds: Callable[[], bool], work: Coroutine[Any, Any, None]) -> None:
+        """Until it is done, or that holds no more."""
+        doing = asyncio.ensure_future(work)
+        try:
+            while not doing.done() and holds():
+                looking = asyncio.ensure_future(self._directory.changed(self._directory.revision, LOOK_S))
+                await asyncio.wait([doing, looking], return_when=asyncio.FIRST_COMPLETED)
+                await end_tasks([looking])
+            if doing.done():
+                doing.result()
+        finally:
+            await end_tasks([doing])

@@ -1,0 +1,132 @@
+"""A trainer gives blocks with their optimizers' state to others that join, while it trains.
+
+    asked ─► nothing is being stepped ─► a portion is copied at the version in use, in one go ─► sent ─► a pause, so that it costs little of its time
+
+One portion is copied in a few milliseconds, and one at a time. What is copied and sent takes SHARE of the time, more only if who joins says that the
+versions pass too fast.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import torch
+from xxhash import xxh3_128
+
+from shared.blocks.buffers import bytes_of
+from shared.errors import InvalidArgument, NotReady, StaleGeneration
+from shared.runtime import clock, telemetry
+from trainer_agent.collective.replica import Replica
+from trainer_agent.collective.state.messages import Portion, StateHead, StatePart, StateRequest
+from trainer_agent.model.compute import Compute
+
+PORTION_BYTES = 4 << 20  # of values and state
+SHARE, MOST_SHARE = 0.04, 0.5
+SENDING = 2.0  # times what copying took: digests are part of that
+WAIT_S = 2.0  # for a version, or until nothing is being stepped
+LOOK_S = 0.002
+MOST_ASKERS = 8
+
+log = telemetry.logger("collective.giving")
+
+
+class StateGiver:
+    """Of one trainer; `job`: its name."""
+
+    def __init__(self, job: str, compute: Compute, replica: Replica) -> None:
+        self._job, self._compute, self._replica = job, compute, replica
+        self._blocks = tuple(compute.layout.blocks())
+        self._turn = asyncio.Lock()
+        self._askers = 0
+        self._free_at = 0.0
+        self.given_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"<StateGiver of {self._replica!r}: {self.given_bytes} bytes given>"
+
+    async def give(self, request: StateRequest) -> Portion:
+        """Raises InvalidArgument; NotReady: ask again, or another; StaleGeneration: the job went back, or is in another timeline here."""
+        if request.job != self._job:
+            raise InvalidArgument(f"this trainer is of job {self._job!r}, {request.job[:80]!r} was asked for")
+        foreign = [number for number in request.blocks if not 0 <= number < len(self._blocks)]
+        if foreign:
+            raise InvalidArgument(f"blocks {foreign[:4]} were asked for: the layout has 0 to {len(self._blocks) - 1}")
+        if not request.blocks:
+            self._check_timeline(request)
+            assert self._replica.record is not None
+            return Portion(StateHead(record=self._replica.record), ())
+        if self._askers >= MOST_ASKERS:
+            raise NotReady(f"{self._askers} trainers are asking for blocks already: ask another, or again")
+        self._askers += 1
+        try:
+            async with self._turn:
+                return await self._in_turn(request)
+        finally:
+            self._askers -= 1
+
+    async def _in_turn(self, request: StateRequest) -> Portion:
+        await self._until_free(request.hurry)
+        deadline = clock.monotonic() + WAIT_S
+        while not self._may_copy(request):
+            if clock.monotonic() > deadline:
+                version = self._replica.version
+                raise NotReady(
+                    f"version {request.at_least} was asked for; this trainer has {version} after {WAIT_S:g} s"
+                )
+            await asyncio.sleep(LOOK_S)
+        began = clock.monotonic()
+        portion = self._portion(request)
+        spent = (clock.monotonic() - began) * (1.0 + SENDING)
+        pause_s = spent / SHARE - spent
+        self._free_at = clock.monotonic() + pause_s
+        return portion.with_pause(pause_s)
+
+    async def _until_free(self, hurry: int) -> None:
+        """The pause behind the portion before, the shorter the more `hurry`."""
+        factor = SHARE / min(SHARE * 2**hurry, MOST_SHARE)
+        left = self._free_at - clock.monotonic()
+        if left > 0:
+            await asyncio.sleep(left * factor)
+
+    def _may_copy(self, request: StateRequest) -> bool:
+        """Raises StaleGeneration."""
+        self._check_timeline(request)
+        version = self._replica.version
+        return self._replica.at_rest and version is not None and version >= request.at_least
+
+    def _check_timeline(self, request: StateRequest) -> None:
+        """Raises StaleGeneration."""
+        replica = self._replica
+        if replica.record is None or replica.timeline != request.timeline:
+            msg = f"parameters of timeline {request.timeline} were asked for: this trainer has {replica!r}"
+            raise StaleGeneration(msg)
+
+    def _portion(self, request: StateRequest) -> Portion:
+        """The first of the blocks, in one go: nothing else of this process runs meanwhile, and nothing is being stepped."""
+        record = self._replica.record
+        assert record is not None
+        parts: list[tuple[StatePart, memoryview]] = []
+        given: list[int] = []
+        size = 0
+        for number in request.blocks:
+            if given and size >= PORTION_BYTES:
+                break
+            values = bytearray(memoryview(self._compute.current(number)).cast("B"))
+            copies = [("", self._blocks[number].dtype, False, memoryview(values))]
+            copies += _copied(self._replica.state(number).items())
+            for name, dtype, scalar, payload in copies:
+                digest = xxh3_128(payload).hexdigest()
+                parts.append((StatePart(block=number, name=name, dtype=dtype, scalar=scalar, digest=digest), payload))
+                size += payload.nbytes
+            given.append(number)
+        self.given_bytes += size
+        return Portion(StateHead(record=record, given=tuple(given)), parts)
+
+
+def _copied(state: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, str, bool, memoryview]]:
+    found = []
+    for name, tensor in state:
+        copy = tensor.detach().reshape(-1).clone()
+        found.append((name, str(tensor.dtype).removeprefix("torch."), tensor.dim() == 0, bytes_of(copy)))
+    return found

@@ -1,0 +1,56 @@
+"""What trainers say to each other when one gets the parameters and the optimizer's state of others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pydantic import Field
+
+from shared.records.record import Record
+from shared.records.step import StepRecord
+from shared.serving.core.geometry import MAX_BLOCKS
+from shared.wire.messages import MessageHeader
+
+MOST_HURRY = 4
+
+
+class StateRequest(MessageHeader):
+    """Some of these blocks, the first ones first, at the version in use, which is at least `at_least`; none: only which version that is. `hurry`: 0 as a rule; each one more doubles the share
+    of its time that the giver spends on it."""
+
+    timeline: int
+    blocks: tuple[int, ...] = Field(max_length=MAX_BLOCKS)
+    at_least: int = 0
+    hurry: int = Field(default=0, ge=0, le=MOST_HURRY)
+
+
+class StatePart(Record):
+    """`name`: "" for the values of the block, which come before the rest, else a tensor of its optimizer's state. `scalar`: it has no dimensions, else
+    it is as long as the block. `digest`: xxh3-128 of its bytes, in hexadecimal."""
+
+    block: int
+    name: str = ""
+    dtype: str
+    scalar: bool = False
+    digest: str
+
+
+class StateHead(Record):
+    """First map of the answer; parts follow. `given`: the blocks that come, whole, all at the version of `record`. `pause_s`: how long the giver wants
+    to be left alone then."""
+
+    record: StepRecord
+    given: tuple[int, ...] = ()
+    pause_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Portion:
+    """An answer. Payloads are the receiver's."""
+
+    head: StateHead
+    parts: Sequence[tuple[StatePart, memoryview]]
+
+    def with_pause(self, pause_s: float) -> Portion:
+        return replace(self, head=self.head.model_copy(update={"pause_s": pause_s}))
