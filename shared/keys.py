@@ -42,6 +42,11 @@
     checkpoints/latest/files/<id>    Paused             -          finish_lock       as latest
     checkpoints/finish_lock          text               holder's   pserver           create = 0
     checkpoints/latest               CheckpointLatest   -          finish_lock       lock + all parts + state + own mod_revision
+    collective/members/<id>  CommunicatorMember  member's    member                  create = 0
+    collective/lock          CommunicatorMember  member's    members                 create = 0; its create_revision is the term
+    collective/epoch         Epoch               -           holder of that lock     lock + own mod_revision, which is the epoch's id
+    collective/troubles/<id> Trouble             member's    member                  own create_revision
+    collective/<epoch>/...   Statement, bytes    member's    its members             mod_revision of collective/epoch = the epoch's id
 
 Values are UTF-8 JSON of the records in shared/records (integers as decimal text).
 
@@ -114,6 +119,11 @@ class Keys:
     commit = _Key("tasks/commit")
     progresses = _Key("tasks/progress/")
     losses = _Key("tasks/losses")
+    collective = _Key("collective/")  # all keys of communicators
+    collective_members = _Key("collective/members/")
+    collective_lock = _Key("collective/lock")
+    collective_epoch = _Key("collective/epoch")
+    collective_troubles = _Key("collective/troubles/")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefix", f"/{self.root}/{self.job}/")
@@ -205,6 +215,16 @@ class Keys:
 
     def discarded(self, task_id: str) -> str:
         return self._of("tasks", "discarded", task_id)
+
+    def collective_member(self, member: str) -> str:
+        return self._of("collective", "members", member)
+
+    def collective_trouble(self, member: str) -> str:
+        return self._of("collective", "troubles", member)
+
+    def collective_of(self, epoch: int) -> str:
+        """Prefix of what the members of one epoch tell each other."""
+        return self._of("collective", epoch, "")
 
     def directory(self) -> tuple[str, str]:
         """[start, end) of the keys that members follow (init_ps … slots), without `tasks/` and `trainers/`, which change often."""

@@ -1,5 +1,5 @@
 """What a user's script imports: `trireme.Config`, `trireme.data`, `trireme.nn` (embedding tables), `trireme.optim`, `trireme.log`, `trireme.train`, and for a loop of
-its own `trireme.prepare` and `trireme.backward`; for programs and notebooks `trireme.run`. The import loads neither torch nor pydantic."""
+its own `trireme.prepare` and `trireme.backward`, or `trireme.CollectiveCommunicator`; for programs and notebooks `trireme.run`. The import loads neither torch nor pydantic."""
 
 from __future__ import annotations
 
@@ -22,17 +22,25 @@ if TYPE_CHECKING:
     from trireme.background.errors import WaitTimedOut as WaitTimedOut
     from trireme.background.run import Run as Run
     from trireme.background.run import run as run
+    from trireme.communicator.communicator import CollectiveCommunicator as CollectiveCommunicator
+    from trireme.communicator.status import FAILED as FAILED
+    from trireme.communicator.status import SUCCEEDED as SUCCEEDED
+    from trireme.communicator.status import Status as Status
     from trireme.loop import backward as backward
     from trireme.loop import prepare as prepare
     from trireme.plain import train as train
 
 __all__ = [
+    "FAILED",
+    "SUCCEEDED",
+    "CollectiveCommunicator",
     "Config",
     "ConfigError",
     "InvalidSetting",
     "JobFailed",
     "JobStopped",
     "Run",
+    "Status",
     "TriremeError",
     "WaitTimedOut",
     "__version__",
@@ -48,10 +56,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "FAILED": "trireme.communicator.status",
+    "SUCCEEDED": "trireme.communicator.status",
+    "CollectiveCommunicator": "trireme.communicator.communicator",
     "InvalidSetting": "trireme.background.errors",
     "JobFailed": "trireme.background.errors",
     "JobStopped": "trireme.background.errors",
     "Run": "trireme.background.run",
+    "Status": "trireme.communicator.status",
     "WaitTimedOut": "trireme.background.errors",
     "backward": "trireme.loop",
     "log": "shared.logged_metrics",

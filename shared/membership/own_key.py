@@ -19,6 +19,7 @@ from shared.errors import DeadlineExceeded, PeerError, TriremeError
 from shared.etcd import Compare, Etcd, KeyValue, Lease, LeaseLost, OutcomeUnknown, Put, Refused
 from shared.etcd.reading import read_record
 from shared.records import PserverMember, TrainerMember
+from shared.records.members import CommunicatorMember
 from shared.runtime import clock, ids, telemetry
 
 OUTAGE_S = 24 * 3600.0  # how long etcd may be away before the key counts as lost
@@ -30,7 +31,7 @@ RETURN_S = (
     5.0  # after a silence of etcd whoever lost its lease needs so long at least to come back, however short leases are
 )
 
-R = TypeVar("R", PserverMember, TrainerMember)
+R = TypeVar("R", PserverMember, TrainerMember, CommunicatorMember)
 log = telemetry.logger("own_key")
 
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from shared.records.assignments import Handed
 from shared.records.pauses import Paused, Torn
-from shared.records.record import Message, Record
+from shared.records.record import Id, Message, Name, Record
 
 
 class MasterLock(Record):
@@ -122,3 +122,17 @@ class TrainerMember(Record):
     torn: Torn | None = None
     trouble: Message = ""
     waits: Message = ""
+
+
+class CommunicatorMember(Record):
+    """A process that calls a trireme.CollectiveCommunicator. `address`: host:port of the lifeline, whose refusal proves it dead. `lease`,
+    `network`: see MasterLock."""
+
+    member: Id
+    incarnation: Id
+    host: Name
+    pid: int
+    address: Name
+    lease: int = 0
+    network: str = ""
+    leaving: bool = False

@@ -56,6 +56,22 @@ def configure(*, level: str = "INFO", json: bool | None = None, **bound: Any) ->
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
 
 
+def only_warnings() -> None:
+    """Of a library in somebody else's program: warnings to stderr, as long as nobody has configured logs."""
+    if not structlog.is_configured():
+        structlog.configure(
+            processors=[
+                structlog.processors.add_log_level,
+                structlog.processors.TimeStamper(fmt="iso", utc=True),
+                structlog.processors.format_exc_info,
+                structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "event"]),
+            ],
+            wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+            logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _Unfailing(sys.stderr))),
+            cache_logger_on_first_use=False,
+        )
+
+
 def logger(room: str) -> structlog.stdlib.BoundLogger:
     """The logger of one module; `room`, its short name, is in each line."""
     bound: structlog.stdlib.BoundLogger = structlog.get_logger(room=room)  # lazy: follows a later `configure`

@@ -1,0 +1,88 @@
+"""A connection that tells at once when another process is dead: the kernel closes it, and refuses the next one.
+
+    member: listens, says who it is, holds the connection          observer: connect ─► its line ─► read until it ends ─┐
+                                                                       ▲        └─ refused, or another process: dead     │
+                                                                       └───────────────────────────────────────────────┘
+A frozen process, or one behind a broken network, proves nothing: its lease runs out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from shared.records.members import CommunicatorMember
+from shared.runtime import ids, network, telemetry
+
+CONNECT_S = 2.0
+PAUSE_S = 0.5
+LINE_BYTES = 256
+MAX_CONNECTIONS = 4096
+
+log = telemetry.logger("collective.lifeline")
+
+
+@asynccontextmanager
+async def lifeline(host: str, incarnation: str) -> AsyncIterator[int]:
+    """Listen at a free port of `host`, which is yielded. Nothing is read from the connections, and nothing secret is said."""
+    held: set[asyncio.StreamWriter] = set()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(held) >= MAX_CONNECTIONS:
+            writer.transport.abort()
+            return
+        held.add(writer)
+        try:
+            writer.write(f"{incarnation}\n".encode())
+            while await reader.read(LINE_BYTES):
+                pass
+        except OSError:
+            pass
+        finally:
+            held.discard(writer)
+            writer.close()
+
+    server = await asyncio.start_server(answer, host, 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        for writer in list(held):
+            writer.transport.abort()
+
+
+async def until_dead(member: CommunicatorMember) -> None:
+    """Returns when that process is proved dead, else never: cancel it."""
+    host, _, port = member.address.rpartition(":")
+    proves = network.tells(f"tcp://{member.address}", member.network, network.own_network())
+    while True:
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=LINE_BYTES)
+        except ConnectionRefusedError:
+            if proves:
+                return
+            await asyncio.sleep(ids.jitter(PAUSE_S))
+            continue
+        except (OSError, TimeoutError):
+            await asyncio.sleep(ids.jitter(PAUSE_S))
+            continue
+        try:
+            if await _is_another(reader, member) and proves:
+                return
+            while await reader.read(LINE_BYTES):
+                pass
+        except (OSError, ValueError):
+            pass
+        finally:
+            writer.transport.abort()
+            with suppress(OSError):
+                await writer.wait_closed()
+        await asyncio.sleep(0.001)  # a peer that closes each connection at once shall not keep this process busy
+
+
+async def _is_another(reader: asyncio.StreamReader, member: CommunicatorMember) -> bool:
+    """Whether another process than `member` listens there by now. Waits as long as a frozen process says nothing."""
+    line = await reader.readline()
+    return bool(line) and line.decode("ascii", "replace").strip() != member.incarnation
