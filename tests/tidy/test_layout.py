@@ -53,7 +53,14 @@ HOMES = {
     "urllib.request": (),
     "http.client": (),
     "time": ("shared/runtime/clock.py",),
-    "datetime": ("shared/runtime/clock.py", "shared/times.py", "shared/cron.py", "shared/security/authority.py"),
+    "datetime": (
+        "shared/runtime/clock.py",
+        "shared/times.py",
+        "shared/cron.py",
+        "shared/security/authority.py",
+        "shared/collective/group.py",  # torch's limits are timedeltas
+        "shared/collective/store.py",
+    ),
     "cryptography": ("shared/security/authority.py",),
     "zoneinfo": ("shared/cron.py",),
     "cronsim": ("shared/cron.py",),
