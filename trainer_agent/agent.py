@@ -204,7 +204,9 @@ class Agent:
         server.directory, server.in_doubt = self._directory, lambda: membership.in_doubt
         server.on_torn = lambda torn: membership.set(torn=torn)
         view = GroupView(self._directory, self._etcd, self._member.trainer, self._compute.layout.slot_count)
-        return Collective(view, self._connect, self._compute, reports.suspect, membership.certain, self._spec, ports)
+        made = Collective(view, self._connect, self._compute, reports.suspect, membership.certain, self._spec, ports)
+        made.on_lost = lambda: membership.set(holds=None)
+        return made
 
     async def _has_values(self) -> bool:
         """False: only a new process can train."""

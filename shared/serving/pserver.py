@@ -61,6 +61,8 @@ class Pserver(BlockServer):
     parameter servers. `hands_over`: blocks and what it promised about them are on their way to another one. `on_restored` is called when `restore` has loaded
     parameters: the slot map may be newer. `loading`: a checkpoint is being read. `prepare_tables` is awaited before rows are made here; `start_rows` gives the first ones."""
 
+    pull_kind = OpenPull
+
     def __init__(
         self,
         job: str,
@@ -280,7 +282,7 @@ class Pserver(BlockServer):
         learn_norm(store, request.norm, self.timeline)
         self.counters.pulls += 1
         deadline = clock.monotonic() + min(max(request.wait_s, 0.0), self._max_wait_s)
-        return self.open_pull(store, request, deadline, arrived)
+        return self.pull_kind(self, store, request, deadline, arrived)
 
     @contextmanager
     def receiving(self, header: PushHeader) -> Iterator[tuple[memoryview, int]]:
@@ -299,9 +301,6 @@ class Pserver(BlockServer):
 
     def open_push(self, store: Store, header: PushHeader) -> OpenPush:
         return OpenPush(self, store, header)
-
-    def open_pull(self, store: Store, request: PullRequest, deadline: float, arrived: Callable[[], None]) -> OpenPull:
-        return OpenPull(self, store, request, deadline, arrived)
 
     # ------------------------------------------------------------ checks
 
@@ -390,8 +389,7 @@ class Pserver(BlockServer):
 
 
 async def _no_handoffs(header: HandoffHeader, _: AsyncIterator[tuple[HandoffPart, Payload]]) -> HandoffAnswer:
-    msg = f"no index is claimed here yet: send group {header.group} again"
-    raise NotReady(msg)
+    raise NotReady(f"no index is claimed here yet: send group {header.group} again")
 
 
 def _state(directory: Directory) -> JobState:

@@ -10,6 +10,7 @@ import time
 
 from shared.records import Dispatch, Mode
 from tests.simulation.ablations import ABLATIONS
+from tests.simulation.collective import collective_plan
 from tests.simulation.plans import plan_of
 from tests.simulation.run import simulate
 
@@ -20,17 +21,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--mode", choices=[mode.value for mode in Mode], default="sync")
     parser.add_argument("--dispatch", choices=[dispatch.value for dispatch in Dispatch], default="master")
+    parser.add_argument("--collective", action="store_true", help="without parameter servers; synchronous")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1, help="how many seeds from --seed on")
     parser.add_argument("--ablate", choices=list(ABLATIONS), help="switch a safeguard off")
     options = parser.parse_args()
     mode, dispatch, failed = Mode(options.mode), Dispatch(options.dispatch), 0
     if options.seeds == 1:
-        print(plan_of(options.seed, mode, dispatch))
+        print(collective_plan(options.seed, dispatch) if options.collective else plan_of(options.seed, mode, dispatch))
     for seed in range(options.seed, options.seed + options.seeds):
         began = time.perf_counter()
         with ABLATIONS[options.ablate]() if options.ablate else contextlib.nullcontext():
-            outcome = simulate(seed, mode, print if options.seeds == 1 else None, dispatch=dispatch)
+            plan = collective_plan(seed, dispatch) if options.collective else None
+            outcome = simulate(seed, mode, print if options.seeds == 1 else None, plan, dispatch)
         failed += bool(outcome.violations)
         if failed > ENOUGH:
             break

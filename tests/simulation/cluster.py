@@ -17,7 +17,7 @@ from master_service.core.queue.checks import violations
 from shared.errors import TriremeError
 from shared.keys import Keys
 from shared.membership.directory import Directory
-from shared.records import Dispatch, JobState, MasterLock, Mode, Phase, PserverMember, SlotMap
+from shared.records import Dispatch, JobState, MasterLock, Mode, Phase, PserverMember, SlotMap, Strategy
 from shared.records.operations import Operation
 from shared.serving.core.store import Store
 from shared.serving.pserver import Pserver
@@ -26,6 +26,7 @@ from tests.equipment.cluster.cluster import Cluster
 from tests.equipment.cluster.network import STEADY, Conditions, Network
 from tests.equipment.cluster.network_ports import SimulatedHandoff, SimulatedMaster
 from tests.equipment.virtual_loop import Process
+from tests.simulation import collective
 from tests.simulation.checked_etcd import CheckedEtcd
 from tests.simulation.compute import Trace
 from tests.simulation.job_spec import spec_of
@@ -306,7 +307,9 @@ class SimulatedCluster(Cluster):
         return [(index, found[index]) for index in sorted(found) if found[index] is not None]
 
     def lowest_version(self) -> int:
-        """Of all blocks there are; 0 without one."""
+        """Of all blocks there are; 0 without one. Collective: the lowest that a trainer has."""
+        if self.plan.strategy is Strategy.COLLECTIVE:
+            return collective.lowest_version(self)
         return min((state.version for _, store in self.stores() for state in store.blocks.values()), default=0)
 
     def _is_registered(self, pserver: Pserver) -> bool:
@@ -314,6 +317,8 @@ class SimulatedCluster(Cluster):
         return value is not None and _incarnation(value) == pserver.incarnation
 
     def final_parameters(self) -> bytes:
+        if self.plan.strategy is Strategy.COLLECTIVE:
+            return self.trace.exported[-1] if self.trace.exported else b""
         blocks = {
             number: state
             for index, store in self.stores()
@@ -344,7 +349,7 @@ class SimulatedCluster(Cluster):
         if len(serving) > len(set(serving)) and len(self.failures) < 5:
             twice = {number for number in serving if serving.count(number) > 1}
             self.failures.append(f"blocks {sorted(twice)} are served by two parameter servers")
-        if self.plan.job.mode is not Mode.SYNC:
+        if self.plan.job.mode is not Mode.SYNC or self.plan.strategy is Strategy.COLLECTIVE:
             return
         versions = [state.version for _, store in self.stores() for state in store.blocks.values()]
         if versions and max(versions) - min(versions) > 1 and len(self.failures) < 5:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.records import JobSpec
+from shared.records import JobSpec, Strategy
 from shared.records.datasets import Custom
 from tests.simulation.checkpoint_checker import STORAGE
 from tests.simulation.compute import BLOCK_BYTES
@@ -23,6 +23,7 @@ def spec_of(plan: Plan) -> JobSpec:
         dataset=TRAINING,
         evaluation_dataset=EVALUATION if plan.evaluate else None,
         mode=job.mode,
+        strategy=plan.strategy,
         dispatch=plan.dispatch,
         epochs=job.epochs,
         global_batch_size=job.minibatch * job.lanes,
@@ -36,7 +37,7 @@ def spec_of(plan: Plan) -> JobSpec:
         push_every=job.push_every,
         clip_grad_norm=job.clip_grad_norm,
         gradient_dtype=job.travels_as,
-        parameter_dtype=job.travels_as,
+        parameter_dtype=job.travels_as if plan.strategy is Strategy.PARAMETER_SERVER else "float32",
         pull_every=plan.pull_every,
         storage=STORAGE,
         lease_ttl_s=LEASE_TTL_S,

@@ -31,7 +31,8 @@ def expected(error: BaseException) -> bool:
 
 @dataclass
 class Node:
-    """`service` is what the current process serves: a Master, a Pserver or nothing; a masterless trainer has a dispatcher."""
+    """`service` is what the current process serves: a Master, a Pserver or nothing; a masterless trainer has a dispatcher, one of a collective
+    job a `share`."""
 
     name: str
     kind: str
@@ -39,6 +40,7 @@ class Node:
     process: Process = field(default_factory=lambda: Process("none"))
     service: Any = None
     dispatcher: Dispatcher | None = None
+    share: Any = None
     incarnations: int = 0
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     exits: list[int] = field(default_factory=list)

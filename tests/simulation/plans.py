@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from shared.records import Dispatch, Mode
+from shared.records import Dispatch, Mode, Strategy
 from shared.records.job_spec import Transported
 from shared.records.operations import ResizePhase
 from tests.equipment.cluster.network import STEADY, Conditions, conditions_of
@@ -153,6 +153,7 @@ class Plan:
     skip_after_s: float | None = None
     independent: bool = False
     dispatch: Dispatch = Dispatch.MASTER
+    strategy: Strategy = Strategy.PARAMETER_SERVER
     conditions: Conditions = STEADY
     faults: tuple[Fault, ...] = ()
     requests: tuple[OperatorRequest, ...] = ()

@@ -23,6 +23,7 @@ from shared.wire.messages import PushBlock, PushHeader
 from shared.wire.verdict import Verdict
 from tests.equipment.cluster.network_ports import STALL_S, SimulatedMaster, SimulatedPserver
 from tests.simulation.cluster import Main, SimulatedCluster
+from tests.simulation.collective import ports_of
 from tests.simulation.compute import Speed, TinyCompute
 from tests.simulation.nodes import Node
 from trainer_agent.agent import Agent
@@ -135,7 +136,8 @@ async def trainer(cluster: SimulatedCluster, node: Node) -> int:
     etcd = cluster.etcd_of(node.process.name)
     name = ids.new_id(node.name)
     directory = Directory(etcd, cluster.keys)
-    cluster.network.listen(node.url, node.process, None)
+    ports = ports_of(cluster, node, name)
+    cluster.network.listen(node.url, node.process, ports.server if ports is not None else None)
     left = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         following = group.create_task(directory.run())
@@ -147,7 +149,14 @@ async def trainer(cluster: SimulatedCluster, node: Node) -> int:
         stall_s = call_limit_s(directory.spec, STALL_S)
         agent = Agent(
             directory.spec,
-            TrainerMember(trainer=name, url=node.url, incarnation=name, host="simulated", pid=1),
+            TrainerMember(
+                trainer=name,
+                url=node.url,
+                incarnation=name,
+                host="simulated",
+                pid=1,
+                exchange=ports.exchange if ports is not None else None,
+            ),
             etcd=etcd,
             directory=directory,
             compute=TinyCompute(
@@ -164,6 +173,7 @@ async def trainer(cluster: SimulatedCluster, node: Node) -> int:
             connect=lambda member: SimulatedPserver(cluster.network, member, cluster.check_versions, stall_s),
             offload=at_once,
             stopping=node.stopping,
+            collective=ports,
         )
         node.service = agent
         code = await agent.run()

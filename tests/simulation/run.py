@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shared.records import Dispatch, Mode
+from shared.records import Dispatch, Mode, Strategy
 from shared.records.operations import Operation
 from shared.records.pauses import Losses
 from tests.equipment import logs
@@ -46,7 +46,8 @@ class Outcome:
         mode = self.plan.job.mode.value
         lines = "\n  ".join(self.violations[:12])
         dispatch = f" --dispatch {self.plan.dispatch}" if self.plan.dispatch is not Dispatch.MASTER else ""
-        return f"{lines}\nreplay: python -m tests.simulation --mode {mode}{dispatch} --seed {self.plan.seed}"
+        kind = "--collective" if self.plan.strategy is Strategy.COLLECTIVE else f"--mode {mode}"
+        return f"{lines}\nreplay: python -m tests.simulation {kind}{dispatch} --seed {self.plan.seed}"
 
 
 def simulate(

@@ -49,10 +49,17 @@ class Group:
         """The other trainers in the list, by place."""
         return {place: name for place, name in enumerate(self.trainers.names) if place != self.place}
 
+    @property
+    def owns(self) -> bool:
+        """Whether this trainer has lanes, and a share of the blocks."""
+        return 0 <= self.place < self.trainers.owner_count
+
     def learn(self, infos: Iterable[PserverInfo], own: int) -> None:
-        """What the others have, and this one: version `own`."""
+        """What the others have, and this one: version `own`, which counts if it is listed."""
         versions = {info.index: info.highest for info in infos}
-        self.newest = max([own, *versions.values()])
+        self.newest = max(versions.values(), default=-1)
+        if self.place >= 0:
+            self.newest = max(self.newest, own)
         self.givers = sorted(place for place, version in versions.items() if version == self.newest)
 
 
@@ -91,6 +98,11 @@ class GroupView:
         self.regrouped()
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def begin_again(self) -> None:
+        """This trainer has other versions than it had: the group of the present generation is formed anew."""
+        self._seen = (-1, False)
+        self.follow()
 
     @property
     def next_group(self) -> asyncio.Event:

@@ -210,3 +210,10 @@ class MeanStore(Store):
     @property
     def highest(self) -> int:
         return self.has
+
+
+def released(found: Arrived) -> None:
+    """Give all references back."""
+    for buffer in found.values():
+        if buffer is not None:
+            buffer.release()

@@ -17,7 +17,7 @@ from shared.lanes import Interval, gaps, intervals
 from shared.records import Mode, SlotMap
 from shared.records.pauses import Torn
 from shared.runtime import telemetry
-from shared.serving.core.calls import OpenPull, OpenPush, Payload
+from shared.serving.core.calls import BlockServer, OpenPull, OpenPush, Payload
 from shared.serving.core.store import Store
 from shared.serving.pserver import Pserver
 from shared.wire.messages import (
@@ -40,14 +40,15 @@ class SharePull(OpenPull):
     """Ends with its generation."""
 
     def __init__(
-        self, server: ShareServer, store: Store, request: PullRequest, deadline: float, arrived: Callable[[], None]
+        self, server: BlockServer, store: Store, request: PullRequest, deadline: float, arrived: Callable[[], None]
     ) -> None:
         super().__init__(server, store, request, deadline, arrived)
-        self._of, self._since = server, server.generation
+        self._since = server.generation
 
     def next(self) -> tuple[int, int, Buffer | None] | PullEnd | None:
-        if self._of.generation != self._since:
-            return PullEnd(code="NOT_READY", message=f"generation {self._since} is over: ask in {self._of.generation}")
+        now = self._server.generation
+        if now != self._since:
+            return PullEnd(code="NOT_READY", message=f"generation {self._since} is over: ask in {now}")
         return super().next()
 
 
@@ -55,6 +56,7 @@ class ShareServer(Pserver):
     """`index`: its trainer's place in the generation's list, -1 without one. `opened`: the generation in which pushes are taken. `trainer`: whose it is."""
 
     store: MeanStore | None
+    pull_kind = SharePull
 
     def __init__(
         self, job: str, trainer: str, max_wait_s: float = 60.0, allocate: Callable[[], Allocate] | None = None
@@ -115,9 +117,6 @@ class ShareServer(Pserver):
             msg = f"block {min(foreign)} is not in the share of {self.trainer} in generation {self.generation}"
             raise WrongOwner(msg, block=min(foreign))
         return super().begin_pull(request, arrived)
-
-    def open_pull(self, store: Store, request: PullRequest, deadline: float, arrived: Callable[[], None]) -> OpenPull:
-        return SharePull(self, store, request, deadline, arrived)
 
     async def info(self) -> PserverInfo:
         common: dict[str, Any] = {"job": self.job, "index": self.index, "incarnation": self.incarnation}

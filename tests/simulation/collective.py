@@ -1,0 +1,117 @@
+"""Collective jobs in the simulation: their plans, what trainers serve to each other, and what is checked of it.
+
+At every moment: no trainer takes a push of an older generation than one it has seen, the versions that trainers of a generation have are at
+most two apart, and trainers that have a version have the same bits of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from shared.records import Dispatch, Exchange, Mode, Strategy
+from shared.records.step import StepRecord
+from shared.serving.core.calls import OpenPush
+from shared.serving.core.store import Store
+from shared.wire.messages import PushBlock, PushHeader
+from shared.wire.verdict import Verdict
+from tests.simulation.plans import FaultKind, Plan, plan_of
+from trainer_agent.collective.mean_blocks import Arrived, MeanStore
+from trainer_agent.collective.ports import CollectivePorts
+from trainer_agent.collective.server import ShareServer
+
+if TYPE_CHECKING:
+    from tests.simulation.cluster import SimulatedCluster
+    from tests.simulation.nodes import Node
+
+MOST_APART = 2
+NOT_HERE = {FaultKind.KILL_PSERVER, FaultKind.FREEZE_PSERVER, FaultKind.KILL_EVERYBODY}
+MOST_FAILURES = 20
+
+
+def collective_plan(seed: int, dispatch: Dispatch = Dispatch.MASTER) -> Plan:
+    """That of a job with parameter servers, without them."""
+    drawn = plan_of(seed, Mode.SYNC, dispatch)
+    job = replace(drawn.job, tables=False, travels_as="float32")
+    faults = tuple(
+        replace(fault, members=(0, fault.members[1])) for fault in drawn.faults if fault.kind not in NOT_HERE
+    )
+    return replace(drawn, job=job, strategy=Strategy.COLLECTIVE, pservers=0, storage_s=0.0, faults=faults, requests=())
+
+
+class CheckedSharePush(OpenPush):
+    def take_block(self, item: PushBlock, view: memoryview, memory: Any) -> Verdict | None:
+        checked: Any = self._server
+        checked.seen = max(checked.seen, checked.generation)
+        verdict = super().take_block(item, view, memory)
+        if verdict is Verdict.APPLIED and self._header.generation < checked.seen:
+            checked.fail(
+                f"{checked.trainer} applied a push of generation {self._header.generation} after {checked.seen}"
+            )
+        return verdict
+
+
+class CheckedShare(ShareServer):
+    """`seen`: the highest generation it has seen."""
+
+    def __init__(self, cluster: SimulatedCluster, trainer: str) -> None:
+        super().__init__(cluster.keys.job, trainer)
+        self._cluster, self.seen = cluster, 0
+
+    def open_push(self, store: Store, header: PushHeader) -> OpenPush:
+        return CheckedSharePush(self, store, header)
+
+    def serve(self, store: MeanStore, timeline: int) -> None:
+        complete = store.complete
+
+        def completed(version: int, arrived: Arrived, record: StepRecord) -> None:
+            complete(version, arrived, record)
+            check_complete(self._cluster, self)
+
+        store.complete = completed  # type: ignore[method-assign]
+        super().serve(store, timeline)
+
+    def fail(self, text: str) -> None:
+        if len(self._cluster.failures) < MOST_FAILURES:
+            self._cluster.failures.append(text)
+
+
+def shares(cluster: SimulatedCluster) -> list[CheckedShare]:
+    """Of the trainers that live and have something, in the job's timeline."""
+    found = [node.share for node in cluster.nodes.values() if node.alive and isinstance(node.share, CheckedShare)]
+    return [share for share in found if share.store is not None and share.timeline == cluster.state.timeline]
+
+
+def lowest_version(cluster: SimulatedCluster) -> int:
+    return min((share.store.has for share in shares(cluster) if share.store is not None), default=0)
+
+
+def digest_of(store: MeanStore, version: int) -> str:
+    found = hashlib.sha256()
+    for number, block in sorted(store.blocks.items()):
+        buffer = block.kept[version]
+        found.update(f"{number}:".encode() + (bytes(buffer.view) if buffer is not None else b"nothing"))
+    return found.hexdigest()
+
+
+def check_complete(cluster: SimulatedCluster, share: CheckedShare) -> None:
+    """A trainer has a version now: all others that have it have the same."""
+    store = share.store
+    assert store is not None
+    for other in shares(cluster):
+        theirs = other.store
+        if theirs is None or other is share or other.generation != share.generation or other.opened != share.opened:
+            continue
+        if store.own and theirs.own and abs(theirs.has - store.has) > MOST_APART:
+            share.fail(f"{share.trainer} has version {store.has}, {other.trainer} {theirs.has}")
+        if theirs.first_kept <= store.has <= theirs.has and digest_of(theirs, store.has) != digest_of(store, store.has):
+            share.fail(f"{share.trainer} and {other.trainer} have different bits of version {store.has}")
+
+
+def ports_of(cluster: SimulatedCluster, node: Node, name: str) -> CollectivePorts | None:
+    """What a trainer of the job serves; None in a job with parameter servers."""
+    if cluster.plan.strategy is not Strategy.COLLECTIVE:
+        return None
+    node.share = CheckedShare(cluster, name)
+    return CollectivePorts(node.share, Exchange(url=node.url))

@@ -1,0 +1,263 @@
+"""The mean gradients of a collective job as one trainer gets them: its own share, the others' shares, and what belongs to a generation.
+
+    a new generation: fenced ─► all say which version they have ─► who lacks the newest gets it from one that has it ─► shares are open
+    pull     version s + 1: from all owners, each its share ─► all of it is there ─► this trainer has it
+
+Calls of another generation are refused, and what came of a pull of another generation is thrown away: what a trainer has said that it has
+stays true, and a step is made of data of one generation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from shared.errors import Gone, NotReady, PeerError, StaleGeneration
+from shared.records import JobSpec
+from shared.records.step import StepRecord
+from shared.runtime import telemetry
+from shared.wire.messages import PserverInfo
+from trainer_agent.collective.arriving import Arriving
+from trainer_agent.collective.groups import Group, GroupView
+from trainer_agent.collective.mean_blocks import MeanStore
+from trainer_agent.collective.own_share import OwnShare
+from trainer_agent.collective.ports import CollectivePorts
+from trainer_agent.core.steps import agreed
+from trainer_agent.data_plane.http import PserverPort
+from trainer_agent.data_plane.peers import Connect, Suspect
+from trainer_agent.data_plane.transfer import Transfer, found
+from trainer_agent.model.compute import Compute
+from trainer_agent.waiting.single_error import SingleErrorGroup
+
+GRACE_S = 0.1  # for answers to calls of a generation that is over; then their connections are closed
+FIRST_ASK_S, LAST_ASK_S = 0.002, 0.1  # pauses between questions to a trainer that is not in the generation yet
+ANSWER_S = 5.0
+
+T = TypeVar("T")
+log = telemetry.logger("exchange")
+
+
+class MeanGradients(Transfer):
+    """`store`: those that this trainer has; None: none."""
+
+    makes_steps_again = True
+
+    def __init__(
+        self,
+        view: GroupView,
+        connect: Connect,
+        compute: Compute,
+        suspect: Suspect,
+        certain: Callable[[], Awaitable[bool]],
+        spec: JobSpec,
+        ports: CollectivePorts,
+    ) -> None:
+        super().__init__(
+            view, connect, compute, suspect, spec.gradient_dtype, certain, spec.on_nonfinite, spec.gradient_dtype
+        )
+        self.view, self.server, self._spec = view, ports.server, spec
+        self._compute, self._ports = compute, ports
+        self._own = OwnShare(ports.server)
+        self.store: MeanStore | None = None
+        self._gathering = asyncio.Lock()
+        self._stepped = asyncio.Event()
+        self._lost = ""
+        view.regrouped = self._regroup
+        ports.server.on_step = self._stepped.set
+
+    # ------------------------------------------------------------ what it has
+
+    def begin(self, record: StepRecord, timeline: int) -> None:
+        """Have the mean gradients of the versions behind that one."""
+        if self.store is not None:
+            self.store.let_go()
+        layout, lanes, current = self._layout, self._spec.lanes, self._compute.current
+        self.store = MeanStore(self._spec.job, layout, lanes, record, current, self.server.new_pool())
+        self.server.serve(self.store, timeline)
+        self.view.begin_again()
+
+    def stop(self) -> None:
+        """It has nothing any more. Nobody may be pulling."""
+        if self.store is not None:
+            self.store.let_go()
+        self.store = None
+        self.server.drop(self.server.generation)
+
+    @property
+    def has(self) -> int:
+        """The version of which it has all mean gradients; -1: none."""
+        return self.store.has if self.store is not None else -1
+
+    # ------------------------------------------------------------ generations
+
+    def _regroup(self) -> None:
+        """In the same instant in which the generation becomes known here."""
+        group = self.view.group
+        place, own = -1, frozenset[int]()
+        if group is not None:
+            place = group.place
+            own = frozenset(number for number, owner in enumerate(self.routes.owners) if owner == place)
+            self._ports.forget_peers(group.trainers.names)
+        self.server.regroup(self.view.generation, place, group.slots if group is not None else None, own)
+        self._known = {}
+        self._stepped.set()
+        log.info("regrouped", generation=self.view.generation, place=place, blocks=len(own), version=self.has)
+
+    async def _form(self, group: Group) -> None:
+        """Learn what the trainers of the group have, and get what this one lacks. Raises Gone: nobody can give that."""
+        await self.view.learn_addresses(group)
+        group.learn(await self._versions(group), self.has)
+        log.info("versions_known", generation=group.generation, newest=group.newest, own=self.has)
+        if self.has > group.newest:  # whoever knew this version is gone, and it may be made of other records
+            msg = f"no trainer of generation {group.generation} has version {self.has}"
+            raise Gone(msg)
+        while self.has < group.newest:
+            await self._gather(group, self.has + 1)
+        self.server.open(group.generation)
+        group.formed.set()
+
+    async def _versions(self, group: Group) -> list[PserverInfo]:
+        async with SingleErrorGroup() as tasks:
+            asked = [tasks.create_task(self._ask_for_version(group, place)) for place in group.others]
+        return [task.result() for task in asked]
+
+    async def _while_it_lasts(self, group: Group, work: Coroutine[Any, Any, T]) -> T | None:
+        """None: another generation came first."""
+        try:
+            async with SingleErrorGroup() as tasks:
+                ending = tasks.create_task(self._end_of(group))
+                result = await work
+                ending.cancel()
+        except StaleGeneration:
+            if self.view.group is group:
+                raise
+            return None
+        finally:
+            work.close()
+        return result
+
+    async def _end_of(self, group: Group, grace_s: float = 0.0) -> None:
+        """Raises StaleGeneration `grace_s` after the end of the group's generation."""
+        while self.view.group is group:
+            await self.view.next_group.wait()
+        await asyncio.sleep(grace_s)
+        msg = f"generation {group.generation} is over"
+        raise StaleGeneration(msg)
+
+    async def _ask_for_version(self, group: Group, place: int) -> PserverInfo:
+        """What the trainer at that place has, in this generation."""
+        pause_s = FIRST_ASK_S
+        while True:
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    info = await self._port(place).info()
+                if info.ready and info.generation == group.generation and info.timeline == self.server.timeline:
+                    return info.model_copy(update={"index": place})
+            except NotReady:
+                await self.view.learn_addresses(group)
+            except (PeerError, TimeoutError) as error:
+                if (member := group.members.get(place)) is not None:
+                    self._suspect(member.incarnation, str(error))
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_ASK_S)
+
+    async def _formed(self) -> Group:
+        """The group of the present generation, once it is formed."""
+        while True:
+            following, group = self.view.next_group, self.view.group
+            if group is None:
+                await following.wait()
+            elif group.formed.is_set() or await self._while_it_lasts(group, group.formed.wait()):
+                if self._lost:
+                    raise Gone(self._lost)
+                return group
+
+    # ------------------------------------------------------------ versions
+
+    async def gather_to(self, version: int) -> None:
+        """Until all mean gradients of `version` are here. Raises Gone: nobody can give them."""
+        while self.has < version:
+            group = await self._formed()
+            if self.store is None:
+                raise Gone("this trainer has no version to go on from")
+            await self._gather(group, self.has + 1)
+
+    async def _gather(self, group: Group, version: int) -> None:
+        """All blocks of `version`, the next one, unless the generation ends before. Raises Gone: nobody can give it."""
+        async with self._gathering:
+            store = self.store
+            if store is None or store.has >= version or self.view.group is not group:
+                return
+            self._vectors = arriving = Arriving(self.server, store)
+            try:
+                record = await self._arrived(group, arriving, store)
+                self._complete(store, arriving, found(record, arriving.version))
+            except StaleGeneration:
+                pass
+            finally:
+                arriving.release()
+
+    def _complete(self, store: MeanStore, arriving: Arriving, record: StepRecord) -> None:
+        """All of it is there. Raises StaleGeneration: it does not count any more."""
+        arriving.check()
+        store.complete(arriving.version, arriving.complete(), record)
+        self._known, self._staged = self._staged, {}
+
+    async def _arrived(self, group: Group, arriving: Arriving, store: MeanStore) -> StepRecord | None:
+        """The version's record, once all blocks have come. Raises StaleGeneration: the generation is over."""
+        self._staged = {}
+        async with SingleErrorGroup() as tasks:
+            ending = tasks.create_task(self._end_of(group, GRACE_S))
+            pulls = [
+                tasks.create_task(self._pull_part(place, blocks, arriving))
+                for place, blocks in self._parts_of(group, arriving, store).items()
+            ]
+            if arriving.version > group.newest and store.own:
+                pulls.append(tasks.create_task(self._own_record(store, arriving)))
+            if pulls:
+                await asyncio.wait(pulls)
+            ending.cancel()
+        arriving.check()
+        return agreed([pull.result() for pull in pulls])
+
+    async def _pull_part(self, place: int, blocks: Sequence[int], arriving: Arriving) -> StepRecord | None:
+        """None: the generation is over. The pulls from other trainers may come to their ends, too, so that connections stay."""
+        try:
+            return await self._pull_from(place, blocks, arriving.version, None, self._narrow)
+        except StaleGeneration:
+            if not arriving.is_over:
+                raise
+            return None
+
+    def _parts_of(self, group: Group, arriving: Arriving, store: MeanStore) -> Mapping[int, Sequence[int]]:
+        """Which blocks come from where."""
+        if arriving.version > group.newest:
+            return {place: blocks for place, blocks in self.routes.blocks.items() if place != group.place}
+        if not group.givers:
+            msg = f"no other trainer of generation {group.generation} has version {arriving.version}"
+            raise Gone(msg)
+        giver = group.givers[group.place % len(group.givers)]
+        return {giver: tuple(store.blocks)}
+
+    async def _own_record(self, store: MeanStore, arriving: Arriving) -> StepRecord | None:
+        """Once the own share has the version; None: the generation is over."""
+        while not store.own_share_has(arriving.version) and not arriving.is_over:
+            self._stepped.clear()
+            await self._stepped.wait()
+        return store.history.record(arriving.version)
+
+    def _check_pull(self) -> None:
+        assert isinstance(self._vectors, Arriving)
+        self._vectors.check()
+
+    def _may_be_same(self, block: int, known: str) -> bool:
+        return bool(known) or (self.store is not None and not self.store.blocks[block].is_buffer)
+
+    # ------------------------------------------------------------ peers
+
+    def _port(self, index: int) -> PserverPort:
+        group = self.view.group
+        if group is not None and index == group.place:
+            return self._own
+        return super()._port(index)
