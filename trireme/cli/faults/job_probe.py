@@ -1,4 +1,4 @@
-"""The state of a running local job, read from etcd, its master's REST API and its parameter servers."""
+"""The state of a running local job, read from etcd, its master's REST API and its parameter servers (collective: its trainers)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shared.etcd.reading import read_record
 from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.membership.etcd_access import EtcdAccess
-from shared.records import Dispatch, JobState, Mode, PserverMember
+from shared.records import Dispatch, JobState, Mode, PserverMember, Strategy, TrainerMember
 from shared.records.checkpoints import CheckpointLatest
 from shared.security.tls import client_context
 from trainer_agent.data_plane.http import HttpPserver
@@ -96,13 +96,13 @@ class JobProbe:
         return sum(max(0, int(members[f"{kind}_desired"]) - int(members[kind])) for kind in ("trainers", "pservers"))
 
     async def versions(self) -> tuple[int, int] | None:
-        """(lowest, highest) version over all blocks; None while a parameter server is away or restoring."""
-        members = self.directory.pservers
-        if not members or len(members) != self.directory.pservers_desired:
-            return None
+        """(lowest, highest) version over all blocks; None while a parameter server is away or restoring. Collective: of the listed trainers."""
         try:
-            infos = [await self._pserver(member).info() for member in members.values()]
+            members = await self._serving()
+            infos = [await self._pserver(member).info() for member in members]
         except PeerError:
+            return None
+        if not infos:
             return None
         if not all(info.ready and info.timeline == self.state.timeline for info in infos):
             return None
@@ -111,6 +111,17 @@ class JobProbe:
             return updates, updates
         filled = [info for info in infos if info.blocks]
         return min(info.lowest for info in filled), max(info.highest for info in filled)
+
+    async def _serving(self) -> list[PserverMember]:
+        """Who holds the parameters; empty while one of them is away. Raises PeerError."""
+        if self.directory.spec is None or self.directory.spec.strategy is not Strategy.COLLECTIVE:
+            found = self.directory.pservers
+            return list(found.values()) if len(found) == self.directory.pservers_desired else []
+        keys = await self.etcd.range(self.keys.trainers, prefix=True, timeout_s=ANSWER_S)
+        records = [read_record(TrainerMember, kv.key, kv.value) for kv in keys.kvs if self.keys.is_trainer(kv.key)]
+        there = {each.trainer: each for each in records if each is not None and each.exchange is not None}
+        names = self.directory.trainers.names
+        return [_as_pserver(there[name]) for name in names] if there.keys() >= set(names) else []
 
     def _pserver(self, member: PserverMember) -> HttpPserver:
         if member.incarnation not in self._pservers:
@@ -158,3 +169,10 @@ class JobProbe:
         if self.directory.master is None:
             raise PeerError("there is no master right now")
         return Client(self.directory.master.url, token=self._token, timeout_s=ANSWER_S)
+
+
+def _as_pserver(trainer: TrainerMember) -> PserverMember:
+    """It answers as a parameter server does."""
+    assert trainer.exchange is not None
+    where = {name: getattr(trainer, name) for name in ("incarnation", "host", "pid", "network")}
+    return PserverMember(index=0, url=trainer.exchange.url, uds=trainer.exchange.uds, **where)
