@@ -43,8 +43,9 @@ async def begin_together(
     if not fits(spec, compute.layout, directory.layout):
         return False
     state = directory.state
-    begun = state is not None and bool(state.checkpoint)
-    if begun or digest != directory.layout.values or directory.trainers.names:
+    # once it has run, also if nobody is listed now because there are too few of them
+    begun = state is not None and (bool(state.checkpoint) or state.generation > state.timeline)
+    if begun or digest != directory.layout.values:
         collective.replica.forget()
         log.info("values_wanted", mine=digest, theirs=directory.layout.values, begun=begun)
         return True

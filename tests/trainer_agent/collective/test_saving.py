@@ -261,6 +261,19 @@ def test_after_a_roll_back_each_trainer_says_that_it_holds_the_checkpoint_or_why
     scenario(run, tmp_path)
 
 
+def test_a_checkpoint_that_is_not_kept_any_more_is_no_damage(tmp_path):
+    async def run(job: Job) -> None:
+        await saved_at_2(job)
+        await job.group((), phase=Phase.ROLLING_BACK, timeline=2, checkpoint="deleted")
+        for node in job.nodes.values():
+            await until(lambda node=node: node.membership.record.holds is not None, "it says what it holds", 30.0)
+            holds = node.membership.record.holds
+            assert (holds.timeline, holds.checkpoint, holds.superseded) == (2, "deleted", True)
+            assert "'deleted' is not among those kept" in holds.error
+
+    scenario(run, tmp_path)
+
+
 async def joined_while_written(job: Job) -> CheckpointRef:
     for node in job.nodes.values():
         node.slow.clear()

@@ -83,7 +83,8 @@ class Restorer:
                     await self._load(ref, state)
                 except CheckpointUnusable as error:
                     why = {"error": error.message, "superseded": isinstance(error, _Superseded)}
-                    holds = holds.model_copy(update=why)
+                    self._own_key.set(holds=holds.model_copy(update=why), waits="")
+                    return
                 except PeerError as error:
                     log.warning("restore_delayed", cause=str(error))
                     await asyncio.sleep(ids.jitter(PAUSE_S))
@@ -91,9 +92,8 @@ class Restorer:
                 if not self._is_current(state):
                     self._replica.forget()
                     return
-                log.info(
-                    "restored", timeline=state.timeline, checkpoint=state.checkpoint, version=self._replica.version
-                )
+                version = self._replica.version
+                log.info("restored", timeline=state.timeline, checkpoint=state.checkpoint, version=version)
                 self._began()
                 self._own_key.set(holds=holds.model_copy(update={"version": ref.step}), waits="")
                 return
