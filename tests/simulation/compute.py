@@ -34,6 +34,7 @@ from shared.tables.grouping import grouped
 from shared.tables.lanes import LaneRows
 from tests.simulation.rows import SLOTS, PinnedRows, gradients_of, ids_of, no_rows, sum_of, table_of
 from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, LaneResult, Ready, Records
+from trainer_agent.model.flat import Place
 from trainer_agent.tables.files import StoredTable
 from trainer_agent.tables.remote import Lookup
 
@@ -148,6 +149,8 @@ class TinyCompute:
             values = np.linspace(-1, 1, segment.elements) if segment.dtype == "float32" else np.arange(segment.elements)
             vectors.append(values.astype(_DTYPES[segment.dtype]))
         return vectors
+
+    places: Sequence[Place] = ()
 
     @property
     def layout(self) -> Layout:
