@@ -8,7 +8,7 @@ The state is that of blocks with both, for checkpoints and for trainers that joi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -98,21 +98,24 @@ class EachParameter:
         self._compute, layout = compute, compute.layout
         self._blocks = {block.number: block for block in _of_parameters(compute)}
         self._segments = layout.segments
-        self._places = [_Place(place, list(self._blocks.values())) for place in compute.places if place.elements]
+        blocks = list(self._blocks.values())
+        self._places = [Gathered(place, blocks) for place in compute.places if place.elements]
+        self._optimizers: list[BlockOptimizer] = []
         self._of_block: dict[int, list[BlockOptimizer]] = {number: [] for number in self._blocks}
         self._vectors: dict[tuple[int, str], torch.Tensor] = {}
         chosen = _arguments(compute)
         for place in self._places:
             nothing = torch.empty(0, dtype=DTYPES[layout.segments[place.segment].dtype])
-            place.optimizer = BlockOptimizer(layout.optimizer.name, chosen[place.segment], nothing)
-            place.optimizer.load(self._first_state(place, nothing.dtype))
+            optimizer = BlockOptimizer(layout.optimizer.name, chosen[place.segment], nothing)
+            optimizer.load(self._first_state(place, optimizer, nothing.dtype))
+            self._optimizers.append(optimizer)
             for block, _, _ in place.parts:
-                self._of_block[block.number].append(place.optimizer)
+                self._of_block[block.number].append(optimizer)
 
-    def _first_state(self, place: _Place, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def _first_state(self, place: Gathered, optimizer: BlockOptimizer, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """All of it is 0."""
         state, size = {}, self._segments[place.segment].elements
-        (kinds,) = kinds_of(place.optimizer.torch_optimizer)
+        (kinds,) = kinds_of(optimizer.torch_optimizer)
         for name, scalar in kinds.items():
             if scalar:
                 state[name] = torch.zeros((), dtype=SCALAR)
@@ -128,13 +131,13 @@ class EachParameter:
             return
         current = {number: _current(self._compute, block) for number, block in self._blocks.items()}
         staging = {number: _staging(self._compute, block) for number, block in self._blocks.items()}
-        for place in self._places:
+        for place, optimizer in zip(self._places, self._optimizers, strict=True):
             values, gradient = place.gathered(current), place.gathered(gradients)
             if factor != 1.0:
                 gradient.mul_(factor)
             own = options[self._segments[place.segment].group] if options else {}
-            place.optimizer.step(values, gradient, own)
-            place.optimizer.forget_values()
+            optimizer.step(values, gradient, own)
+            optimizer.forget_values()
             done = 0
             for block, first, count in place.parts:
                 staging[block.number][first : first + count].copy_(values[done : done + count])
@@ -174,12 +177,11 @@ class EachParameter:
                 optimizer.state()[name].copy_(value)
 
 
-class _Place:
-    """A parameter: `parts` are (block, first element in the block, count), in order."""
+class Gathered:
+    """A parameter out of the blocks that it lies in. `blocks`: of all parameters, in order; `parts`: (block, first element in the block, count),
+    in order."""
 
-    optimizer: BlockOptimizer
-
-    def __init__(self, place: Place, blocks: list[Block]) -> None:
+    def __init__(self, place: Place, blocks: Sequence[Block]) -> None:
         self.segment, self.first, self.elements = place.segment, place.first, place.elements
         end = place.first + place.elements
         self.parts = [
@@ -192,11 +194,15 @@ class _Place:
             if block.segment == place.segment and block.first < end and self.first < block.first + block.elements
         ]
 
-    def gathered(self, blocks: Gradients) -> torch.Tensor:
-        """A copy of its elements, 1-d, as they lie in memory."""
+    def all_in(self, tensors: Gradients) -> bool:
+        """Whether there is one for each of its blocks."""
+        return all(tensors[block.number] is not None for block, _, _ in self.parts)
+
+    def gathered(self, tensors: Gradients) -> torch.Tensor:
+        """A copy of its elements, 1-d, as they lie in memory. `tensors`: of its blocks, 1-d."""
         found = []
         for block, first, count in self.parts:
-            values = blocks[block.number]
+            values = tensors[block.number]
             assert values is not None
             found.append(values[first : first + count])
         return torch.cat(found)
