@@ -34,7 +34,6 @@ from shared.tables.grouping import grouped
 from shared.tables.lanes import LaneRows
 from tests.simulation.rows import SLOTS, PinnedRows, gradients_of, ids_of, no_rows, sum_of, table_of
 from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, LaneResult, Ready, Records
-from trainer_agent.model.flat import Place
 from trainer_agent.tables.files import StoredTable
 from trainer_agent.tables.remote import Lookup
 
@@ -43,8 +42,7 @@ BLOCK_ELEMENTS = 64
 BLOCK_BYTES = 4 * BLOCK_ELEMENTS
 PARAM_BLOCKS = 5
 INTEGERS, INTEGER_BLOCK = 8, PARAM_BLOCKS + 1
-RATE = 0.25
-"""A power of two, so that counting by records is exact enough to read."""
+RATE = 0.25  # a power of two, so that counting by records is exact enough to read
 
 _DTYPES = {"float32": np.float32, "int64": np.int64}
 
@@ -112,6 +110,7 @@ class TinyCompute:
     """trainer_agent.model.compute.Compute on numpy."""
 
     is_finished = False
+    places: Sequence[Any] = ()
 
     def __init__(
         self,
@@ -149,8 +148,6 @@ class TinyCompute:
             values = np.linspace(-1, 1, segment.elements) if segment.dtype == "float32" else np.arange(segment.elements)
             vectors.append(values.astype(_DTYPES[segment.dtype]))
         return vectors
-
-    places: Sequence[Place] = ()
 
     @property
     def layout(self) -> Layout:

@@ -39,6 +39,6 @@ async def test_rules_that_need_whole_parameters_give_the_bits_of_plain_pytorch_a
     assert differing(await trained(alone), train_plainly(script, alone)) == []
     common = {"lanes": 4, "global_batch_size": 12, "records_per_task": 6, "epochs": 1, **COLLECTIVE}
     one = await trained(spec_for(script, **common, storage=str(tmp_path / "a")), 1)
-    for trainers in (2, 4):
+    for trainers in {"LARS": (3,), "LAMB": (2, 4)}[name]:
         found = await trained(spec_for(script, **common, storage=str(tmp_path / str(trainers))), trainers)
         assert differing(one, found) == []
