@@ -7,12 +7,13 @@ pull     version s + 1: mean gradients from all owners (gathering.py) ─► the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from shared.errors import BadFrame, Gone
 from shared.records import JobSpec
-from shared.records.step import StepRecord
+from shared.records.step import StepRecord, StepResult
 from shared.runtime import telemetry
 from shared.serving.core.clipping import Clipping
 from shared.wire.messages import PulledBlock, PullEnd, PullRequest
@@ -150,10 +151,17 @@ class Collective(MeanGradients):
         if stepped is not None and stepped.version == version:
             return stepped
         await self.gather_to(version)
-        if results_from is not None and self.store is not None:
-            self._take_results(self.store.history.results.portion(results_from))
         await self._step_to(version)
+        if results_from is not None and self.store is not None:
+            self._join_results(self.store.history.results.portion(results_from))
         return self.replica.stepped
+
+    def _join_results(self, own: Sequence[StepResult]) -> None:
+        """What the others keep of steps, with what this trainer knows of them: norms are known once a step was made."""
+        known = {result.step: result for result in own}
+        theirs, self.results = self.results, tuple(own)
+        if theirs and (not own or theirs[0].step < own[0].step):
+            self.results = tuple(known.get(result.step, result) for result in theirs)
 
     async def _pull_newest(self, results_from: int | None) -> StepRecord | None:
         """After training: the last version, which is in use or made from the one in use; and results of steps."""
@@ -213,9 +221,20 @@ class Collective(MeanGradients):
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([stepping])
             released(gradients)
-        if self._fails and self._spec.clip_grad_norm is not None and self._measured is not None:
-            check_finite(version - 1, self._measured)
+        if self._spec.clip_grad_norm is not None and self._measured is not None:
+            if self._fails:
+                check_finite(version - 1, self._measured)
+            self.replica.stepped = with_norm(record, self._measured)
+            store.history.take_record(self.replica.stepped)
 
 
 def _no_blocks(item: PulledBlock) -> memoryview:
     raise BadFrame(f"block {item.block} was not asked for")
+
+
+def with_norm(record: StepRecord, norm: float) -> StepRecord:
+    """Of a job that clips: as parameter servers know it."""
+    result = record.result
+    if result is not None:
+        result = result.model_copy(update={"grad_norm": norm if math.isfinite(norm) else None})
+    return record.model_copy(update={"grad_norm": norm, "result": result})

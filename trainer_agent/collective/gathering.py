@@ -113,7 +113,7 @@ class MeanGradients(Transfer):
             msg = f"no trainer of generation {group.generation} has version {self.has}"
             raise Gone(msg)
         while self.has < group.newest:
-            await self._gather(group, self.has + 1)
+            await self._gather(group, group.newest)
         self.server.open(group.generation)
         group.formed.set()
 
@@ -181,10 +181,10 @@ class MeanGradients(Transfer):
             group = await self._formed()
             if self.store is None:
                 raise Gone("this trainer has no version to go on from")
-            await self._gather(group, self.has + 1)
+            await self._gather(group, version)
 
     async def _gather(self, group: Group, version: int) -> None:
-        """All blocks of `version`, the next one, unless the generation ends before. Raises Gone: nobody can give it."""
+        """All blocks of the next version, unless this trainer has `version`, or the generation ends before. Raises Gone: nobody can give it."""
         async with self._gathering:
             store = self.store
             if store is None or store.has >= version or self.view.group is not group:

@@ -1,0 +1,88 @@
+"""Safeguards of the direct exchange, each of which can be switched off: the simulation must then find a broken promise (style.md, 17)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from shared.errors import NotReady, PeerError
+from shared.records import SlotMap
+from shared.serving.core.calls import BlockServer
+from shared.wire.messages import PserverInfo
+from tests.equipment.replaced import replaced
+from trainer_agent.collective.arriving import Arriving
+from trainer_agent.collective.gathering import MeanGradients
+from trainer_agent.collective.groups import Group
+from trainer_agent.collective.mean_blocks import MeanStore
+from trainer_agent.collective.server import ShareServer
+
+
+def no_kept_means() -> Any:
+    """A trainer keeps the mean gradients of its own share alone: nobody can give a dead owner's."""
+
+    def forget(self: MeanStore) -> None:
+        for number, block in self.blocks.items():
+            kept = number in self.own or block.is_buffer
+            block.forget_before(min(self.has - 1, self.in_use + 1) if kept else self.in_use + 1)
+
+    return replaced(MeanStore, "forget", forget)
+
+
+def no_statements() -> Any:
+    """In a new generation each trainer goes on from what it has itself."""
+
+    def learn(self: Group, _: Iterable[PserverInfo], own: int) -> None:
+        self.newest, self.givers = own, []
+
+    return replaced(Group, "learn", learn)
+
+
+def no_fence_before_statements() -> Any:
+    """What a trainer says that it has counts, although it may still complete a version of the generation before."""
+
+    async def ask(self: MeanGradients, group: Group, place: int) -> PserverInfo:
+        info = None
+        while info is None:
+            try:
+                info = await self._port(place).info()
+            except NotReady:
+                await self.view.learn_addresses(group)
+            except PeerError:
+                pass
+        return info.model_copy(update={"index": place})
+
+    return replaced(MeanGradients, "_ask_for_version", ask)
+
+
+def no_steps_made_again() -> Any:
+    """What was acknowledged in an earlier generation counts, although its owner may be gone."""
+    return replaced(MeanGradients, "makes_steps_again", False)
+
+
+def no_generation_fence() -> Any:
+    """Pushes of generations that are over are applied, and pulls are answered."""
+    blocks = contextlib.ExitStack()
+    blocks.enter_context(replaced(ShareServer, "check_generation", lambda *_: None))
+    blocks.enter_context(replaced(BlockServer, "is_stale", lambda *_: False))
+    blocks.enter_context(replaced(MeanStore, "regroup", _own_alone))
+    return blocks
+
+
+def _own_alone(self: MeanStore, slots: SlotMap, own: Collection[int]) -> None:
+    self.slots, self.own = slots, frozenset(own)
+
+
+def no_pulls_thrown_away() -> Any:
+    """What came of a pull of a generation that is over counts."""
+    return replaced(Arriving, "is_over", property(lambda _: False))
+
+
+ABLATIONS: dict[str, Callable[[], Any]] = {
+    "kept means": no_kept_means,
+    "statements": no_statements,
+    "fence before statements": no_fence_before_statements,
+    "steps made again": no_steps_made_again,
+    "generation": no_generation_fence,
+    "pulls thrown away": no_pulls_thrown_away,
+}
