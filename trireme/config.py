@@ -81,11 +81,13 @@ class Config:
     post_tasks: Sequence[str | dict[str, Any]] | None = None
     trackers: str | Sequence[str | dict[str, Any]] | None = None
     clip_norm: InitVar[float | None] = None  # refused, with the names that it has now
+    lr_scale: InitVar[str | None] = None  # refused, and why
 
-    def __post_init__(self, clip_norm: float | None) -> None:
+    def __post_init__(self, clip_norm: float | None, lr_scale: str | None) -> None:
         from trireme.validation import field_problems  # noqa: PLC0415  loads pydantic, so only when a Config is made
 
-        given = self.to_dict() | ({} if clip_norm is None else {"clip_norm": clip_norm})
+        refused = {"clip_norm": clip_norm, "lr_scale": lr_scale}
+        given = self.to_dict() | {name: value for name, value in refused.items() if value is not None}
         problems = field_problems(given)
         if problems:
             msg = "trireme.Config: " + "; ".join(problems)

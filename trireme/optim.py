@@ -1,7 +1,9 @@
-"""Optimizers beside those of torch.optim that parameter servers step. They are torch optimizers: any other script can use them, too."""
+"""Optimizers beside those of torch.optim. They are torch optimizers: any other script can use them, too. Parameter servers step Lion;
+LARS and LAMB are for strategy collective and for plain PyTorch."""
 
 from __future__ import annotations
 
+from shared.optimizers.layerwise import LAMB, LARS
 from shared.optimizers.lion import Lion
 
-__all__ = ["Lion"]
+__all__ = ["LAMB", "LARS", "Lion"]

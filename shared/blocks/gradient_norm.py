@@ -27,8 +27,13 @@ def squares_of(values: torch.Tensor) -> float:
     rest: float = torch.linalg.vector_norm(values[whole:]).item()
     found = _total(norms.square_()) + rest * rest
     if not math.isfinite(found):  # squares that are too large for float32, or values that are not finite
-        found = _total(values.double().square_())
+        found = in_float64(values)
     return found
+
+
+def in_float64(values: torch.Tensor) -> float:
+    """As `squares_of`, of 1-d numbers of any dtype, all of it in float64."""
+    return _total(values.double().square())
 
 
 def _total(numbers: torch.Tensor) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shared.optimizers.classes import CLASSES
+from shared.optimizers.classes import ALL_CLASSES
 
 SCALAR = torch.float32  # of numbers beside the parameter; tensors of its shape have its dtype
 
@@ -39,7 +39,7 @@ def _kinds(name: str, options: tuple[tuple[str, Any], ...]) -> Kinds:
     """By a step of such an optimizer."""
     parameter = torch.nn.Parameter(torch.zeros(2))
     parameter.grad = torch.zeros(2)
-    make: Any = CLASSES[name]
+    make: Any = ALL_CLASSES[name]
     optimizer = make([{**dict(options), "params": [parameter]}])
     optimizer.step()
     found: Mapping[str, Any] = optimizer.state.get(parameter, {})

@@ -42,8 +42,7 @@ BLOCK_ELEMENTS = 64
 BLOCK_BYTES = 4 * BLOCK_ELEMENTS
 PARAM_BLOCKS = 5
 INTEGERS, INTEGER_BLOCK = 8, PARAM_BLOCKS + 1
-RATE = 0.25
-"""A power of two, so that counting by records is exact enough to read."""
+RATE = 0.25  # a power of two, so that counting by records is exact enough to read
 
 _DTYPES = {"float32": np.float32, "int64": np.int64}
 
@@ -111,6 +110,7 @@ class TinyCompute:
     """trainer_agent.model.compute.Compute on numpy."""
 
     is_finished = False
+    places: Sequence[Any] = ()
 
     def __init__(
         self,

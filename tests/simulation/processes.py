@@ -120,9 +120,10 @@ async def _later(seconds: float, service: Pserver, work: Callable[..., Any], *ar
 
 async def pserver(cluster: SimulatedCluster, node: Node) -> int:
     service = CheckedPserver(cluster, ids.new_id(node.name))
-    step_rows = service.step_rows
+    without_turns = service.step_rows, service.give_back_rows
     SlowTurns(service, turn_s=0.0)
-    service.step_rows = step_rows  # at once: a thread that reads a snapshot would wait for ever in a step of all lanes
+    # a thread that reads a snapshot would wait for ever in a step of all lanes, and while dropped slots give their memory back
+    service.step_rows, service.give_back_rows = without_turns
     node.service = service
     cluster.network.listen(node.url, node.process, service)
     process = cluster.make_pserver(

@@ -147,6 +147,10 @@ class MeanStore(Store):
     def __repr__(self) -> str:
         return f"<MeanStore at version {self.has}: {len(self.own)} of {len(self.blocks)} blocks are its own>"
 
+    def _arguments_of(self, layout: Layout) -> list[Options | None]:
+        """Nothing is stepped here, so it may be any optimizer that a replica has."""
+        return [None] * len(layout.segments)
+
     def regroup(self, slots: SlotMap, own: Collection[int]) -> None:
         """Another generation: the step after the version that it has begins again, and it owns these blocks."""
         self.slots, self.own = slots, frozenset(own)

@@ -21,7 +21,8 @@ from shared.errors import BadFrame
 from shared.records.layout import Block
 from shared.records.step import LanePosition, StepRecord
 from shared.serving.core.clipping import Clipping
-from shared.serving.core.optimizers import BlockOptimizer, Options, arguments, options_of
+from shared.serving.core.optimizers import options_of
+from trainer_agent.collective.replica_optimizer import optimizer_of
 from trainer_agent.model.compute import Compute
 
 State = Mapping[str, torch.Tensor]
@@ -43,18 +44,15 @@ class Replica:
 
     def __init__(self, compute: Compute, clipping: Clipping | None = None) -> None:
         self._compute, self._clipping = compute, clipping or Clipping(None)
-        self._layout = compute.layout
-        self._blocks = tuple(self._layout.blocks())
-        spec = self._layout.optimizer
-        self._arguments = [
-            arguments(spec, segment.group) if segment.kind == "param" else None for segment in self._layout.segments
-        ]
-        self._optimizers: dict[int, BlockOptimizer] = {}
+        self._blocks = tuple(compute.layout.blocks())
+        segments = compute.layout.segments
+        self._trained = [block for block in self._blocks if segments[block.segment].kind == "param"]
+        self._buffers = [block for block in self._blocks if segments[block.segment].kind != "param"]
         self.record: StepRecord | None = None
         self.stepped: StepRecord | None = None
         self.timeline, self.checkpoint = 0, ""
         self.stepping = False
-        self._forget_states()
+        self._optimizer = optimizer_of(compute)
 
     def __repr__(self) -> str:
         staged = f", {self.stepped.version} stepped" if self.stepped is not None else ""
@@ -75,11 +73,10 @@ class Replica:
     def begin(self, lanes: int) -> None:
         """Version 0: the values that the compute has at first, and the state that its optimizer starts with. Raises BadFrame: the optimizer has
         no such state."""
-        self._forget_states()
+        self._optimizer = optimizer_of(self._compute)
         for block in self._blocks:
             for name, payload in self._compute.initial_state(block.number):
-                optimizer = self._optimizers.get(block.number)
-                if optimizer is None or not optimizer.add_state(name, payload):
+                if not self._optimizer.add_state(block.number, name, payload):
                     msg = f"state {name!r} of block {block.number}, {payload.nbytes} bytes: its optimizer has no such state"
                     raise BadFrame(msg)
         positions = tuple(LanePosition(lane=lane) for lane in range(lanes))
@@ -107,8 +104,9 @@ class Replica:
         norm = self._norm(gradients, record)
         factor = self._factor(norm)
         options = [options_of(each) for each in record.lane_zero.options] if record.lane_zero is not None else []
-        for block in self._blocks:
-            self._step(block, gradients[block.number], factor, options)
+        self._optimizer.step(gradients, factor, options)
+        for block in self._buffers:
+            self._put(block, gradients[block.number])
         self.stepped = record
         return norm
 
@@ -129,32 +127,20 @@ class Replica:
         """The same bits as parameter servers and their trainers find together."""
         if not self._clipping.holds and not self._clipping.measures(record.version - 1):
             return None
-        found = [gradients[block.number] for block in self._blocks if self._arguments[block.segment] is not None]
+        found = [gradients[block.number] for block in self._trained]
         return norm_of(0.0 if gradient is None else squares_of(gradient) for gradient in found)
 
-    def _step(self, block: Block, gradient: torch.Tensor | None, factor: float | None, options: list[Options]) -> None:
-        optimizer = self._optimizers.get(block.number)
-        if gradient is None or (optimizer is not None and factor is None):
+    def _put(self, block: Block, values: torch.Tensor | None) -> None:
+        if values is None:
             self._compute.keep(block.number)
-            return
-        out = tensor_over(memoryview(self._compute.staging(block.number)).cast("B"), block.dtype)
-        if optimizer is None:
-            out.copy_(gradient)
-            return
-        own = options[self._layout.segments[block.segment].group] if options else {}
-        if factor is not None and factor != 1.0:
-            gradient = gradient * factor
-        elif not optimizer.only_reads(own):
-            gradient = gradient.clone()
-        values = tensor_over(memoryview(self._compute.current(block.number)).cast("B").toreadonly(), block.dtype)
-        optimizer.step_into(out, values, gradient, own)
+        else:
+            tensor_over(memoryview(self._compute.staging(block.number)).cast("B"), block.dtype).copy_(values)
 
     # ------------------------------------------------------------ shares of it
 
     def state(self, block: int) -> dict[str, torch.Tensor]:
         """Of a block's optimizer, not copies: of the version in use, and of the one that was stepped once that is there. Empty for buffers."""
-        optimizer = self._optimizers.get(block)
-        return {} if optimizer is None else optimizer.state()
+        return self._optimizer.state(block)
 
     def copy_share(self, blocks: Iterable[int]) -> Share:
         """At the version in use. Only while nothing is stepped: states are those of the last step."""
@@ -169,7 +155,7 @@ class Replica:
 
     def load(self, block: int, values: memoryview, state: State) -> None:
         """Copy the values of a block to the staging vectors; its optimizer goes on from `state`, whose tensors are its own from now on. Raises
-        BadFrame: the layout has no such block, or one of another size."""
+        BadFrame: the layout has no such block, or one of another size, or the optimizer no such state."""
         place = self._blocks[block] if 0 <= block < len(self._blocks) else None
         if place is None or values.nbytes != place.bytes:
             expected = "no such block" if place is None else f"{place.bytes} bytes"
@@ -177,8 +163,7 @@ class Replica:
             raise BadFrame(msg)
         self.record = self.stepped = None
         self._compute.staging(block)[:] = values.cast("B")
-        if (optimizer := self._optimizers.get(block)) is not None:
-            optimizer.load(dict(state))
+        self._optimizer.load(block, state)
 
     def loaded(self, record: StepRecord, timeline: int, checkpoint: str) -> None:
         """All blocks were loaded, at the version of `record`: it is in use from now on. The loop that trains restores the schedule."""
@@ -188,16 +173,8 @@ class Replica:
     def forget(self) -> None:
         """What it has is no version any more: `load` all blocks, or `begin`."""
         self.record = self.stepped = None
-        self._forget_states()
+        self._optimizer = optimizer_of(self._compute)
 
     def _is_at(self, record: StepRecord, timeline: int, checkpoint: str) -> None:
         self.record, self.stepped, self.stepping = record, None, False
         self.timeline, self.checkpoint = timeline, checkpoint
-
-    def _forget_states(self) -> None:
-        """Optimizers without state. The memory that each is made with is not read or written."""
-        name, self._optimizers = self._layout.optimizer.name, {}
-        for block in self._blocks:
-            if (chosen := self._arguments[block.segment]) is not None:
-                memory = tensor_over(memoryview(self._compute.staging(block.number)).cast("B"), block.dtype)
-                self._optimizers[block.number] = BlockOptimizer(name, chosen, memory)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shared.tables.grouping import Grouped, Numbers
     from shared.tables.lanes import LaneRows  # loads numba
     from shared.tables.memory import Floats
+    from trainer_agent.model.flat import Place
     from trainer_agent.tables.files import StoredTable
     from trainer_agent.tables.remote import Lookup
 
@@ -114,6 +115,11 @@ class Compute(Protocol):
 
     @property
     def layout(self) -> Layout: ...
+
+    @property
+    def places(self) -> Sequence[Place]:
+        """Of the parameters in the segments, in the order of the model."""
+        ...
 
     @property
     def is_finished(self) -> bool:

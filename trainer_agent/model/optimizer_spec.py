@@ -13,25 +13,26 @@ from typing import Any
 import torch
 
 from shared.errors import InvalidArgument
-from shared.optimizers.classes import CHOICES, CLASSES
+from shared.optimizers.classes import ALL_CLASSES, CHOICES, OF_WHOLE_PARAMETERS, no_whole_parameters
+from shared.records import Strategy
 from shared.records.layout import OptimizerSpec
 from shared.records.step import LaneZero
 
-OF_WHOLE_PARAMETERS = ("lamb", "lars", "adafactor", "muon", "shampoo", "soap", "lbfgs")
+_WHOLE = ("lamb", "lars", "adafactor", "muon", "shampoo", "soap", "lbfgs")
 _NO_OPTIONS = ("params", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum", "param_names")
 
 
 def spec_of(optimizer: Any) -> OptimizerSpec:
-    """Class, defaults and options of each group. Raises InvalidArgument for a class that parameter servers cannot step."""
+    """Class, defaults and options of each group. Raises InvalidArgument for a class that no job can have."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgument(
             f"optimizer(model) returned {type(optimizer).__name__}, not a torch.optim optimizer",
             hint="return for example torch.optim.SGD(model.parameters(), lr=0.1)",
         )
     name = type(optimizer).__name__
-    if type(optimizer) is not CLASSES.get(name):
+    if type(optimizer) is not ALL_CLASSES.get(name):
         reason = ""
-        if any(rule in name.lower() for rule in OF_WHOLE_PARAMETERS):
+        if any(rule in name.lower() for rule in _WHOLE):
             reason = ": its rule needs whole parameters (their norms or matrices), and a parameter server has blocks that cut them"
         raise InvalidArgument(
             f"optimizer {type(optimizer).__module__}.{name} cannot run on parameter servers{reason}",
@@ -41,6 +42,15 @@ def spec_of(optimizer: Any) -> OptimizerSpec:
     rates = [{"lr": group["initial_lr"]} if "initial_lr" in group else {} for group in optimizer.param_groups]
     groups = tuple(_plain_options({**group, **rate}) for group, rate in zip(optimizer.param_groups, rates, strict=True))
     return OptimizerSpec(name=name, defaults=_plain_options(optimizer.defaults), groups=groups)
+
+
+def check_strategy(optimizer: Any, strategy: Strategy) -> None:
+    """Raises InvalidArgument for a class whose rule needs whole parameters, in a job with parameter servers."""
+    name = type(optimizer).__name__
+    if strategy is Strategy.PARAMETER_SERVER and type(optimizer) is OF_WHOLE_PARAMETERS.get(name):
+        raise InvalidArgument(
+            no_whole_parameters(name), hint="use --strategy collective, or AdamW or Lion with a warm-up"
+        )
 
 
 def numeric_options(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:

@@ -68,11 +68,9 @@ class TorchCompute:
         initial: str = "",
     ) -> None:
         torch.set_num_threads(spec.threads_per_trainer)
-        self._user, self._executor = user, executor
-        self.is_finished = False
-        self._device = device_of(
-            spec.device, deterministic=spec.mode is Mode.SYNC and spec.deterministic, number=number
-        )
+        self._user, self._executor, self.is_finished = user, executor, False
+        deterministic = spec.mode is Mode.SYNC and spec.deterministic
+        self._device = device_of(spec.device, deterministic=deterministic, number=number)
         self._on_host = is_host(self._device)
         self._result: LaneResult | None = LaneResult(0.0, 0)  # of the last lane; None: of the minibatch under way
         self._records = 0
@@ -83,10 +81,12 @@ class TorchCompute:
         self.model = model.to(self._device)
         optimizers_without_compiler()
         self.optimizer = user.call("optimizer", self.model)
+        optimizers.check_strategy(self.optimizer, spec.strategy)
         laid_out = plan(self.model, self.optimizer, spec.block_bytes, spec.slot_count, self._device.type)
         self.tables = TrainedTables(self.model, spec)
         begun = laid_out.layout.model_copy(update={"initial": self.started.digest, "tables": self.tables.specs})
         self.plan: Plan = replace(laid_out, layout=begun)
+        self.places = self.plan.parameters
         scheduler = user.call("scheduler", self.optimizer) if user.has("scheduler") else None
         self._schedule = Schedule(scheduler, spec, user.guard)
         vars(self.optimizer)["_opt_called"] = True  # the servers step; without it schedulers warn about their order

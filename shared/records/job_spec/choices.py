@@ -26,8 +26,14 @@ INITIAL_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")  # of `init_fro
 TRAINING_FILE = "training.pt"  # of an export with the state of the optimizer
 RENAMED = {
     "clip_norm": "clip_norm is no setting any more: clip_grad_norm limits the norm of the whole step's gradient, as clip_grad_norm_ does "
-    "in plain PyTorch; clip_lane_norm limits the gradient of each lane by itself, as clip_norm did"
+    "in plain PyTorch; clip_lane_norm limits the gradient of each lane by itself, as clip_norm did",
+    "lr_scale": "lr_scale is no setting: the global batch stays as it is when trainers come and go, so the learning rate has nothing to follow; "
+    "leave it out, and choose the rate in the script for global_batch_size",
 }
+LANES_ARE_FIXED = (
+    "lanes cannot follow the members: a job has the same lanes whoever trains, and its bits depend on them; "
+    "give a power of two, for example 8, which up to 8 trainers share"
+)
 JOB_NAME = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
 
 

@@ -11,6 +11,7 @@ from shared.records.datasets import Dataset
 from shared.records.job_spec.choices import (
     INITIAL_FILES,
     JOB_NAME,
+    LANES_ARE_FIXED,
     MAX_MEMBERS,
     MAX_TASKS,
     RENAMED,
@@ -147,6 +148,13 @@ class JobSettings(Record):
     def _off(cls, value: object) -> object:
         """`off` or 0 mean null, which flags and TOML cannot express."""
         return None if value in ("off", "0", 0) else value
+
+    @field_validator("lanes", mode="before")
+    @classmethod
+    def _is_fixed(cls, value: object) -> object:
+        if value == "members":
+            raise ValueError(LANES_ARE_FIXED)
+        return value
 
     @field_validator("plateau_metric")
     @classmethod

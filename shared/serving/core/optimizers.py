@@ -12,7 +12,7 @@ import torch
 
 from shared.blocks.buffers import bytes_of
 from shared.errors import InvalidArgument
-from shared.optimizers.classes import CHOICES, CLASSES
+from shared.optimizers.classes import ALL_CLASSES, CHOICES, CLASSES, OF_WHOLE_PARAMETERS, no_whole_parameters
 from shared.optimizers.state import SCALAR, kinds_of
 from shared.records.layout import OptimizerSpec
 from shared.serving.core.direct_steps import DirectStep, direct_step, has_state
@@ -38,9 +38,12 @@ def _plain(name: str, value: Any) -> Any:
     raise InvalidArgument(msg)
 
 
-def arguments(spec: OptimizerSpec, group: int) -> Options:
-    """Constructor arguments of one parameter group. Raises InvalidArgument for an unknown class or group."""
-    cls: Any = CLASSES.get(spec.name)
+def arguments(spec: OptimizerSpec, group: int, *, whole: bool = False) -> Options:
+    """Constructor arguments of one parameter group. `whole`: for whole parameters, not blocks. Raises InvalidArgument for an unknown class
+    or group."""
+    cls: Any = (ALL_CLASSES if whole else CLASSES).get(spec.name)
+    if cls is None and spec.name in OF_WHOLE_PARAMETERS:
+        raise InvalidArgument(no_whole_parameters(spec.name), hint=f"use strategy collective, or {CHOICES}")
     if cls is None:
         msg = f"optimizer {spec.name!r} does not run on parameter servers; choose {CHOICES}"
         raise InvalidArgument(msg)
@@ -67,7 +70,7 @@ class BlockOptimizer:
     """Steps one block. Its values may lie in other memory at each step; the state is kept here."""
 
     def __init__(self, name: str, chosen: Options, values: torch.Tensor) -> None:
-        make: Any = CLASSES[name]
+        make: Any = ALL_CLASSES[name]
         self._parameter = torch.nn.Parameter(values)
         self.torch_optimizer: torch.optim.Optimizer = make([self._parameter], **chosen)
         self._options: Options | None = None
@@ -101,6 +104,10 @@ class BlockOptimizer:
         with torch.no_grad():
             self._unhooked(self.torch_optimizer)
         self._parameter.grad = None
+
+    def forget_values(self) -> None:
+        """Keep the memory of the last step's values no longer."""
+        self._parameter.data = self._parameter.new_empty(0)
 
     def state(self) -> dict[str, torch.Tensor]:
         """The state's tensors, not copies; empty before the first step of most classes."""

@@ -18,7 +18,7 @@ from shared.checkpoints.schedule import EVALUATED_RANK, Schedule
 from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, StepTorn
 from shared.lanes import Interval, is_aligned
 from shared.records import Mode, SlotMap
-from shared.records.layout import ROWS, Block
+from shared.records.layout import ROWS, Block, Layout
 from shared.records.step import StepRecord
 from shared.serving.core.admission import Push, fits, task_number
 from shared.serving.core.blocks import BlockState
@@ -76,14 +76,16 @@ class Store:
         self._first_version = self._considered = header.record.version
         self._positions: dict[int, int] = {}
         self._no_options: Options = {}
-        spec = header.layout.optimizer
-        self._arguments = [
-            arguments(spec, segment.group) if segment.kind == "param" else None for segment in header.layout.segments
-        ]
+        self._arguments = self._arguments_of(header.layout)
         self._options_of_step: tuple[int, tuple[Options, ...]] = (-1, ())
 
     def __repr__(self) -> str:
         return f"<Store {self.mode}: {len(self.blocks)} blocks, versions {self.lowest} to {self.highest}>"
+
+    def _arguments_of(self, layout: Layout) -> list[Options | None]:
+        """The optimizer's for each segment; None: its blocks are not stepped. Raises InvalidArgument."""
+        spec, segments = layout.optimizer, layout.segments
+        return [arguments(spec, segment.group) if segment.kind == "param" else None for segment in segments]
 
     # ------------------------------------------------------------ blocks
 

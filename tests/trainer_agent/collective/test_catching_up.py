@@ -12,6 +12,7 @@ import torch
 
 from shared.errors import AnotherProcess, Gone, NotReady, PeerError, StaleGeneration
 from shared.records import Mode, PserverMember
+from shared.records.layout import OptimizerSpec
 from shared.records.step import StepRecord
 from shared.serving.data_plane.server import make_app
 from shared.serving.data_plane.server import serving as served
@@ -26,6 +27,7 @@ from trainer_agent.collective.state.catching_up import CatchingUp, Step
 from trainer_agent.collective.state.giving import StateGiver
 from trainer_agent.collective.state.messages import Portion, StateRequest
 from trainer_agent.collective.state.serving import HttpDonor
+from trainer_agent.model.flat import Place
 
 STEP_S = 0.05
 ENVELOPE = {"job": "j", "generation": 1}
@@ -35,23 +37,37 @@ def tiny() -> TinyCompute:
     return TinyCompute(Mode.SYNC, Trace(), random.Random(0), Speed())
 
 
+def layerwise() -> TinyCompute:
+    """Parameters that share blocks, span them, or both, of a rule that needs them whole."""
+    compute = tiny()
+    options = {"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-6, "weight_decay": 0.01, "layerwise": True}
+    spec = OptimizerSpec(name="LAMB", defaults=options, groups=(options, options))
+    compute._layout = compute.layout.model_copy(update={"optimizer": spec})
+    ranges = [(0, 0, 16), (0, 16, 128), (0, 144, 48), (1, 0, 128)]
+    compute.places = [Place(str(first), segment, first, (n,), (1,), n) for segment, first, n in ranges]
+    return compute
+
+
 def gradients(compute: TinyCompute, step: int) -> dict[int, torch.Tensor | None]:
-    """Some blocks have none, in some steps."""
+    """Some blocks have none, in some steps; of parameters, where the rule needs them whole, all blocks have none then."""
+    if compute.layout.optimizer.name == "LAMB" and step % 5 == 4:
+        return dict.fromkeys(block.number for block in compute.layout.blocks())
     generator = torch.Generator().manual_seed(step)
     found: dict[int, torch.Tensor | None] = {}
     for block in compute.layout.blocks():
         value = torch.randn(block.elements, generator=generator)
         value = value if block.dtype == "float32" else torch.arange(block.elements) + step + 1
-        found[block.number] = value if (step + block.number) % 5 else None
+        has = step + block.number if compute.layout.optimizer.name != "LAMB" else 1
+        found[block.number] = value if has % 5 else None
     return found
 
 
 class Member:
     """One that trains, and gives."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, make: Callable[[], TinyCompute] = tiny) -> None:
         self.name = name
-        self.compute = tiny()
+        self.compute = make()
         self.replica = Replica(self.compute)
         self.replica.begin(lanes=1)
         self.giver = StateGiver("j", self.compute, self.replica)
@@ -90,7 +106,7 @@ class Exchange:
     """Follow: the test knows all gradients. Two versions are kept."""
 
     def __init__(self, members: list[Member]) -> None:
-        self.members, self.compute = members, tiny()
+        self.members, self.compute = members, members[0].compute
         self.slow_s = 0.0
         self.released = self.taken = 0
 
@@ -117,10 +133,11 @@ class Exchange:
 
 
 class Job:
-    def __init__(self, members: int = 3) -> None:
-        self.members = [Member(name) for name in "abc"[:members]]
+    def __init__(self, members: int = 3, make: Callable[[], TinyCompute] = tiny) -> None:
+        self.make = make
+        self.members = [Member(name, make) for name in "abc"[:members]]
         self.exchange = Exchange(self.members)
-        self.compute = tiny()
+        self.compute = make()
         self.replica = Replica(self.compute)
         self.attempt = CatchingUp(self.compute, self.members, self.exchange, lambda: ENVELOPE, 0, "")
 
@@ -143,7 +160,7 @@ class Job:
 
     def check(self) -> None:
         """It has the bits of one that trained from the start, and so it has after the next step."""
-        undisturbed = Member("u")
+        undisturbed = Member("u", self.make)
         assert self.replica.version is not None
         for version in range(self.replica.version + 1):
             if version:
@@ -206,7 +223,7 @@ def test_without_any_donor_left_it_says_so():
         loop = asyncio.get_running_loop()
         for member in job.members:
             loop.call_later(0.5, setattr, member, "dead", True)
-        with pytest.raises(NotReady, match=r"all of 3 donors are gone, . blocks are missing"):
+        with pytest.raises(NotReady, match=r"all of 3 donors are gone, . pieces are missing"):
             await job.join()
         assert job.replica.record is None
 
@@ -230,6 +247,29 @@ def test_a_damaged_block_is_fetched_again(checked):
 
     job = run(scenario)
     assert job.attempt.damaged == checked
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_whole_parameters_come_at_one_version_and_are_stepped_whole(together):
+    """A donor gives one block at a time here. Without `together` the blocks of a parameter would never be of one version."""
+
+    async def scenario() -> Job:
+        job = Job(make=layerwise)
+        for member in job.members:
+            member.delay_s = lambda _: 0.3
+        if together:
+            await job.join()
+            job.check()
+            return job
+        give = StateGiver._portion
+        alone = lambda self, request: give(self, request.model_copy(update={"together": 1}))  # noqa: E731
+        with replaced(StateGiver, "_portion", alone), pytest.raises(TimeoutError):
+            await job.join(2.0)
+        return job
+
+    job = run(scenario)
+    assert job.exchange.taken > 4
+    assert len(job.attempt._wanted) == 6
 
 
 @pytest.mark.parametrize("hurries", [True, False])

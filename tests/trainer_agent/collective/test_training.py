@@ -25,3 +25,20 @@ async def test_several_trainers_give_the_bits_of_parameter_servers(tmp_path, tra
     servers = await with_pservers.trained(spec_for(script, **common, pservers=2, storage=str(tmp_path / "a")), 2)
     found = await trained(spec_for(script, **common, **COLLECTIVE, storage=str(tmp_path / "b")), trainers)
     assert differing(servers, found) == []
+
+
+@pytest.mark.parametrize("name", ["LARS", "LAMB"])
+async def test_rules_that_need_whole_parameters_give_the_bits_of_plain_pytorch_and_of_any_number_of_trainers(
+    tmp_path, name
+):
+    optimizer = (
+        f"def optimizer(model):\n    return trireme.optim.{name}(model.parameters(), lr=0.05, weight_decay=0.01)\n"
+    )
+    script = write_script(tmp_path, optimizer=optimizer)
+    alone = spec_for(script, **COLLECTIVE)
+    assert differing(await trained(alone), train_plainly(script, alone)) == []
+    common = {"lanes": 4, "global_batch_size": 12, "records_per_task": 6, "epochs": 1, **COLLECTIVE}
+    one = await trained(spec_for(script, **common, storage=str(tmp_path / "a")), 1)
+    for trainers in {"LARS": (3,), "LAMB": (2, 4)}[name]:
+        found = await trained(spec_for(script, **common, storage=str(tmp_path / str(trainers))), trainers)
+        assert differing(one, found) == []

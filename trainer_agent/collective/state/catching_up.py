@@ -1,10 +1,10 @@
 """A trainer without state gets that of others block by block, while they train on, and keeps up with their versions meanwhile.
 
     donors, each some blocks, each at some version ─► arrived ─┐
-    mean gradients of each version, as members pull them ──────┴─► each block stepped to the version that is followed
+    mean gradients of each version, as members pull them ──────┴─► each piece stepped to the version that is followed
     all blocks are there, at that version ─► the replica has it
 
-A block that comes too late for the gradients that are kept is fetched again; if that happens too often, the donors are asked to hurry. Nothing is in use
+A piece is a block, or a parameter for rules that need whole ones (pieces.py). One that comes too late for the gradients that are kept is fetched again; if that happens too often, the donors are asked to hurry. Nothing is in use
 before all of it is there.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -24,9 +24,11 @@ from shared.blocks.narrow import DTYPES
 from shared.errors import BadFrame, NotReady, PeerError, StaleGeneration
 from shared.records.step import StepRecord
 from shared.runtime import ids, telemetry
-from shared.serving.core.optimizers import BlockOptimizer, Options, arguments, options_of
+from shared.serving.core.optimizers import options_of
 from trainer_agent.collective.replica import Replica
+from trainer_agent.collective.replica_optimizer import Gradients
 from trainer_agent.collective.state.messages import MOST_HURRY, Portion, StateRequest
+from trainer_agent.collective.state.pieces import Piece, wanted_pieces, whole_blocks
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting.single_error import SingleErrorGroup
 
@@ -37,7 +39,6 @@ TRIES = 3  # in a row, with one donor
 PAUSE_S = 0.2
 
 StepIn = Callable[..., Awaitable[Any]]
-Gradients = Mapping[int, torch.Tensor | None]
 
 log = telemetry.logger("collective.catching_up")
 
@@ -85,31 +86,6 @@ class Follow(Protocol):
         ...
 
 
-@dataclass
-class _Block:
-    number: int
-    version: int
-    values: torch.Tensor
-    optimizer: BlockOptimizer | None
-    group: int
-    spare: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.spare = torch.empty_like(self.values)
-
-    def step(self, gradient: torch.Tensor | None, factor: float | None, options: Sequence[Options]) -> None:
-        """In place, with the bits of Replica.step."""
-        self.version += 1
-        if gradient is None or (self.optimizer is not None and factor is None):
-            return
-        if self.optimizer is None:
-            self.values.copy_(gradient)
-            return
-        scaled = gradient * factor if factor is not None and factor != 1.0 else gradient.clone()
-        self.optimizer.step_into(self.spare, self.values, scaled, options[self.group] if options else {})
-        self.values, self.spare = self.spare, self.values
-
-
 async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
     """Where there are no threads."""
     return work(*arguments)
@@ -134,10 +110,9 @@ class CatchingUp:
         self._places = tuple(self._layout.blocks())
         self._donors, self._follow, self._envelope, self._step_in = list(donors), follow, envelope, step_in
         self._timeline, self._checkpoint, self._factor = timeline, checkpoint, factor
-        spec = self._layout.optimizer
-        self._arguments = [arguments(spec, s.group) if s.kind == "param" else None for s in self._layout.segments]
-        self._missing = deque(range(len(self._places)))
-        self._blocks: dict[int, _Block] = {}
+        self._wanted = wanted_pieces(compute)
+        self._missing = deque(range(len(self._wanted)))
+        self._pieces: dict[int, Piece] = {}
         self._record: StepRecord | None = None
         self._kept: deque[Step] = deque()
         self._kept_bytes = 0
@@ -148,7 +123,7 @@ class CatchingUp:
 
     def __repr__(self) -> str:
         version = self._record.version if self._record is not None else "none"
-        return f"<CatchingUp: {len(self._blocks)} of {len(self._places)} blocks, version {version}, {self.late} came too late>"
+        return f"<CatchingUp: {len(self._pieces)} of {len(self._wanted)} pieces, version {version}, {self.late} came too late>"
 
     @property
     def version(self) -> int:
@@ -176,19 +151,18 @@ class CatchingUp:
     @property
     def whole(self) -> bool:
         """Whether all blocks are at the version that is followed."""
-        there = self._record is not None and not self._stepping and len(self._blocks) == len(self._places)
-        return there and all(block.version == self.version for block in self._blocks.values())
+        there = self._record is not None and not self._stepping and len(self._pieces) == len(self._wanted)
+        return there and all(piece.version == self.version for piece in self._pieces.values())
 
     def hand_over(self, replica: Replica) -> None:
         """The replica has the version from now on; what was collected is its own."""
         assert self.whole
         assert self._record is not None
         replica.forget()
-        for number, block in self._blocks.items():
-            state = block.optimizer.state() if block.optimizer is not None else {}
-            replica.load(number, bytes_of(block.values), state)
+        for number, values, state in whole_blocks(self._layout, list(self._pieces.values())):
+            replica.load(number, bytes_of(values), state)
         replica.loaded(self._record, self._timeline, self._checkpoint)
-        self._blocks = {}
+        self._pieces = {}
 
     # ------------------------------------------------------------ blocks
 
@@ -212,7 +186,7 @@ class CatchingUp:
             for donor in self._donors:
                 group.create_task(self._fetch(donor))
         raise NotReady(
-            f"all of {len(self._donors)} donors are gone, {len(self._places) - len(self._blocks)} blocks are missing"
+            f"all of {len(self._donors)} donors are gone, {len(self._wanted) - len(self._pieces)} pieces are missing"
         )
 
     async def _fetch(self, donor: Donor) -> None:
@@ -223,9 +197,10 @@ class CatchingUp:
                 await asyncio.sleep(PAUSE_S)  # some may come too late, from others
                 continue
             share = -(-len(self._missing) // len(self._donors))
-            wanted = [self._missing.popleft() for _ in range(min(AT_ONCE, share))]
+            wanted = self._take_missing(min(AT_ONCE, share))
+            blocks = tuple(dict.fromkeys(block for number in wanted for block in self._wanted[number].blocks))
             try:
-                portion = await self._ask(donor, tuple(wanted), self.version)
+                portion = await self._ask(donor, blocks, self.version, len(self._wanted[wanted[0]].blocks))
             except (PeerError, StaleGeneration, BadFrame) as error:
                 failed += 1
                 log.warning("donor_failed", donor=donor.name, times=failed, cause=str(error))
@@ -237,13 +212,30 @@ class CatchingUp:
             else:
                 failed = 0
                 given = set(portion.head.given)
-                self._missing.extendleft(number for number in reversed(wanted) if number not in given)
-                self._take(portion)
+                came = [number for number in wanted if given.issuperset(self._wanted[number].blocks)]
+                self._missing.extendleft(number for number in reversed(wanted) if number not in came)
+                self._take(portion, came)
         log.warning("donor_left_out", donor=donor.name)
 
-    async def _ask(self, donor: Donor, blocks: tuple[int, ...], at_least: int) -> Portion:
+    def _take_missing(self, most: int) -> list[int]:
+        """So many pieces, or fewer if they have more than AT_ONCE blocks; one at least."""
+        found, blocks = [self._missing.popleft()], 0
+        while self._missing and len(found) < most:
+            blocks += len(self._wanted[found[-1]].blocks)
+            if blocks >= AT_ONCE:
+                break
+            found.append(self._missing.popleft())
+        return found
+
+    async def _ask(self, donor: Donor, blocks: tuple[int, ...], at_least: int, together: int = 1) -> Portion:
         """Raises as Donor.state; BadFrame: something of it is damaged, or not what was asked for."""
-        wanted = {"timeline": self._timeline, "blocks": blocks, "at_least": at_least, "hurry": self.hurry}
+        wanted = {
+            "timeline": self._timeline,
+            "blocks": blocks,
+            "at_least": at_least,
+            "together": together,
+            "hurry": self.hurry,
+        }
         portion = await donor.state(StateRequest(**self._envelope(), **wanted))
         try:
             self._check(portion, blocks)
@@ -274,8 +266,8 @@ class CatchingUp:
         if set(portion.head.given) != found.keys() or any("" not in names for names in found.values()):
             raise BadFrame(f"blocks {portion.head.given[:4]} … were announced, {sorted(found)[:4]} … came")
 
-    def _take(self, portion: Portion) -> None:
-        """Those that are not too old are kept up with from now on."""
+    def _take(self, portion: Portion, came: Sequence[int]) -> None:
+        """`came`: pieces that are whole. Those that are not too old are kept up with from now on."""
         version = portion.head.record.version
         states: dict[int, dict[str, torch.Tensor]] = {number: {} for number in portion.head.given}
         values: dict[int, torch.Tensor] = {}
@@ -285,36 +277,27 @@ class CatchingUp:
                 states[part.block][part.name] = tensor.reshape(()) if part.scalar else tensor
             else:
                 values[part.block] = tensor
-        late = 0
-        for number in portion.head.given:
-            chosen = self._arguments[self._places[number].segment]
-            optimizer = None
-            if chosen is not None:
-                optimizer = BlockOptimizer(self._layout.optimizer.name, chosen, values[number])
-                optimizer.load(states[number])
-            block = _Block(
-                number, version, values[number], optimizer, self._layout.segments[self._places[number].segment].group
-            )
-            if self._is_too_late(block):
-                late += 1
+        late = self._is_too_late(version)
+        for number in came:
+            if late:
                 self._missing.append(number)
             else:
-                self._blocks[number] = block
-        self._note_late(late)
+                self._pieces[number] = self._wanted[number].made(version, values, states)
+        self._note_late(len(came) if late else 0)
         if not self._stepping:
-            self._step_blocks()
+            self._step_pieces()
         self._changed.set()
 
-    def _is_too_late(self, block: _Block) -> bool:
+    def _is_too_late(self, version: int) -> bool:
         first_kept = self._kept[0].record.version if self._kept else self.version + 1
-        return block.version + 1 < first_kept and block.version < self.version
+        return version + 1 < first_kept and version < self.version
 
     def _note_late(self, late: int) -> None:
-        """If more came too late than there are blocks, the donors have to hurry."""
+        """If more came too late than there are pieces, the donors have to hurry."""
         before, self.late = self.late, self.late + late
-        if self.late // len(self._places) > before // len(self._places) and self.hurry < MOST_HURRY:
+        if self.late // len(self._wanted) > before // len(self._wanted) and self.hurry < MOST_HURRY:
             self.hurry += 1
-            log.warning("versions_pass_too_fast", late=self.late, blocks=len(self._places), hurry=self.hurry)
+            log.warning("versions_pass_too_fast", late=self.late, pieces=len(self._wanted), hurry=self.hurry)
 
     # ------------------------------------------------------------ versions
 
@@ -332,7 +315,7 @@ class CatchingUp:
             finally:
                 self._stepping = False
             self._record = step.record
-            self._step_blocks()  # those that came meanwhile
+            self._step_pieces()  # those that came meanwhile
             self._trim()
             self._changed.set()
 
@@ -347,13 +330,13 @@ class CatchingUp:
     def _step_newest(self) -> None:
         newest = self._kept[-1]
         self._factors[newest.record.version] = self._factor(newest.gradients, newest.record)
-        self._step_blocks()
+        self._step_pieces()
 
-    def _step_blocks(self) -> None:
+    def _step_pieces(self) -> None:
         """All that are behind, with the gradients that are kept."""
         for step in self._kept:
             version, zero = step.record.version, step.record.lane_zero
             options = [options_of(each) for each in zero.options] if zero is not None else []
-            for block in list(self._blocks.values()):
-                if block.version + 1 == version:
-                    block.step(step.gradients[block.number], self._factors[version], options)
+            for piece in list(self._pieces.values()):
+                if piece.version + 1 == version:
+                    piece.step(step.gradients, self._factors[version], options)

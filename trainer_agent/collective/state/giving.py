@@ -2,7 +2,7 @@
 
     asked ─► nothing is being stepped ─► a portion is copied at the version in use, in one go ─► sent ─► a pause, so that it costs little of its time
 
-One portion is copied in a few milliseconds, and one at a time. What is copied and sent takes SHARE of the time, more only if who joins says that the
+One portion is copied in a few milliseconds (longer, if it is one large parameter of a rule that needs whole ones), and one at a time. What is copied and sent takes SHARE of the time, more only if who joins says that the
 versions pass too fast.
 """
 
@@ -110,7 +110,7 @@ class StateGiver:
         given: list[int] = []
         size = 0
         for number in request.blocks:
-            if given and size >= PORTION_BYTES:
+            if len(given) >= request.together and size >= PORTION_BYTES:
                 break
             values = bytearray(memoryview(self._compute.current(number)).cast("B"))
             copies = [("", self._blocks[number].dtype, False, memoryview(values))]

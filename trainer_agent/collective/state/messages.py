@@ -16,12 +16,14 @@ MOST_HURRY = 4
 
 
 class StateRequest(MessageHeader):
-    """Some of these blocks, the first ones first, at the version in use, which is at least `at_least`; none: only which version that is. `hurry`: 0 as a rule; each one more doubles the share
+    """Some of these blocks, the first ones first, all at the version in use, which is at least `at_least`; the first `together` of them in any case. None: only
+    which version that is. `hurry`: 0 as a rule; each one more doubles the share
     of its time that the giver spends on it."""
 
     timeline: int
     blocks: tuple[int, ...] = Field(max_length=MAX_BLOCKS)
     at_least: int = 0
+    together: int = Field(default=1, ge=1)
     hurry: int = Field(default=0, ge=0, le=MOST_HURRY)
 
 

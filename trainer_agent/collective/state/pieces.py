@@ -1,0 +1,179 @@
+"""What a trainer that joins steps by itself, as it comes from others: a block, or, for rules that need whole parameters, a parameter.
+
+blocks of a piece, all at one version ─made─► Piece ─step─► ... ─► all pieces at one version ─whole_blocks─► blocks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from shared.blocks.narrow import DTYPES
+from shared.optimizers.classes import OF_WHOLE_PARAMETERS
+from shared.records.layout import Block, Layout
+from shared.serving.core.optimizers import BlockOptimizer, Options, arguments
+from trainer_agent.collective.replica_optimizer import Gathered, Gradients
+from trainer_agent.model.compute import Compute
+
+Tensors = Mapping[int, torch.Tensor]
+States = Mapping[int, Mapping[str, torch.Tensor]]
+
+
+class Piece(Protocol):
+    version: int
+
+    def step(self, gradients: Gradients, factor: float | None, options: Sequence[Options]) -> None:
+        """To the next version, with the bits of Replica.step. `factor` None: the gradients of parameters are not used. `options`: of each group;
+        []: as at first."""
+        ...
+
+    def write(self, into: WholeBlocks) -> None:
+        """Values and state."""
+        ...
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A piece that is to be made. `blocks`: of which it needs all, at one version. `made(version, values, states)`: it; both by block."""
+
+    blocks: tuple[int, ...]
+    made: Callable[[int, Tensors, States], Piece]
+
+
+class WholeBlocks:
+    """Where pieces are written to."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._blocks = tuple(layout.blocks())
+        self.values: dict[int, torch.Tensor] = {}
+        self.states: dict[int, dict[str, torch.Tensor]] = {block.number: {} for block in self._blocks}
+
+    def part(self, block: Block, first: int, count: int) -> torch.Tensor:
+        if block.number not in self.values:
+            self.values[block.number] = torch.zeros(block.elements, dtype=DTYPES[block.dtype])
+        return self.values[block.number][first : first + count]
+
+    def state_part(self, block: Block, name: str, like: torch.Tensor, first: int, count: int) -> torch.Tensor:
+        """Of a tensor of the state that has the shape of the values."""
+        state = self.states[block.number]
+        if name not in state:
+            state[name] = torch.zeros(block.elements, dtype=like.dtype)
+        return state[name][first : first + count]
+
+
+def wanted_pieces(compute: Compute) -> list[Wanted]:
+    """All that a replica consists of. Raises InvalidArgument: there is no such optimizer."""
+    layout = compute.layout
+    spec, whole = layout.optimizer, layout.optimizer.name in OF_WHOLE_PARAMETERS
+    chosen = [
+        arguments(spec, segment.group, whole=whole) if segment.kind == "param" else None for segment in layout.segments
+    ]
+    found, trained = [], []
+    for block in layout.blocks():
+        if whole and chosen[block.segment] is not None:
+            trained.append(block)
+        else:
+            found.append(_of_block(layout, block, chosen[block.segment]))
+    places = [place for place in compute.places if place.elements] if whole else []
+    found += [_of_parameter(layout, Gathered(place, trained), chosen[place.segment] or {}) for place in places]
+    return found
+
+
+def _of_block(layout: Layout, block: Block, chosen: Options | None) -> Wanted:
+    group = layout.segments[block.segment].group
+
+    def made(version: int, values: Tensors, states: States) -> Piece:
+        optimizer = None
+        if chosen is not None:
+            optimizer = BlockOptimizer(layout.optimizer.name, chosen, values[block.number])
+            optimizer.load(dict(states[block.number]))
+        return _Block(block, version, values[block.number], optimizer, group)
+
+    return Wanted((block.number,), made)
+
+
+def _of_parameter(layout: Layout, place: Gathered, chosen: Options) -> Wanted:
+    group = layout.segments[place.segment].group
+
+    def made(version: int, values: Tensors, states: States) -> Piece:
+        own = place.gathered(values)
+        optimizer = BlockOptimizer(layout.optimizer.name, chosen, own)
+        numbers = [block.number for block, _, _ in place.parts]
+        state = {}
+        for name, first in states[numbers[0]].items():
+            of_each = {number: states[number][name] for number in numbers}
+            state[name] = (
+                place.gathered(of_each) if first.dim() else first.clone()
+            )  # other parameters of the block have it, too
+        optimizer.load(state)
+        return _Parameter(place, version, own, optimizer, group)
+
+    return Wanted(tuple(block.number for block, _, _ in place.parts), made)
+
+
+class _Block:
+    def __init__(
+        self, block: Block, version: int, values: torch.Tensor, optimizer: BlockOptimizer | None, group: int
+    ) -> None:
+        self.version = version
+        self._block, self._values, self._optimizer, self._group = block, values, optimizer, group
+        self._spare = torch.empty_like(values)
+
+    def step(self, gradients: Gradients, factor: float | None, options: Sequence[Options]) -> None:
+        self.version += 1
+        gradient = gradients[self._block.number]
+        if gradient is None or (self._optimizer is not None and factor is None):
+            return
+        if self._optimizer is None:
+            self._values.copy_(gradient)
+            return
+        scaled = gradient * factor if factor is not None and factor != 1.0 else gradient.clone()
+        self._optimizer.step_into(self._spare, self._values, scaled, options[self._group] if options else {})
+        self._values, self._spare = self._spare, self._values
+
+    def write(self, into: WholeBlocks) -> None:
+        into.values[self._block.number] = self._values
+        if self._optimizer is not None:
+            into.states[self._block.number] = self._optimizer.state()
+
+
+class _Parameter:
+    def __init__(
+        self, place: Gathered, version: int, values: torch.Tensor, optimizer: BlockOptimizer, group: int
+    ) -> None:
+        self.version = version
+        self._place, self._values, self._optimizer, self._group = place, values, optimizer, group
+
+    def step(self, gradients: Gradients, factor: float | None, options: Sequence[Options]) -> None:
+        self.version += 1
+        if factor is None or not self._place.all_in(gradients):
+            return
+        gradient = self._place.gathered(gradients)
+        if factor != 1.0:
+            gradient.mul_(factor)
+        self._optimizer.step(self._values, gradient, options[self._group] if options else {})
+
+    def write(self, into: WholeBlocks) -> None:
+        done = 0
+        for block, first, count in self._place.parts:
+            into.part(block, first, count).copy_(self._values[done : done + count])
+            for name, value in self._optimizer.state().items():
+                if value.dim():
+                    into.state_part(block, name, value, first, count).copy_(value[done : done + count])
+                else:
+                    into.states[block.number][name] = value
+            done += count
+
+
+def whole_blocks(
+    layout: Layout, pieces: Sequence[Piece]
+) -> Iterator[tuple[int, torch.Tensor, dict[str, torch.Tensor]]]:
+    """Number, values and state of each block, out of all pieces."""
+    into = WholeBlocks(layout)
+    for piece in pieces:
+        piece.write(into)
+    for number, values in sorted(into.values.items()):
+        yield number, values, into.states[number]
