@@ -117,6 +117,7 @@ class TaskService(ABC):
         if queue.kind in BESIDE and report.minibatches > queue.pending[task_id].minibatches:
             self.job.training.grant_again(now)  # training may wait for the evaluation
         queue.sign_of_life(task_id, report.minibatches, now)
+        queue.pending[task_id].waits_for = report.waits_for
 
     async def complete_task(self, task_id: str, report: CompleteTask, once: Once[Completed] | None = None) -> Completed:
         """A repeated report changes nothing, and gets the same next task. Raises StaleAttempt, NotFound."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from shared.records.layout import ROWS
 from shared.records.step import StepRecord
 from shared.runtime import telemetry
-from shared.serving.core.saved_ledger import AsyncSnapshot
+from shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
 from shared.serving.core.store import Store
 from shared.serving.pserver import Pserver
 

@@ -26,7 +26,7 @@ from shared.records import JobSpec, Mode
 from shared.records.checkpoints import CheckpointRef, OwnCheckpoints
 from shared.records.step import StepRecord
 from shared.runtime import clock, ids, telemetry
-from shared.serving.core.saved_ledger import AsyncSnapshot
+from shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
 from shared.serving.core.store import Store
 from shared.storage import files
 

@@ -13,7 +13,7 @@ from typing import Any
 from shared.blocks.snapshot import Snapshot
 from shared.errors import BadFrame
 from shared.records.layout import ROWS
-from shared.serving.core.saved_ledger import AsyncSnapshot, SavedEpoch, SavedLedger, SavedTask
+from shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot, SavedEpoch, SavedLedger, SavedTask
 from shared.wire.messages import EpochLedger
 
 LEDGER = "ledger"

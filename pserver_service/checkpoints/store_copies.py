@@ -19,7 +19,7 @@ from shared.checkpoints.saving.part_owner import SavingContext
 from shared.checkpoints.saving.parts import Checkpointer
 from shared.records import SlotMap
 from shared.records.checkpoints import CheckpointLatest, CheckpointPart, PartLink
-from shared.serving.core.saved_ledger import AsyncSnapshot
+from shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
 from shared.serving.core.store import Store
 
 

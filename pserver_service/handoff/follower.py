@@ -23,10 +23,10 @@ from shared.records.assignments import Group, Migration
 from shared.records.layout import ROWS, Block, Layout
 from shared.records.step import StepRecord
 from shared.runtime import clock, telemetry
+from shared.serving.core.asynchronous.saved_ledger import SavedLedger
 from shared.serving.core.calls import Payload
 from shared.serving.core.geometry import Geometry
 from shared.serving.core.moving import ArrivingBlocks, adopt, forget
-from shared.serving.core.saved_ledger import SavedLedger
 from shared.serving.core.store import Store
 from shared.serving.core.table.of_model import rows_of
 from shared.slots import blocks_in

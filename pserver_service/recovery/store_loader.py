@@ -16,9 +16,9 @@ from shared.errors import BadFrame
 from shared.records import Mode, SlotMap
 from shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
 from shared.records.layout import Block
+from shared.serving.core.asynchronous.ledger import Ledger
+from shared.serving.core.asynchronous.saved_ledger import SavedLedger
 from shared.serving.core.clipping import Clipping
-from shared.serving.core.ledger import Ledger
-from shared.serving.core.saved_ledger import SavedLedger
 from shared.serving.core.store import Store
 from shared.slots import slot_of
 from shared.storage.tensor_file import Summary

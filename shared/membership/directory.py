@@ -61,6 +61,16 @@ class Directory:
             f"<Directory {self.keys.job} at {self.revision}: {phase}, {len(self.pservers)} pservers, master {master}>"
         )
 
+    @property
+    def known_state(self) -> JobState:
+        """The job's; as at its very beginning, as long as it has none."""
+        return self.state or JobState()
+
+    @property
+    def term(self) -> int:
+        """The newest master's; 0: there was none."""
+        return self.master.term if self.master is not None else 0
+
     async def run(self) -> None:
         """Follow etcd until cancelled."""
         first, end = self.keys.directory()

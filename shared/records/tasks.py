@@ -11,6 +11,8 @@ from shared.metric_names import MOST_NAMES, NAME
 from shared.records.record import Id, Int64, Message, Name, Record, Traceback
 from shared.records.step import LanePosition
 
+WAITS_FOR_CHARACTERS = 300
+
 
 class UserFailure(Record):
     """An exception of the user's module. `task`: where it happened, as text (`task 7 (file.parquet rows 0-511)`). `fatal`: it
@@ -91,13 +93,18 @@ class TaskAnswer(Record):
 
 
 class TaskProgress(Record):
-    """`epoch`, `timeline` (in all reports): those of the task, so that a late report is recognised as stale."""
+    """`epoch`, `timeline` (in all reports): those of the task, so that a late report is recognised as stale. `waits_for`: before the next minibatch."""
 
     trainer: str
     attempt: Int64
     minibatches: Int64
     epoch: Int64 | None = None
     timeline: Int64 | None = None
+    waits_for: str = Field(
+        default="",
+        max_length=WAITS_FOR_CHARACTERS,
+        description="What the trainer waits for before its next minibatch; empty: for nothing.",
+    )
 
 
 class TakeNext(Record):

@@ -23,10 +23,11 @@ from shared.runtime import clock, telemetry
 from shared.runtime.waiting import event_within
 from shared.serving.core.admission import check_same_model
 from shared.serving.core.blocks import add_state
-from shared.serving.core.calls import BlockServer, OpenPull, OpenPush, Payload
+from shared.serving.core.calls import BlockServer, OpenPull, Payload
 from shared.serving.core.clipping import Clipping
 from shared.serving.core.held import learn_norm
 from shared.serving.core.progress import check_pull, progress_of
+from shared.serving.core.pushes import OpenPush
 from shared.serving.core.store import Store
 from shared.serving.table_loops import PrepareTables, StartRows, compile_when_used, no_rows_yet
 from shared.wire.lending import NOTHING
@@ -88,6 +89,8 @@ class Pserver(BlockServer):
         self.prepare_tables: PrepareTables = compile_when_used
         self.start_rows: StartRows = no_rows_yet
         self.directory: Directory | None = None
+        self.is_live = lambda trainer: self.directory is None or trainer in self.directory.trainers
+        self.now = clock.monotonic
         self._max_wait_s = max_wait_s
         self._allocate = allocate
         self._stores = 0  # served so far
@@ -308,14 +311,14 @@ class Pserver(BlockServer):
         if self.is_stale(header.generation):
             msg = f"generation {header.generation} is stale: pserver-{self.index} has seen {self.generation}; read the lanes again"
             raise StaleGeneration(msg, generation=self.generation)
-        known = header.generation if self.directory is None else _state(self.directory).generation
+        known = header.generation if self.directory is None else self.directory.known_state.generation
         self.generation = max(self.generation, min(header.generation, known))
 
     def _check_pusher(self, header: PushHeader) -> None:
         """Only members push, and only in generations that etcd has: one frame of anybody else could fence them all."""
         if self.directory is None:
             return
-        state = _state(self.directory)
+        state = self.directory.known_state
         if header.generation > state.generation:
             msg = (
                 f"generation {header.generation} of trainer {header.trainer[:80]!r} is ahead of {state.generation}, the newest that "
@@ -337,7 +340,7 @@ class Pserver(BlockServer):
         if self.in_doubt():
             msg = f"the lease of pserver-{self.index} ({self.incarnation}) may have run out: it waits until etcd says whether the index is still its own; ask again"
             raise NotReady(msg)
-        self.term = max(self.term, header.term if self.directory is None else min(header.term, _term(self.directory)))
+        self.term = max(self.term, header.term if self.directory is None else min(header.term, self.directory.term))
 
     def _ready(self, header: MessageHeader) -> Store:
         self.check(header)
@@ -361,7 +364,7 @@ class Pserver(BlockServer):
         """Raises NotReady: this view of the job is late; StaleGeneration, WrongOwner: the sender's is. `slots` 0: it does not say."""
         if self.directory is None:
             return
-        timeline = _state(self.directory).timeline
+        timeline = self.directory.known_state.timeline
         if header.timeline > timeline:
             raise NotReady(f"pserver-{self.index} sees timeline {timeline}, not {header.timeline} yet: ask again")
         if header.timeline < timeline:
@@ -390,11 +393,3 @@ class Pserver(BlockServer):
 
 async def _no_handoffs(header: HandoffHeader, _: AsyncIterator[tuple[HandoffPart, Payload]]) -> HandoffAnswer:
     raise NotReady(f"no index is claimed here yet: send group {header.group} again")
-
-
-def _state(directory: Directory) -> JobState:
-    return directory.state or JobState()
-
-
-def _term(directory: Directory) -> int:
-    return directory.master.term if directory.master is not None else 0

@@ -57,7 +57,8 @@ class PushHeader(MessageHeader):
     slots, so it names the version of the slot map (`slots`; 0: not checked). `stored`: the metrics of steps before this one are stored,
     as far as lane 0's owner knows.
 
-    Async: `epoch`, `task_id`, `attempt`, minibatches [start, end) of `minibatches`, and `lane_zero` with the options.
+    Async: `epoch`, `task_id`, `attempt`, minibatches [start, end) of `minibatches`, and `lane_zero` with the options. `keeps`: the trainer computes the
+    next ones with the parameters that it has (see StalenessBound).
     """
 
     mode: Mode
@@ -74,6 +75,7 @@ class PushHeader(MessageHeader):
     start: int = 0
     end: int = 0
     minibatches: int = 0
+    keeps: bool = False
 
 
 class PushBlock(Record):
@@ -82,11 +84,13 @@ class PushBlock(Record):
     The payload of an integer buffer is its value (sync) or what is added to it (async). `result` (sync): of these lanes, with the first of
     their blocks that this parameter server gets in a push. `rows`: block is -1, `lanes` is one lane, and the payload is the gradients of rows of
     embedding tables: so many ids of each (shared/tables/payload.py), all of the lane's by slot map `slots` (0: not checked); `dtype` is that of the
-    gradients, if it is not float32."""
+    gradients, if it is not float32. `version` (async): the gradient was computed from the block, or from rows, of this version or newer ones; named if
+    the learning rate of a late push is to be lower."""
 
     block: int
     lanes: tuple[int, int] = (0, 1)
     count: int = Field(le=1 << 40)
+    version: int | None = None
     dtype: Narrow | None = None
     result: NodeResult | None = None
     rows: tuple[int, ...] | None = Field(default=None, max_length=MOST_TABLES)
@@ -122,12 +126,24 @@ class StepNorm(Record):
     norm: float
 
 
+class StalenessBound(Record):
+    """Asynchronous: `trainer` will compute with what it pulls, once no live trainer computes with parameters more than `versions` pushes older. None:
+    it computes with none any more, and nobody waits for it. Who has not pushed for twice the longest time that a push has taken, at least `floor_s` and
+    at most `ceiling_s` seconds, is not waited for."""
+
+    trainer: str
+    versions: int | None = Field(default=None, ge=0)
+    floor_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    ceiling_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+
+
 class PullRequest(MessageHeader):
     """`version` None: the current one. `blocks`: each once. `wait_s`: longest wait for blocks that have not reached the version. `dtype`: float32
     parameters are cast to it. `known`: the `PullEnd.known` of the pull from this pserver that the caller's values come from ("":
     it has none); blocks of buffers that are still the same come without them. None: all blocks come whole. `norm`: of the step that
     makes the version; the blocks that are held for it are stepped. `results_from`: the results of steps are wanted, too, from
-    this one on. `slots`: the slot map by which the rows of embedding tables have to have the version; 0: not checked."""
+    this one on. `slots`: the slot map by which the rows of embedding tables have to have the version; 0: not checked. `versions`: the end tells that
+    of each block. `bound`: answered when it holds."""
 
     version: int | None = None
     blocks: tuple[int, ...]
@@ -137,6 +153,8 @@ class PullRequest(MessageHeader):
     known: str | None = Field(default=None, max_length=KNOWN_CHARACTERS)
     results_from: int | None = None
     slots: int = 0
+    versions: bool = False
+    bound: StalenessBound | None = None
 
 
 class PulledBlock(Record):
@@ -155,7 +173,7 @@ class PullEnd(Record):
     of the whole gradient). `record`: of the version, if OK and sync. `known`: names the values that came, for `PullRequest.known`;
     the same in all requests that one pull was made of, or it names none of them. `squares`: (block, sum of the squares of its
     gradient), of the blocks of parameters that are held; if OK, of those that came, if the step was measured. `timeline`: of the blocks.
-    `results`: the first of those that were asked for and are kept."""
+    `results`: the first of those that were asked for and are kept. `versions`: (block, version), of those that came, if OK and asked for."""
 
     code: Literal["OK", "TOO_EARLY", "GONE", "NOT_READY", "WRONG_OWNER", "OVERFLOW", "HELD"]
     message: str = ""
@@ -164,6 +182,7 @@ class PullEnd(Record):
     squares: tuple[tuple[int, float], ...] = ()
     timeline: int = 0
     results: tuple[StepResult, ...] | None = None
+    versions: tuple[tuple[int, int], ...] = ()
 
 
 class LookupRequest(MessageHeader):
@@ -184,10 +203,11 @@ class LookupIds(Record):
 
 class LookupEnd(Record):
     """After the payload of rows; or without it. `code`: OK, TOO_EARLY (the wait ran out), GONE, NOT_READY, WRONG_OWNER (an id belongs to another parameter
-    server), OVERFLOW (values do not fit the requested dtype)."""
+    server), OVERFLOW (values do not fit the requested dtype). `version` (async): of the rows, if OK."""
 
     code: Literal["OK", "TOO_EARLY", "GONE", "NOT_READY", "WRONG_OWNER", "OVERFLOW"]
     message: str = ""
+    version: int | None = None
 
 
 class TableRequest(MessageHeader):
@@ -286,11 +306,12 @@ class HandedHistory(Record):
 
 
 class MovedBlock(Record):
-    """A block as it is when it moves."""
+    """A block as it is when it moves. `since`: the version that it was initialised or loaded at."""
 
     block: int
     version: int
     updates: int
+    since: int = 0
 
 
 class MovedTable(Record):

@@ -265,7 +265,7 @@ async def test_a_buffer_that_changes_while_an_asynchronous_pull_is_under_way_com
 
 def naive(self, number, _, moment):
     """As if only the newest change counted, whatever version is asked for."""
-    return self.blocks[number].is_buffer and self.blocks[number].changed <= moment
+    return moment is not None and self.blocks[number].is_buffer and self.blocks[number].changed <= moment
 
 
 async def random_job(seed):

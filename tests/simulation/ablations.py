@@ -23,10 +23,10 @@ from shared.blocks.buffers import Buffer
 from shared.checkpoints import schedule, stored
 from shared.records import StepMetrics
 from shared.records.layout import ROWS
+from shared.serving.core.asynchronous.ledger import Ledger
 from shared.serving.core.blocks import BlockState
 from shared.serving.core.calls import BlockServer, OpenPull
 from shared.serving.core.history import Results
-from shared.serving.core.ledger import Ledger
 from shared.serving.core.store import Store
 from shared.serving.core.table.rows import TableRows
 from shared.serving.pserver import Pserver

@@ -15,7 +15,7 @@ from shared.records import Dispatch, TrainerMember
 from shared.records.layout import ROWS
 from shared.runtime import ids
 from shared.runtime.service import LEASE_LOST
-from shared.serving.core.calls import OpenPush
+from shared.serving.core.pushes import OpenPush
 from shared.serving.core.store import Store
 from shared.serving.data_plane.row_turns import RowTurns
 from shared.serving.pserver import Pserver

@@ -18,7 +18,8 @@ from master_service.core.state.job import Job
 from shared.records import Mode
 from shared.records.assignments import Handed, Migration
 from shared.records.operations import OperationState, ResizePhase
-from shared.serving.core import calls, ledger
+from shared.serving.core import calls
+from shared.serving.core.asynchronous import ledger
 from shared.serving.core.blocks import BlockState
 from shared.serving.core.held import settle_rows
 from shared.serving.core.store import Store

@@ -17,7 +17,8 @@ from shared.lanes import Interval, gaps, intervals
 from shared.records import Mode, SlotMap
 from shared.records.pauses import Torn
 from shared.runtime import telemetry
-from shared.serving.core.calls import BlockServer, OpenPull, OpenPush, Payload
+from shared.serving.core.calls import BlockServer, OpenPull, Payload
+from shared.serving.core.pushes import OpenPush
 from shared.serving.core.store import Store
 from shared.serving.pserver import Pserver
 from shared.wire.messages import (

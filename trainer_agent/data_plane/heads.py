@@ -20,7 +20,7 @@ def head_of(
 
 
 def fields_of(number: int, item: PushBlock) -> codec.Fields:
-    """Of a block with a result, or of rows; Record.model_dump takes three times as long."""
+    """Of a block with a result or a version, or of rows; Record.model_dump takes three times as long."""
     fields: codec.Fields = {"id": number, "block": item.block, "lanes": item.lanes, "count": item.count}
     if (result := item.result) is not None:
         fields["result"] = {
@@ -29,6 +29,8 @@ def fields_of(number: int, item: PushBlock) -> codec.Fields:
             "skipped": result.skipped,
             "metrics": result.metrics,
         }
+    if item.version is not None:
+        fields["version"] = item.version
     if item.rows is not None:
         fields |= {"rows": item.rows, "slots": item.slots}
     return fields | ({"dtype": item.dtype} if item.dtype else {})

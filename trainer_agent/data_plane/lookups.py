@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,10 @@ class Lookups(Peers):
     row_dtype: Narrow | None = None
     row_gradient_dtype: Narrow | None = None
 
+    def __init__(self, *arguments: Any) -> None:  # those of Peers
+        super().__init__(*arguments)
+        self._row_versions: dict[tuple[int, int], int] = {}
+
     @cached_property
     def _dims(self) -> list[int]:
         return [spec.dim for spec in self._layout.tables]
@@ -98,6 +102,11 @@ class Lookups(Peers):
                 raise UserCodeError(msg, error_type="OverflowError") from error
             parts[index] = RowPart(tuple(len(some) for some in ids), payload, dtype)
         return parts
+
+    def take_row_versions(self) -> dict[tuple[int, int], int]:
+        """Asynchronous: the lowest version of rows that were looked up since the last time, by slot map version and parameter server."""
+        found, self._row_versions = self._row_versions, {}
+        return found
 
     def mean_rows(self, minibatches: Sequence[Sequence[LaneRows]]) -> Sequence[LaneRows]:
         """The mean over several minibatches, of each table."""
@@ -150,6 +159,9 @@ class Lookups(Peers):
                     parts = rows_in(rows, counts, self._dims, ids=False, dtype=wanted.dtype)
                     for into, place, part in zip(wanted.found, wanted.places, parts, strict=True):
                         into[place if len(place) < len(into) else ALL] = part
+                    if end.version is not None:
+                        source = routes.version, index
+                        self._row_versions[source] = min(end.version, self._row_versions.get(source, end.version))
                     return
                 case "GONE":
                     raise Gone(end.message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from shared.lanes import Interval
@@ -23,14 +23,16 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class PushedRows:
     """A lane's gradients of rows of embedding tables. `rows`: of each table. `count`: the lane's records. `result` (synchronous): the rows of all lanes
-    may be there, and be stepped, before a block of each is."""
+    may be there, and be stepped, before a block of each is. `versions` (asynchronous): the rows that the gradients were computed from, by slot map
+    version and parameter server."""
 
     rows: Sequence[LaneRows]
     count: int
     result: NodeResult | None = None
+    versions: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
-    def head(self, lane: int, part: RowPart, slots: int) -> PushBlock:
-        """Of one parameter server's part by slot map `slots`."""
+    def head(self, lane: int, index: int, part: RowPart, slots: int) -> PushBlock:
+        """Of the part of parameter server `index` by slot map `slots`."""
         return PushBlock.model_construct(
             block=ROWS,
             lanes=(lane, lane + 1),
@@ -39,6 +41,7 @@ class PushedRows:
             result=self.result,
             rows=part.counts,
             slots=slots,
+            version=self.versions.get((slots, index)),
         )
 
 
@@ -135,14 +138,17 @@ class _Stream(AsyncIterator[tuple[PushBlock, memoryview]]):
 
 class Outboxes(dict[int, Outbox]):
     """One push to all parameter servers, by pserver index. `dtypes[block]`: the narrower dtype in which it travels, if any.
-    `version`: of the slot map they were made by."""
+    `version`: of the slot map they were made by. `versions` (asynchronous): of the blocks that gradients are computed from."""
 
-    def __init__(self, routes: Routes, dtypes: Sequence[Narrow | None]) -> None:
+    def __init__(
+        self, routes: Routes, dtypes: Sequence[Narrow | None], versions: Mapping[int, int] | None = None
+    ) -> None:
         self.rows: dict[int, PushedRows] = {}
         super().__init__((index, Outbox(self.rows)) for index in routes.blocks)
         self.routes = routes
         self.version, self._owners, self._dtypes = routes.version, routes.owners, dtypes
         self.blocks = len(dtypes)
+        self._versions = {} if versions is None else dict(versions)
         self._rows = 0
 
     def adder(
@@ -154,7 +160,7 @@ class Outboxes(dict[int, Outbox]):
     ) -> Callable[[int], None]:
         """A function that adds a finished block of `lanes`, which have `samples()` records together. `result`, known by the first of these
         blocks, goes to each parameter server with the first block for it."""
-        owners, dtypes = self._owners, self._dtypes
+        owners, dtypes, versions = self._owners, self._dtypes, self._versions
         unaware = set(self) if result is not None else set()
         found: NodeResult | None = None
 
@@ -165,7 +171,12 @@ class Outboxes(dict[int, Outbox]):
                 unaware.remove(owners[block])
                 told = found = found or result()
             item = PushBlock.model_construct(
-                block=block, lanes=lanes, count=samples(), dtype=dtypes[block], result=told
+                block=block,
+                lanes=lanes,
+                count=samples(),
+                dtype=dtypes[block],
+                result=told,
+                version=versions.get(block),
             )
             self[owners[block]].add(item, contribution(block))
 
@@ -175,7 +186,7 @@ class Outboxes(dict[int, Outbox]):
         """A lane's gradients of rows of embedding tables, and by parameter server."""
         self.rows[lane] = pushed
         for index, part in parts.items():
-            self[index].add(pushed.head(lane, part, self.version), part.payload)
+            self[index].add(pushed.head(lane, index, part, self.version), part.payload)
             self._rows += 1
 
     @property

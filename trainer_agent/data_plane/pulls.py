@@ -6,15 +6,16 @@ pull: blocks of one version, as pservers have them ──► staging vector; the
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from shared.errors import BadFrame, Gone, InvalidArgument, PeerError, StaleGeneration, WrongOwner
 from shared.records.job_spec import Narrow, Nonfinite, Transported
 from shared.records.layout import ELEMENT_BYTES, Layout
 from shared.records.step import StepRecord, StepResult
 from shared.wire.lending import NOTHING
-from shared.wire.messages import PulledBlock, PullEnd, PullRequest
+from shared.wire.messages import PulledBlock, PullEnd, PullRequest, StalenessBound
 from trainer_agent.core.steps import agreed
 from trainer_agent.data_plane.peers import OWN_LEASE, Connect, JobView, Suspect
 from trainer_agent.data_plane.routing import Routes
@@ -25,7 +26,22 @@ from trainer_agent.waiting.retry import Backoff
 from trainer_agent.waiting.single_error import SingleErrorGroup
 
 PULL_WAIT_S = 10.0
+BOUND_WAIT_S = 1.0  # then a parameter server is asked again: who was waited for may be dead
 MOST_HELD = 6  # answers in a row that the norm of the gradient is missing
+
+
+class Abandoned(Exception):
+    """A pull that waited, and is not needed any more."""
+
+
+@dataclass(slots=True)
+class Within:
+    """A pull that is answered once `bound` holds. `is_needed` is asked while it waits. `waited`: whether it had to, `waits_for`: for what."""
+
+    bound: StalenessBound
+    is_needed: Callable[[], bool]
+    waited: bool = False
+    waits_for: str = ""
 
 
 async def _at_once() -> bool:
@@ -73,8 +89,12 @@ class Pulls(WholeTables):
         # by (slot map version, pserver index): PullEnd.known of the values in use, and of those in the staging vector
         self._known: dict[tuple[int, int], str] = {}
         self._staged: dict[tuple[int, int], str] = {}
+        # asynchronous: of each block of the values in use the version; None: it does not matter
+        self.versions: dict[int, int] | None = None
+        self._staged_versions: dict[int, int] = {}
         self.results: tuple[StepResult, ...] = ()
         self._results_from: int | None = None
+        self._within: Within | None = None
         self._narrow_blocks: list[memoryview] = []  # memory for a block in its narrow dtype, before it is widened
         self._narrow_bytes = vectors.layout.block_bytes if self._narrow is not None else 0
 
@@ -106,10 +126,31 @@ class Pulls(WholeTables):
         """
         self.results, self._results_from = (), results_from
         narrow = None if exact else self._narrow
-        self._staged = {}
+        self._staged, self._staged_versions = {}, {}
         if version is not None:
             self._norm = StepNormFinder(version - 1, fails=self._fails)
         return await self._pull_parts(self.routes.blocks, version, skip_after_s, narrow)
+
+    async def pull_within(self, within: Within, skip_after_s: float | None = None) -> None:
+        """Asynchronous: `pull`, once the bound holds. Raises Abandoned, Gone, InvalidArgument."""
+        self._within = within
+        try:
+            await self.pull(None, skip_after_s)
+        finally:
+            self._within = None
+        if within.waited:  # what the others sent is as old as the wait was long
+            await self.pull(None, skip_after_s)
+
+    @property
+    def _asked_for_bound(self) -> int:
+        """The parameter server that says whether a bound holds: one for all trainers, so nobody is waited for at one while it waits at another."""
+        return min(index for index, blocks in self.routes.blocks.items() if blocks)
+
+    async def let_go(self, bound: StalenessBound) -> None:
+        """This trainer computes with none of the parameters that it pulled within a bound. Raises PeerError, StaleGeneration."""
+        none = bound.model_copy(update={"versions": None})
+        request = PullRequest(**self.envelope(), blocks=(), bound=none)
+        await self._port(self._asked_for_bound).pull(request, lambda _: NOTHING)
 
     def _parts_since(
         self, before: Routes, index: int, blocks: Iterable[int], version: int | None
@@ -141,6 +182,8 @@ class Pulls(WholeTables):
         """What the last pull brought becomes the parameters in use; buffers that stay as they are come only once."""
         self._vectors.swap()
         self._known, self._staged = self._staged, {}
+        if self.versions is not None:
+            self.versions |= self._staged_versions
 
     def forget(self) -> None:
         """The parameters in use are not those that were pulled last: the next pull brings everything."""
@@ -208,7 +251,7 @@ class Pulls(WholeTables):
         while missing or not ended:
             self._check_pull()
             before = len(missing)
-            wanted = {
+            wanted: dict[str, Any] = {
                 "version": version,
                 "blocks": tuple(missing),
                 "wait_s": PULL_WAIT_S,
@@ -217,7 +260,10 @@ class Pulls(WholeTables):
                 "norm": self._norm.norm if version is not None else None,
                 "results_from": self._results_from,
                 "slots": routes.version if self._layout.tables and version is not None else 0,
+                "versions": self.versions is not None and version is None,
             }
+            if (within := self._within) is not None and index == self._asked_for_bound:
+                wanted |= {"bound": within.bound, "wait_s": BOUND_WAIT_S}
             if await self._certain():
                 backoff.waited(OWN_LEASE)
             if await self._is_silent(index, skip_after_s):
@@ -242,6 +288,7 @@ class Pulls(WholeTables):
             self._silence.answered(index)
             named.add(end.known or "")
             record = end.record or record
+            self._staged_versions.update(end.versions)
             if end.record is not None:
                 self._norm.learn_of_version(end.timeline, end.record)
             if end.code == "OK" and end.squares:
@@ -255,6 +302,10 @@ class Pulls(WholeTables):
                 case "OVERFLOW":
                     raise InvalidArgument(end.message, hint=f"parameter_dtype is {narrow}; start the job with another")
                 case "TOO_EARLY":
+                    if within is not None:
+                        within.waited, within.waits_for = True, end.message
+                        if not within.is_needed():
+                            raise Abandoned
                     backoff.waited(end.message)
                 case "HELD":
                     held += 1

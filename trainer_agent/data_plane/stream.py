@@ -322,7 +322,7 @@ class StreamPserver(HttpPserver):
                         at = await stream.refer(call, view, self._stall_s)
                         size = 0 if at else view.nbytes
                         head = head_of(number, item.block, item.lanes, item.count, item.dtype, size, at)
-                        if item.result is not None or item.rows is not None:
+                        if item.result is not None or item.rows is not None or item.version is not None:
                             fields = fields_of(number, item) | ({"at": at} if at else {})
                             head = codec.encode_block(fields, size)
                         if at:

@@ -171,7 +171,7 @@ class Transfer(Pulls):
             pushed = outbox.rows[lane]
             for index, part in self.row_parts(routes, pushed.rows).items():
                 if index in lacking:
-                    boxes.setdefault(index, []).append((pushed.head(lane, part, routes.version), part.payload))
+                    boxes.setdefault(index, []).append((pushed.head(lane, index, part, routes.version), part.payload))
         async with SingleErrorGroup() as group:
             pushes = [
                 group.create_task(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,10 +27,12 @@ from shared.wire.messages import LedgerQuery, PushHeader
 from trainer_agent.core.duties import Duty
 from trainer_agent.data import minibatches_in
 from trainer_agent.data_plane.outbox import Outboxes, PushedRows
+from trainer_agent.data_plane.pulls import Abandoned
 from trainer_agent.data_plane.verdicts import Verdict
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.evaluating import Evaluator
 from trainer_agent.loops.rows_ahead import RowsAhead
+from trainer_agent.loops.staleness import BoundedStaleness
 from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.membership.pause import PauseResponder
 from trainer_agent.model.compute import BeforeStep, LaneResult, Records, metrics_of
@@ -66,6 +68,10 @@ class AsyncLoop:
         self._spec, self._directory, self._compute = context.spec, context.directory, context.compute
         self._transfer, self._source, self._reports = context.transfer, context.source, context.reports
         self._dtypes, self._stopping, self._duty = context.gradient_dtypes, context.stopping, context.duty
+        self._modulates = self._spec.lr_staleness_modulation
+        self._transfer.versions = {} if self._modulates else None
+        self._bounded = BoundedStaleness(self._spec, self._source.trainer, self._transfer, self._is_to_train)
+        self._reports.waits_for = lambda: self._bounded.waits_for
         self.timeline = timeline_of(self._directory)
         self._next: asyncio.Task[LoadedTask | Task | TaskFailed | None] | None = None
         self._held: tuple[Task, int] | None = None
@@ -121,8 +127,10 @@ class AsyncLoop:
         self._begun, self._options = -1, LaneZero(options=())  # the last push whose options are known
         await self._transfer.infos(self.timeline)
         await self._pull()
+        self._bounded.computes = False
         while await self._may_go_on():
             try:
+                await self._bounded.let_go()
                 found = await self._fetched()
                 if isinstance(found, Task):
                     return found
@@ -138,6 +146,7 @@ class AsyncLoop:
                 self._held = None
                 log.warning("task_failed", task=failed.task.task_id, cause=str(failed.error))
                 await self._source.fail(failed.task, failed.error, failed.place)
+        await self._bounded.let_go()
         return await self._given_ahead()
 
     async def _given_ahead(self) -> Task | None:
@@ -148,12 +157,14 @@ class AsyncLoop:
         self._next = None
         return ahead if isinstance(ahead, Task) else None
 
+    def _is_to_train(self) -> bool:
+        return not self._stopping.is_set() and self._duty().duty in (Duty.TRAIN, Duty.WAIT)
+
     async def _may_go_on(self) -> bool:
         """Between minibatches: waits while the job is paused. False if training is over or this trainer is asked to stop."""
-        while not self._stopping.is_set():
-            duty = self._duty().duty
-            if duty is not Duty.WAIT or self._pauses.lifted:
-                return duty in (Duty.TRAIN, Duty.WAIT)
+        while self._is_to_train():
+            if self._duty().duty is not Duty.WAIT or self._pauses.lifted:
+                return True
             await self._directory.changed(self._directory.revision, REFRESH_S)
         return False
 
@@ -199,6 +210,8 @@ class AsyncLoop:
             self._held = task, start
             if not await self._may_go_on():
                 return
+            if self._bounded.is_due and not await self._within_bound():
+                return
             end = min(start - start % every + every, count)
             if end == count and self._next is None:
                 self._next = self._background.create_task(self._ahead())
@@ -212,7 +225,8 @@ class AsyncLoop:
                 start = end
                 if start < count:
                     self._held = task, start
-                    await self._evaluator.between_pushes()
+                    if not self._bounded.computes:  # else others might wait for it meanwhile
+                        await self._evaluator.between_pushes()
         skipped = {str(index): minibatches for index, minibatches in sorted(self._skipped.items())}
         done = self._source.completion(task, generation=self._generation, skipped=skipped)
         self._reports.complete(task, done)
@@ -235,8 +249,9 @@ class AsyncLoop:
         task = loaded.task
         minibatches = {number: self._minibatch(loaded, number) for number in range(start, end)}
         number = self._push_number(task, count, start)
+        keeps = self._bounded.keeps(self._unpulled + end - start, is_last=end == count)
         options = await self._options_of(task.epoch if self._spec.schedule_per == "epoch" else number)
-        outboxes = Outboxes(self._transfer.routes, self._dtypes)
+        outboxes = Outboxes(self._transfer.routes, self._dtypes, self._transfer.versions)
         results: list[LaneResult] = []
         backoff = Backoff("an answer of any parameter server")
         while True:
@@ -251,6 +266,7 @@ class AsyncLoop:
                 start=start,
                 end=end,
                 minibatches=count,
+                keeps=keeps,
             )
             async with self._transfer.pushing(header, outboxes, self._spec.skip_after_seconds) as verdicts:
                 if not results:
@@ -263,6 +279,7 @@ class AsyncLoop:
                 break
             else:
                 await self._newer_generation(header.generation)
+        self._bounded.computes &= keeps
         if behind := [index for index, found in verdicts.items() if found is Verdict.BEHIND]:
             raise Behind(f"pservers {behind} expect earlier minibatches than {start}")
         if end < count and self._compute.layout.tables:
@@ -274,7 +291,7 @@ class AsyncLoop:
         self._times.pushed()
         self._reports.share(metrics_of(results, number, task.epoch, task.timeline, options))
         self._unpulled += end - start
-        if self._unpulled >= self._spec.pull_every:
+        if not self._bounded.is_on and self._unpulled >= self._spec.pull_every:
             await self._pull()
             self._times.pulled()
         began, self._began = self._began, clock.monotonic()
@@ -309,7 +326,9 @@ class AsyncLoop:
             count = sum(result.records for result in results)
             try:
                 rows = self._transfer.mean_rows(of_rows)
-                outboxes.add_rows(0, PushedRows(rows, count), self._transfer.row_parts(outboxes.routes, rows))
+                versions = self._transfer.take_row_versions() if self._modulates else {}
+                pushed = PushedRows(rows, count, versions=versions)
+                outboxes.add_rows(0, pushed, self._transfer.row_parts(outboxes.routes, rows))
             except UserCodeError as error:
                 raise TaskFailed(task, error, f"minibatches {node[0]} to {node[1] - 1}") from error
         outboxes.close()
@@ -352,17 +371,28 @@ class AsyncLoop:
         return self._options
 
     async def _newer_generation(self, generation: int) -> None:
+        newer = "a new generation"
         with contextlib.suppress(DeadlineExceeded):
-            await self._directory.wait_for(
-                lambda _: self._transfer.generation > generation, REFRESH_S, "a new generation"
-            )
+            await self._directory.wait_for(lambda _: self._transfer.generation > generation, REFRESH_S, newer)
 
-    async def _pull(self) -> None:
-        """Every block, at whatever version it has."""
+    async def _within_bound(self) -> bool:
+        """Bounded staleness: pulls, once no live trainer computes with much older parameters. False: this trainer is to train no more."""
+        try:
+            await self._pull(self._bounded.pull)
+        except Abandoned:
+            return False
+        if self._bounded.has_waited:
+            self._ahead_rows.drop()  # they are as old as the wait was long
+        self._times.pulled()
+        return await self._may_go_on()
+
+    async def _pull(self, pull: Callable[[float | None], Awaitable[object]] | None = None) -> None:
+        """Every block, at whatever version it has. Raises what `pull` does (None: the transfer's)."""
         backoff = Backoff("pulling parameters of the job's timeline")
         while True:
             try:
-                await self._transfer.pull(None, self._spec.skip_after_seconds if self._pulled else None)
+                skip_after_s = self._spec.skip_after_seconds if self._pulled else None
+                await (pull(skip_after_s) if pull else self._transfer.pull(None, skip_after_s))
                 break
             except Gone as error:  # our view of the job is older than the pserver's
                 await backoff.failed(error)

@@ -19,7 +19,7 @@ from shared.logged_metrics import Logged
 from shared.metric_names import MOST_NAMES
 from shared.records import CompleteTask, MetricBatch, MetricsTaken, StepMetrics, Task, TaskProgress
 from shared.records.step import StepRecord, StepResult
-from shared.records.tasks import MetricValue
+from shared.records.tasks import WAITS_FOR_CHARACTERS, MetricValue
 from shared.runtime import clock, ids, telemetry
 from trainer_agent.tasks.master import MasterPort
 from trainer_agent.tasks.step_times import Times, TimesBuffer
@@ -132,6 +132,7 @@ class Reports:
         """`held` names the tasks being trained and how many minibatches of each are done. `pace`: how long lanes take, if known."""
         self._master, self._trainer, self._held, self._pace = master, trainer, held, pace
         self.done = Done()
+        self.waits_for: Callable[[], str] = lambda: ""  # before its next minibatch
         self._told_pace = LanePace(), -math.inf  # what was told last, and when
         self._completed: deque[tuple[Task, CompleteTask]] = deque()
         self._metrics = MetricBuffer()
@@ -307,6 +308,7 @@ class Reports:
                     minibatches=minibatches,
                     epoch=task.epoch,
                     timeline=task.timeline,
+                    waits_for=self.waits_for()[:WAITS_FOR_CHARACTERS],
                 )
                 await self._try(self._master.report_progress(task.task_id, progress))
 

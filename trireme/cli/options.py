@@ -141,6 +141,21 @@ GlobalBatchSize = Annotated[
 Seed = Annotated[int | None, typer.Option(help="Seed of the order of records and of all random numbers.", metavar="N")]
 PushEvery = Annotated[int | None, typer.Option(help="Async: minibatches per push.", metavar="N")]
 PullEvery = Annotated[int | None, typer.Option(help="Async: minibatches per pull.", metavar="N")]
+StalenessRate = Annotated[
+    bool | None,
+    typer.Option(
+        "--lr-staleness-modulation",
+        help="Async: divide the learning rate of a push by the versions since its pull.",
+        show_default=False,
+    ),
+]
+MaxStaleness = Annotated[
+    int | None,
+    typer.Option(
+        help="Async: wait before a minibatch while a trainer computes with parameters more than N versions older.",
+        metavar="N",
+    ),
+]
 Device = Annotated[str | None, typer.Option(help="Where trainers compute.", metavar="auto|cpu|cuda")]
 GradientDtype = Annotated[
     str | None, typer.Option(help="Dtype in which gradients are sent.", metavar="float32|bfloat16|float16")

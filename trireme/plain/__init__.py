@@ -135,7 +135,8 @@ def plain_spec(user: UserModule, flags: Mapping[str, Any], assignments: Sequence
     merged = settings.merge([settings.from_script(user.config)]) | outside
     alone = {
         "mode": "sync", "lanes": 1, "gradient_dtype": "float32", "parameter_dtype": "float32", "error_feedback": None,
-        "checkpoint_kind": "coordinated", "skip_after_seconds": None,
+        "checkpoint_kind": "coordinated", "skip_after_seconds": None, "lr_staleness_modulation": False,
+        "max_staleness": None,
     }  # fmt: skip
     one_lane = {name: settings.Setting(value, "plain training") for name, value in alone.items()}
     named = {"job": settings.Setting(settings.job_name(user.path), "the script")}

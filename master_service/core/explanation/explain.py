@@ -39,6 +39,7 @@ AWAITED: Sequence[Rule] = (
     reports.failing_tasks,
     training.late_tasks,
     training.awaited_evaluation,
+    training.awaited_slower_trainer,
     training.slow_minibatch,
 )
 NOTES: Sequence[Rule] = (

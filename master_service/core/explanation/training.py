@@ -195,6 +195,24 @@ def awaited_evaluation(now: Situation) -> Cause | None:
     )
 
 
+def awaited_slower_trainer(now: Situation) -> Cause | None:
+    """Asynchronous: trainers wait because of `max_staleness`, as they said last."""
+    queue = now.job.due
+    waiting = (
+        {}
+        if queue is None
+        else {held.record.trainer: held.waits_for for held in queue.pending.values() if held.waits_for}
+    )
+    if not waiting:
+        return None
+    return Cause(
+        code=Code.SLOWER_TRAINER_AWAITED,
+        summary=f"{len(waiting)} of {len(now.job.trainers.names)} trainers waited for a slower one when they reported last (max_staleness).",
+        details=tuple(f"{name}: {told}." for name, told in sorted(waiting.items())[:NAMED]),
+        hints=("raise max_staleness, or find out why that trainer is slow", f"trireme members {now.option}"),
+    )
+
+
 def slow_minibatch(now: Situation) -> Cause | None:
     queue = now.job.due
     if queue is None or not queue.pending or not now.is_still:

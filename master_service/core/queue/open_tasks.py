@@ -13,7 +13,7 @@ SLACK = 64
 @dataclass(slots=True)
 class Pending:
     """`record` is what etcd holds; the rest starts anew in a new master. `since`: when the newest attempt was given out; `late`: it
-    was found late since then."""
+    was found late since then; `waits_for`: what its trainer said it waits for before the next minibatch."""
 
     record: PendingTask
     deadline: float
@@ -21,6 +21,7 @@ class Pending:
     since: float
     minibatches: int = 0
     late: bool = False
+    waits_for: str = ""
 
 
 class RequeuedTasks(dict[str, RequeuedTask]):

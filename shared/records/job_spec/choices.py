@@ -29,6 +29,8 @@ RENAMED = {
     "in plain PyTorch; clip_lane_norm limits the gradient of each lane by itself, as clip_norm did",
     "lr_scale": "lr_scale is no setting: the global batch stays as it is when trainers come and go, so the learning rate has nothing to follow; "
     "leave it out, and choose the rate in the script for global_batch_size",
+    "grads_to_wait": "grads_to_wait is no setting: a parameter server steps with every push, so that each minibatch counts exactly once. "
+    "push_every=N is the counterpart: each trainer pushes the mean gradient of N minibatches",
 }
 LANES_ARE_FIXED = (
     "lanes cannot follow the members: a job has the same lanes whoever trains, and its bits depend on them; "

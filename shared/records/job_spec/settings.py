@@ -85,6 +85,16 @@ class JobSettings(Record):
     slot_count: int = Field(default=1024, ge=128, le=1024)
     push_every: int = Field(default=1, ge=1, lt=2**63)
     pull_every: int = Field(default=1, ge=1, lt=2**63)
+    lr_staleness_modulation: bool = Field(
+        default=False,
+        description="Asynchronous: a push steps with the learning rate divided by the number of versions that came since its parameters were pulled.",
+    )
+    max_staleness: int | None = Field(
+        default=None,
+        ge=0,
+        lt=2**63,
+        description="Asynchronous: a trainer waits before a minibatch while another one computes with parameters more than so many versions older; null: it never waits.",
+    )
     clip_grad_norm: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     clip_lane_norm: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     grad_norm_every: int = Field(default=10, ge=0, lt=2**63)
@@ -256,6 +266,8 @@ class JobSettings(Record):
             ("checkpoint_kind", self.checkpoint_kind, "coordinated"),
             ("skip_after_seconds", self.skip_after_seconds, None),
             ("error_feedback", self.error_feedback or None, None),
+            ("lr_staleness_modulation", self.lr_staleness_modulation, False),
+            ("max_staleness", self.max_staleness, None),
         ):
             if self.mode is Mode.SYNC and value != default:
                 msg = f"{name} is {value}, which only asynchronous jobs can have; use mode async or leave it out"

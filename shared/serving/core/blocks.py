@@ -34,7 +34,7 @@ class BlockState:
 
     `changed`: the version that brought the current bits (asynchronous: see Store.changes). `frozen`: it is on its way to another
     parameter server, so it takes no push and goes on answering pulls. `freeze_at`: the version that freezes it. `holds`: a whole
-    gradient waits for `settle`. `squares`: the sum of the squares of the last whole gradient, if that was held or `measured`."""
+    gradient waits for `settle`. `since`: the version that it was initialised or loaded at. `squares`: the sum of the squares of the last whole gradient, if that was held or `measured`."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class BlockState:
         holds: bool = False,
     ) -> None:
         self.place = place
-        self.version = version
+        self.version = self.since = version
         self.changed = version
         self.current = values
         self.previous: Buffer | None = None
@@ -173,13 +173,17 @@ class BlockState:
             replaced.release()
         self.version += 1
 
+    def ahead_of(self, version: int) -> int:
+        """Asynchronous: by how many versions it is ahead of that one. Of a version from before it was loaded, which counted otherwise: by those since then."""
+        return self.version - max(version, self.since)
+
     def takes(self, step: int | None) -> bool:
         """Whether a push may change it. `step` None: asynchronous."""
         return not self.frozen or (step is not None and step < self.version)
 
-    def carry_on(self, version: int, updates: int, previous: Buffer | None) -> None:
+    def carry_on(self, version: int, updates: int, previous: Buffer | None, since: int = 0) -> None:
         """It was stepped elsewhere until now; `previous` is its own from now on."""
-        self.version, self.updates, self.previous = version, updates, previous
+        self.version, self.updates, self.previous, self.since = version, updates, previous, since
         self.changed = version
 
     def let_go(self) -> None:

@@ -1,17 +1,15 @@
-"""Pushes and pulls in progress at one owner of blocks, and the state they share. Nothing here waits.
+"""Pulls in progress at one owner of blocks, and the state that they share with pushes (pushes.py). Nothing here waits.
 
-OpenPush   apply(block, payload) ... --> answer()          OpenPull   next() --> block | end | None: nothing yet
+OpenPull   next() --> block | end | None: nothing yet
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from shared.blocks.buffers import Buffer
-from shared.errors import BadFrame
 from shared.records import Mode
 from shared.records.job_spec import Narrow
 from shared.records.layout import ROWS
@@ -20,12 +18,11 @@ from shared.serving.core.held import do_rows_wait, settle, settle_rows
 from shared.serving.core.progress import Counters, is_same, known_of, moment_of, squares_at
 from shared.serving.core.store import Store
 from shared.serving.core.table.arrivals import ArrivedRows
-from shared.wire.messages import PullEnd, PullRequest, PushAnswer, PushBlock, PushHeader, Refusal
+from shared.wire.messages import PullEnd, PullRequest
 from shared.wire.verdict import Verdict
 
 if TYPE_CHECKING:
     from shared.serving.core.table.rows import TableRows  # loads numba
-    from shared.tables.memory import Floats, Numbers
 
 Payload = bytes | bytearray | memoryview
 
@@ -36,7 +33,8 @@ class BlockServer:
     `store` None: no parameters yet. `generation`: the highest seen; pushes of a lower one are stale. `snapshot_ready` is
     called when `store.take_snapshot()` has a snapshot, `on_step` (if set) when a block has a new version, `on_moving` (if set) when
     a push is refused because its block moves. `step_rows` is called when all data of a step of the embedding tables is there, `take_rows` with those of an
-    asynchronous push. One of those at a time is being stepped: `finish_rows` ends that at once, `between_pushes` calls what it gets when none is. `give_back_rows`: slots were dropped."""
+    asynchronous push. One of those at a time is being stepped: `finish_rows` ends that at once, `between_pushes` calls what it gets when none is. `give_back_rows`: slots were dropped.
+    `is_live`: whether a trainer is a member. `now`: seconds of a clock."""
 
     def __init__(self, snapshot_ready: Callable[[], None]) -> None:
         self.store: Store | None = None
@@ -51,6 +49,8 @@ class BlockServer:
         self.finish_rows: Callable[[], None] = lambda: None
         self.between_pushes: Callable[[Callable[[], None]], None] = lambda call: call()
         self.give_back_rows: Callable[[TableRows], None] = lambda rows: rows.give_back_at_once()
+        self.is_live: Callable[[str], bool] = lambda _: True
+        self.now: Callable[[], float] = lambda: 0.0
         self.index = -1
         self._snapshot_ready = snapshot_ready
 
@@ -74,6 +74,16 @@ class BlockServer:
         """Other parameter servers have these blocks now: the pulls that wait for them end."""
         for pull in tuple(self.pulls):
             pull.forgotten(numbers)
+
+    def push_ended(self, store: Store, trainer: str, *, keeps: bool) -> None:
+        """Asynchronous: serve the pulls that wait for the trainer, unless it keeps its parameters."""
+        if store.parameters_in_use.pushed(trainer, self.now(), keeps=keeps):
+            self.within_bounds()
+
+    def within_bounds(self) -> None:
+        """A trainer with old parameters computes no more: serve the pulls that wait for it."""
+        for pull in tuple(self.pulls):
+            pull.look_at_bound()
 
     def _step_rows(self, store: Store) -> None:
         """At once: where nobody else needs the processor meanwhile."""
@@ -107,144 +117,6 @@ class BlockServer:
             self._snapshot_ready()
 
 
-class OpenPush:
-    """An admitted push. Blocks that were applied stay applied, even if the rest fails. Raises as `Store.admit`. `waiting`: rows of an asynchronous one that
-    are not applied yet; `on_settled` is called when some are."""
-
-    def __init__(self, server: BlockServer, store: Store, header: PushHeader) -> None:
-        self._server, self._store, self._header = server, store, header
-        self._push = store.admit(header)
-        store.history.results.forget(header.stored)
-        self._applied = self._duplicate = self.waiting = 0
-        self._refused: list[Refusal] = []
-        self._error: Exception | None = None
-        self.on_settled: Callable[[], None] | None = None
-
-    def __repr__(self) -> str:
-        return f"<OpenPush {self._applied} applied, {self._duplicate} duplicate, {len(self._refused)} refused>"
-
-    def apply(self, item: PushBlock, payload: Payload, memory: Buffer | None = None) -> None:
-        """The payload of a block is used during the call only; a writable one may be overwritten. `memory`: the buffer that starts with
-        it; it is retained if the payload has to wait for others. A writable payload of rows without `memory` is kept: it is ours."""
-        view = memoryview(payload).cast("B")
-        stale = self._server.is_stale(self._header.generation)
-        verdict = Verdict.STALE_GENERATION if stale else self.take_block(item, view, memory)
-        if verdict is not None:
-            self._count(item, view.nbytes, verdict)
-
-    def _count(self, item: PushBlock, size: int, verdict: Verdict) -> None:
-        server, counters = self._server, self._server.counters
-        if verdict is Verdict.APPLIED:
-            self._applied += 1
-            counters.blocks_applied += 1
-        elif verdict is Verdict.DUPLICATE:
-            self._duplicate += 1
-            counters.blocks_duplicate += 1
-        else:
-            state = self._store.blocks.get(item.block)
-            version = state.version if state else 0
-            why = self._store.misfit(item, size) if verdict is Verdict.LAYOUT_MISMATCH else ""
-            self._refused.append(
-                Refusal(block=item.block, lanes=item.lanes, code=verdict, version=version, message=why)
-            )
-            counters.blocks_refused += 1
-            if verdict is Verdict.MOVING and server.on_moving is not None:
-                server.on_moving()
-
-    def most_bytes(self, item: PushBlock, block: int) -> int:
-        """Of its payload; `block`: of one of a block. Raises BadFrame: no rows can be as many."""
-        rows = self._store.rows
-        if item.block != ROWS or rows is None or item.rows is None:
-            return block
-        return rows.payload_bytes(item.rows, item.dtype)
-
-    def answer(self) -> PushAnswer:
-        """Once no rows of it wait. Raises what kept them from being applied."""
-        if self._error is not None:
-            raise self._error
-        return PushAnswer(
-            applied=self._applied,
-            duplicate=self._duplicate,
-            first=self._store.history.first_from(self._header.trainer, self._header.step),
-            refused=tuple(self._refused),
-            generation=self._server.generation,
-        )
-
-    def take_block(self, item: PushBlock, view: memoryview, memory: Buffer | None) -> Verdict | None:
-        """None: rows that wait for their turn."""
-        store = self._store
-        state = store.blocks.get(item.block)
-        if item.result is not None:
-            self._push.results[item.lanes] = item.result
-        self._server.counters.bytes_pushed += view.nbytes
-        before = state.version if state else 0
-        if item.block == ROWS:
-            # others may write into what is read only here, ids that were checked too
-            kept = memory is None and not view.readonly
-            return self._take_rows(item, view if kept else memoryview(bytearray(view)))
-        verdict = store.apply(self._push, item, view, memory)
-        if state is not None and state.version != before:
-            self._server.stepped(item.block, state.version)
-        elif state is not None and verdict is Verdict.APPLIED and state.held:
-            self._server.held(item.block)
-        return verdict
-
-    def _take_rows(self, item: PushBlock, payload: memoryview) -> Verdict | None:
-        """Gradients of rows of the embedding tables: of a lane, or of an asynchronous push, which wait for their turn. The payload is kept."""
-        store, (lane, after) = self._store, item.lanes
-        rows, step, on_arrival = store.rows, self._header.step, store.mode is Mode.ASYNC
-        if rows is None or item.rows is None or after != lane + 1 or item.count < 0:
-            return Verdict.LAYOUT_MISMATCH
-        if not on_arrival and (refusal := store.judge(self._push, item.lanes)) is not None:
-            return refusal
-        try:
-            ids, gradients = rows.read(item.rows, payload, item.dtype)
-        except BadFrame:
-            return Verdict.BAD_FRAME
-        if on_arrival:
-            self._arrived(item, payload.nbytes, rows, ids, gradients)
-            return None
-        if not rows.are_by(item.slots, store.slots) or not rows.are_owned(ids, store.slots, self._server.index):
-            return Verdict.WRONG_OWNER
-        verdict = rows.push(step, lane, ids, gradients, item.count)
-        if verdict is Verdict.APPLIED and item.lanes not in self._push.noted:
-            self._push.noted.add(item.lanes)
-            store.history.note(self._header, self._push.positions, item.lanes, self._push.results.get(item.lanes))
-        if rows.is_whole:
-            self._server.step_rows(store)
-        return verdict
-
-    def _arrived(
-        self, item: PushBlock, size: int, rows: TableRows, ids: Sequence[Numbers], gradients: Sequence[Floats]
-    ) -> None:
-        """Rows of an asynchronous push."""
-
-        def settled(found: Verdict | Exception) -> None:
-            self.waiting -= 1
-            if isinstance(found, Exception):
-                self._error = found
-            else:
-                self._count(item, size, found)
-            if self.on_settled is not None:
-                self.on_settled()
-
-        self.waiting += 1
-        refusal = partial(self.refusal_of_rows, item, rows)
-        arrived = ArrivedRows(
-            rows, lambda: self._store.ledger, self._push, ids, gradients, item.count, size, refusal, settled
-        )
-        self._server.take_rows(arrived)
-
-    def refusal_of_rows(self, item: PushBlock, rows: TableRows, ids: Sequence[Numbers]) -> Verdict | None:
-        """Why rows of an asynchronous push are not taken, now that it is their turn."""
-        server, store = self._server, self._store
-        if server.store is not store or server.is_stale(self._header.generation):
-            return Verdict.STALE_GENERATION
-        if not rows.are_by(item.slots, store.slots) or not rows.are_owned(ids, store.slots, server.index):
-            return Verdict.WRONG_OWNER
-        return None
-
-
 class OpenPull:
     """`arrived` is called when `next` has a block again, or the end, after it had none. Close it at the end."""
 
@@ -268,6 +140,10 @@ class OpenPull:
             self._unheld.add(ROWS)
         self._lowest = store.highest
         self._record: StepRecord | None = None
+        self._versions: dict[int, int] | None = {} if request.versions else None
+        self._bound = request.bound if store.mode is Mode.ASYNC else None
+        if self._bound is not None and store.parameters_in_use.let_go(self._bound.trainer):
+            server.within_bounds()
         server.pulls.append(self)
 
     def __repr__(self) -> str:
@@ -279,6 +155,8 @@ class OpenPull:
         store, wanted = self._store, self._version
         if self._server.store is not store:
             return PullEnd(code="NOT_READY", message="the job is being rolled back")
+        if self._is_held_back() is not None:
+            return None
         while self._due:
             number = self._due.popleft()
             found = store.pull(number, wanted)
@@ -299,6 +177,8 @@ class OpenPull:
                 )
             version = store.blocks[number].version if wanted is None else wanted
             self._lowest = min(self._lowest, version)
+            if self._versions is not None:
+                self._versions[number] = version
             # the history may drop it before the last block is sent
             self._record = self._record or store.history.record(version)
             if is_same(store, number, wanted, self._moment):
@@ -325,7 +205,8 @@ class OpenPull:
         if record is None or record.version != version:
             record = store.history.record(version)
         if store.mode is Mode.ASYNC:
-            return PullEnd(code="OK", known=self._known, timeline=self._server.timeline)
+            versions = tuple((self._versions or {}).items())
+            return PullEnd(code="OK", known=self._known, timeline=self._server.timeline, versions=versions)
         return PullEnd(
             code="OK",
             record=record,
@@ -345,6 +226,25 @@ class OpenPull:
             squares=squares_at(self._store.blocks, sorted(self._missing), version),
             timeline=self._server.timeline,
         )
+
+    def _is_held_back(self) -> tuple[str, int] | None:
+        """By which trainer, and how many pushes old its parameters are."""
+        bound, server = self._bound, self._server
+        if bound is None or bound.versions is None:
+            return None
+        now = server.now()
+        slowest = self._store.parameters_in_use.slowest(bound, server.is_live, now)
+        if slowest is not None and slowest[1] > bound.versions:
+            return slowest
+        if server.is_live(bound.trainer):
+            self._store.parameters_in_use.pulled(bound.trainer, now)
+        self._bound = None
+        return None
+
+    def look_at_bound(self) -> None:
+        """The oldest parameters that a trainer computes with may be newer than before."""
+        if self._bound is not None:
+            self.wake()
 
     def narrow(self, number: int) -> Narrow | None:
         """The dtype that a block's values are sent in, if it is not their own."""
@@ -379,6 +279,12 @@ class OpenPull:
 
     def too_early(self) -> PullEnd:
         """The end of a pull that has waited until its deadline."""
+        if (slowest := self._is_held_back()) is not None and self._bound is not None:
+            name, behind = slowest
+            message = (
+                f"{name} computes with parameters {behind} pushes old, and max_staleness is {self._bound.versions}"
+            )
+            return PullEnd(code="TOO_EARLY", message=message, known=self._known)
         if self._lost is not None:
             return _moved(self._lost)
         number = min(self._missing - {ROWS}, default=ROWS)

@@ -27,8 +27,8 @@ from shared.blocks.narrow import DTYPES
 from shared.errors import BadFrame
 from shared.records import Mode
 from shared.records.layout import ELEMENT_BYTES, ROWS, Block
-from shared.serving.core.ledger import Ledger
-from shared.serving.core.saved_ledger import SavedLedger
+from shared.serving.core.asynchronous.ledger import Ledger
+from shared.serving.core.asynchronous.saved_ledger import SavedLedger
 from shared.serving.core.store import Store
 from shared.serving.core.table.arrivals import bits_of
 from shared.wire.messages import HandedHistory, HandoffPart, MovedBlock, MovedTable
@@ -126,7 +126,8 @@ class LeavingBlocks:
 
     def described(self) -> tuple[MovedBlock, ...]:
         return tuple(
-            MovedBlock(block=state.place.number, version=state.version, updates=state.updates) for state in self._blocks
+            MovedBlock(block=state.place.number, version=state.version, updates=state.updates, since=state.since)
+            for state in self._blocks
         )
 
     def described_tables(self) -> tuple[tuple[MovedTable, ...], int]:
@@ -299,7 +300,7 @@ class ArrivingBlocks:
             arrived = self._arrived.pop(moved.block)
             store.place_block(moved.block, arrived.values.pop(moved.version), arrived.state)
             previous = arrived.values.pop(moved.version - 1, None)
-            store.blocks[moved.block].carry_on(moved.version, moved.updates, previous)
+            store.blocks[moved.block].carry_on(moved.version, moved.updates, previous, moved.since)
             arrived.release()
 
     def release(self) -> None:

@@ -21,13 +21,15 @@ from shared.records import Mode, SlotMap
 from shared.records.layout import ROWS, Block, Layout
 from shared.records.step import StepRecord
 from shared.serving.core.admission import Push, fits, task_number
+from shared.serving.core.asynchronous.in_use import ParametersInUse
+from shared.serving.core.asynchronous.ledger import Ledger
+from shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
+from shared.serving.core.asynchronous.staleness import slowed
 from shared.serving.core.blocks import BlockState
 from shared.serving.core.clipping import Clipping
 from shared.serving.core.geometry import Geometry
 from shared.serving.core.history import History
-from shared.serving.core.ledger import Ledger
 from shared.serving.core.optimizers import BlockOptimizer, Options, arguments, options_of
-from shared.serving.core.saved_ledger import AsyncSnapshot
 from shared.serving.core.table.arrivals import every_slot
 from shared.serving.core.table.of_model import rows_of
 from shared.wire.messages import InitHeader, PushBlock, PushHeader
@@ -65,6 +67,7 @@ class Store:
         self.blocks: dict[int, BlockState] = {}
         self.history = History(header.record, self.lanes)
         self.ledger = Ledger(0)
+        self.parameters_in_use = ParametersInUse()
         self.skipped = self.changes = 0
         self.name = ""
         self.slots: SlotMap | None = None
@@ -253,7 +256,10 @@ class Store:
             assert push.options is not None
             group = self.layout.segments[state.place.segment].group
             own, values = state.copied(value) if value is not None and lent else None, state.current
-            state.update(own.tensor if own else value, push.options[group] if group >= 0 else self._no_options)
+            options = push.options[group] if group >= 0 else self._no_options
+            if item.version is not None and not state.is_buffer:
+                options = slowed(options, self._arguments[state.place.segment], state.ahead_of(item.version))
+            state.update(own.tensor if own else value, options)
             if state.is_buffer and state.current is not values:
                 self.changes += 1
                 state.changed = self.changes

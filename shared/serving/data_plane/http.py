@@ -26,7 +26,7 @@ from shared.security.tokens import Role
 from shared.serving.core.geometry import MAX_BLOCK_BYTES, MAX_BLOCKS, MAX_INIT_PARTS
 from shared.serving.data_plane.guard import asked_of
 from shared.serving.data_plane.http_frames import Incoming, TimeLimits, write_block
-from shared.serving.data_plane.lookups import ids_bytes, lookup, portion
+from shared.serving.data_plane.lookups import found_end, ids_bytes, lookup, portion
 from shared.serving.data_plane.stream import PserverStream
 from shared.serving.pserver import Pserver
 from shared.tables.payload import MOST_BYTES
@@ -107,7 +107,7 @@ async def rows(request: web.Request) -> web.Response:
     async for _, payload in body.blocks(codec.Limits(payload_bytes=size, blocks=1)):
         ids = payload
     found = await lookup(pserver, wanted, ids)
-    return _rows(pserver, found, None) if isinstance(found, LookupEnd) else _rows(pserver, LookupEnd(code="OK"), found)
+    return _rows(pserver, found, None) if isinstance(found, LookupEnd) else _rows(pserver, found_end(pserver), found)
 
 
 @routes.post("/v1/table")

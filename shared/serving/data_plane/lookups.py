@@ -75,6 +75,12 @@ class OpenLookup:
             self._pserver.lookups.remove(self._wake)
 
 
+def found_end(pserver: Pserver) -> LookupEnd:
+    """Of rows that were just read."""
+    store = pserver.loaded()
+    return LookupEnd(code="OK", version=tables_in(store).version if store.mode is Mode.ASYNC else None)
+
+
 def tables_in(store: Store) -> TableRows:
     """Raises InvalidArgument: the job has none."""
     if store.rows is None:

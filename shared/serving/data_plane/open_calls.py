@@ -6,7 +6,8 @@ import asyncio
 from dataclasses import dataclass
 
 from shared.blocks.buffers import Buffer
-from shared.serving.core.calls import OpenPull, OpenPush
+from shared.serving.core.calls import OpenPull
+from shared.serving.core.pushes import OpenPush
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from shared.errors import BadFrame, DeadlineExceeded, PeerError, TooLarge, Trire
 from shared.records.layout import ROWS
 from shared.runtime import clock, telemetry
 from shared.serving.data_plane.heads import head_of, same_of
-from shared.serving.data_plane.lookups import StreamLookups
+from shared.serving.data_plane.lookups import StreamLookups, found_end
 from shared.serving.data_plane.open_calls import Pull, Push
 from shared.serving.pserver import Pserver
 from shared.tables.payload import MOST_BYTES
@@ -162,7 +162,7 @@ class PserverStream(FrameStream):
                 self.send(codec.encode_block(head, found.nbytes), found)
             else:
                 self._refer(lent[0], codec.encode_block({**head, "at": lent[1]}, 0))
-            found = LookupEnd(code="OK")
+            found = found_end(self._pserver)
         self.send_map({"id": number, "end": True, "message": codec.plain(found)})
 
     def _refer(self, offers: Offers, head: bytes) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from master_service.leadership.master import Master
 from shared.errors import NotFound, PeerError
-from shared.serving.data_plane.lookups import lookup, portion
+from shared.serving.data_plane.lookups import found_end, lookup, portion
 from shared.serving.pserver import Pserver
 from shared.wire.messages import LookupEnd, PullEnd
 
@@ -64,7 +64,7 @@ class DirectPserver:
 
     async def lookup(self, request, ids):
         found = await lookup(self._pserver, request, memoryview(bytes(ids)))
-        return (found, memoryview(b"")) if isinstance(found, LookupEnd) else (LookupEnd(code="OK"), found)
+        return (found, memoryview(b"")) if isinstance(found, LookupEnd) else (found_end(self._pserver), found)
 
     async def table(self, request):
         end, payload = portion(self._pserver, request)

@@ -26,7 +26,7 @@ from shared.records import (
     TaskProgress,
     UserFailure,
 )
-from shared.serving.data_plane.lookups import lookup, portion
+from shared.serving.data_plane.lookups import found_end, lookup, portion
 from shared.wire.messages import (
     HandoffAnswer,
     HandoffHeader,
@@ -200,7 +200,7 @@ class SimulatedPserver:
 
         async def ask(service: Any) -> tuple[LookupEnd, bytes]:
             found = await lookup(service, request, memoryview(payload))
-            return (found, b"") if isinstance(found, LookupEnd) else (LookupEnd(code="OK"), bytes(found))
+            return (found, b"") if isinstance(found, LookupEnd) else (found_end(service), bytes(found))
 
         end, rows = await self._network.call(self.member.url, ask, timeout_s=self._stall_s + request.wait_s)
         return end, memoryview(rows)

@@ -17,7 +17,7 @@ from shared.records import Mode, SlotMap, TaskMeta, TrainerList
 from shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
 from shared.records.layout import Layout, OptimizerSpec, Segment
 from shared.records.step import LanePosition, LaneZero, StepRecord
-from shared.serving.core.saved_ledger import AsyncSnapshot
+from shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
 from shared.serving.core.store import Store
 from shared.slots import slot_of, spread
 from shared.wire.messages import InitHeader, PushBlock, PushHeader

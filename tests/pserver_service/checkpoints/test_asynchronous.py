@@ -17,7 +17,7 @@ from shared.records.checkpoints import OwnCheckpoints
 from shared.records.pauses import Saving
 from shared.records.step import StepRecord
 from shared.runtime import clock
-from shared.serving.core.ledger import Ledger
+from shared.serving.core.asynchronous.ledger import Ledger
 from shared.serving.core.store import Store
 from shared.wire.verdict import Verdict
 from tests.equipment.waiting import until

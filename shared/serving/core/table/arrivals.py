@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shared.serving.core.admission import Push
-from shared.serving.core.ledger import Ledger
+from shared.serving.core.asynchronous.ledger import Ledger
 from shared.tables.hashing import Ids, slots_of
 from shared.tables.payload import Rows
 from shared.wire.verdict import Verdict
@@ -40,7 +40,8 @@ def bits_of(slots: Iterable[int]) -> int:
 @dataclass(slots=True, eq=False)
 class ArrivedRows:
     """Of one push, until they are in the tables. `ids`, `gradients`: of each table, of slots that are here. `count`: records that the gradients are of.
-    `ledger`, `refusal` are asked when it is their turn: the one that counts, and why they are not taken. `settled` is called once, with what became of them."""
+    `ledger`, `refusal` are asked when it is their turn: the one that counts, and why they are not taken. `settled` is called once, with what became of them.
+    `version`: of the rows that the gradients were computed from; None: it does not matter."""
 
     rows: TableRows
     ledger: Callable[[], Ledger]
@@ -51,6 +52,7 @@ class ArrivedRows:
     bytes: int
     refusal: Callable[[Sequence[Ids]], Verdict | None]
     settled: Callable[[Verdict | Exception], None]
+    version: int | None = None
 
     def __repr__(self) -> str:
         header = self.push.header
@@ -71,7 +73,8 @@ class ArrivedRows:
             ids, gradients = self.ids, self.gradients
             if len(due) < len(verdicts):
                 ids, gradients = _of_slots(rows, [ledger.slots[place] for place in due], ids, gradients)
-            yield from rows.apply(ids, gradients, self.count, header.lane_zero)
+            ahead = 0 if self.version is None else rows.version - self.version
+            yield from rows.apply(ids, gradients, self.count, header.lane_zero, ahead)
             assert self.ledger() is ledger, "slots came or went in the middle of a push"
             for place in due:
                 ledger.enter(header, task, ledger.rows[place])

@@ -5,7 +5,7 @@ source   LeavingOnArrival: all rows of the slots; which of them pushes change or
 target   ArrivingOnArrival: rows apart in its tables --> whole: put right --the slot map says so--> `adopt`: as old here as they were there
 
 There is no version before, and each parameter server counts versions for itself. What the slots have had by then is in the ledger
-that moves along (core/ledger.py): a push that was refused meanwhile is due at the target, one that was taken is a duplicate there.
+that moves along (core/asynchronous/ledger.py): a push that was refused meanwhile is due at the target, one that was taken is a duplicate there.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ of its owner taking no push.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,7 +23,9 @@ from shared.records import SlotMap
 from shared.records.job_spec import Narrow
 from shared.records.layout import Layout, schedule_factor
 from shared.records.step import LaneZero
+from shared.serving.core.asynchronous.staleness import divisor
 from shared.serving.core.table.kept import KeptRows
+from shared.serving.core.table.part import RowsPart
 from shared.tables.hashing import owned_slots, slots_of
 from shared.tables.lanes import LaneRows, means_over_lanes
 from shared.tables.memory import HASHES, Floats, Numbers
@@ -37,21 +38,6 @@ from shared.wire.verdict import Verdict
 
 LOCK_S = 0.001  # that the event loop waits for the lock
 PORTION_BYTES = 4 << 20  # of a whole table in one answer: milliseconds
-
-
-@dataclass(slots=True, eq=False)
-class _Part:
-    """Slots that take lanes and step together. `slots`: bool (slots,)."""
-
-    slots: Flags
-    version: int
-    waiting: dict[int, list[LaneRows]] = field(default_factory=dict)
-
-    def judge(self, step: int, lane: int) -> Verdict | None:
-        """Why it takes nothing of a lane; None: it takes it."""
-        if self.version > step or (self.version == step and lane in self.waiting):
-            return Verdict.DUPLICATE
-        return Verdict.TOO_EARLY if self.version < step else None
 
 
 class TableRows:
@@ -67,9 +53,9 @@ class TableRows:
         self.slot_count, self._first_options = layout.slot_count, layout.optimizer.groups
         self._owned_by: tuple[SlotMap, int] | None = None  # what `_owned` is of
         self._owned = np.zeros(0, np.bool_)
-        self._main = _Part(np.ones(layout.slot_count, np.bool_), version)  # all slots but those of `_late`
-        self._late: list[_Part] = []
-        self._made: _Part | None = None  # the part that makes its step
+        self._main = RowsPart(np.ones(layout.slot_count, np.bool_), version)  # all slots but those of `_late`
+        self._late: list[RowsPart] = []
+        self._made: RowsPart | None = None  # the part that makes its step
         self.changing = False  # nothing can be read
         self._lock = new_lock()  # held while they are stepped
         self._held_for_dropped = False  # until snapshots have rows that were dropped
@@ -137,7 +123,7 @@ class TableRows:
         """Whether all lanes of a step are there, and `steps` has to be run."""
         return not self.stepping and bool(self._next())
 
-    def _next(self) -> _Part | None:
+    def _next(self) -> RowsPart | None:
         """The part that can make a step. Late ones do not go ahead."""
         if len(self._main.waiting) == self.lanes:
             return self._main
@@ -189,7 +175,9 @@ class TableRows:
             verdict = Verdict.APPLIED
         return verdict
 
-    def _of_part(self, part: _Part, ids: Sequence[Numbers], gradients: Sequence[Floats], count: int) -> list[LaneRows]:
+    def _of_part(
+        self, part: RowsPart, ids: Sequence[Numbers], gradients: Sequence[Floats], count: int
+    ) -> list[LaneRows]:
         if not self._late:
             return [LaneRows(some, rows, count) for some, rows in zip(ids, gradients, strict=True)]
         found = []
@@ -219,7 +207,7 @@ class TableRows:
             self._main.slots[:] = True
         self._made = None
 
-    def _step(self, part: _Part, factor: float) -> Iterator[None]:
+    def _step(self, part: RowsPart, factor: float) -> Iterator[None]:
         lanes, means = [part.waiting[lane] for lane in range(self.lanes)], []
         for number, table in enumerate(self.tables):
             mean = yield from means_over_lanes([lane[number] for lane in lanes], table.spec.dim)
@@ -238,10 +226,16 @@ class TableRows:
         self.changing = False
 
     def apply(
-        self, ids: Sequence[Numbers], gradients: Sequence[Floats], count: int, lane_zero: LaneZero | None = None
+        self,
+        ids: Sequence[Numbers],
+        gradients: Sequence[Floats],
+        count: int,
+        lane_zero: LaneZero | None = None,
+        ahead: int = 0,
     ) -> Iterator[None]:
         """Asynchronous: a step of the rows of one push; some milliseconds of work between two values. `count`: records that they are of; 0: it had no data,
-        and only time goes on. `lane_zero`: see `steps`. Raises InvalidArgument: nothing has changed."""
+        and only time goes on. `lane_zero`: see `steps`. `ahead`: versions since the rows were looked up; the rate is divided by them. Raises InvalidArgument: nothing
+        has changed."""
         factor = self._factor(lane_zero)
         ids = [some.copy() if count else some[:0].copy() for some in ids]  # the version before keeps them
         self._made = self._main
@@ -251,7 +245,8 @@ class TableRows:
                 yield from table.prepare(some)  # what can fail, before anything changes
             self.changing = True
             for table, some, own in zip(self.tables, ids, gradients, strict=True):
-                yield from table.steps(some, own if count else None, table.spec.optimizer.rate(factor))
+                rate = table.spec.optimizer.rate(factor) / divisor(ahead)
+                yield from table.steps(some, own if count else None, rate)
             self._main.version += 1
             self.changing = False
         finally:
@@ -291,7 +286,7 @@ class TableRows:
     def begin_at(self, version: int) -> None:
         """No slot is here yet; the first that are adopted are at this version."""
         assert not self.stepping
-        self._main, self._late = _Part(np.ones(self.slot_count, np.bool_), version), []
+        self._main, self._late = RowsPart(np.ones(self.slot_count, np.bool_), version), []
         for table in self.tables:
             table.begin_at(version)
 
@@ -308,7 +303,7 @@ class TableRows:
                 table.apart[slots] = False
         if behind or self._main.waiting:
             self._main.slots &= ~slots
-            self._late.append(_Part(slots.copy(), version))
+            self._late.append(RowsPart(slots.copy(), version))
 
     def adopt_at_once(self, slots: Flags, version: int) -> None:
         """Asynchronous: slots whose rows are in the tables, apart, stamped by a parameter server at `version`. They are as old here as they were there."""

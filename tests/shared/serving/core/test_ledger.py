@@ -9,7 +9,7 @@ import torch
 from shared.errors import BadFrame
 from shared.records import Mode
 from shared.records.layout import OptimizerSpec
-from shared.serving.core.ledger import Ledger
+from shared.serving.core.asynchronous.ledger import Ledger
 from shared.wire.messages import EpochLedger, LedgerAnswer, LedgerQuery, PushBlock
 from shared.wire.verdict import Verdict
 from tests.pserver_service.jobs import async_header, check_invariants, initialised, item, layout_of, payload_of, stream

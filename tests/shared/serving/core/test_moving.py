@@ -12,8 +12,8 @@ from shared.errors import BadFrame
 from shared.records import Mode
 from shared.records.layout import Layout, OptimizerSpec
 from shared.serving.core import moving
+from shared.serving.core.asynchronous.saved_ledger import SavedLedger
 from shared.serving.core.moving import ArrivingBlocks, LeavingBlocks, adopt, forget
-from shared.serving.core.saved_ledger import SavedLedger
 from shared.serving.core.store import Store
 from shared.serving.pserver import Pserver
 from shared.wire.messages import HandoffPart, LedgerQuery

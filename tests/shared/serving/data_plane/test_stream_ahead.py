@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from shared.serving.core.calls import OpenPush
+from shared.serving.core.pushes import OpenPush
 from shared.serving.data_plane.stream import PserverStream
 from shared.wire import codec
 from shared.wire.shared_memory import Region

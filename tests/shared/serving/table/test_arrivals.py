@@ -10,7 +10,8 @@ from shared.checkpoints.table_rows import read_rows
 from shared.errors import CheckpointUnusable, InvalidArgument
 from shared.records import Mode
 from shared.records.step import StepRecord
-from shared.serving.core.calls import BlockServer, OpenPush
+from shared.serving.core.calls import BlockServer
+from shared.serving.core.pushes import OpenPush
 from shared.serving.core.store import Store
 from shared.serving.data_plane.lookups import lookup, portion
 from shared.serving.pserver import Pserver

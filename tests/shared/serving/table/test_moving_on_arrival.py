@@ -14,9 +14,10 @@ import pytest
 from shared.errors import BadFrame
 from shared.records import Mode, SlotMap
 from shared.records.layout import ROWS, RowInit, RowOptimizer, TableSpec
-from shared.serving.core import ledger
-from shared.serving.core.calls import BlockServer, OpenPush
+from shared.serving.core.asynchronous import ledger
+from shared.serving.core.calls import BlockServer
 from shared.serving.core.moving import ArrivingBlocks, LeavingBlocks, adopt, forget
+from shared.serving.core.pushes import OpenPush
 from shared.serving.core.store import Store
 from shared.serving.core.table.arrivals import ArrivedRows
 from shared.serving.core.table.moving import LeavingRows, RowPart

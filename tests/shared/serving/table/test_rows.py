@@ -7,7 +7,8 @@ import pytest
 
 from shared.errors import BadFrame
 from shared.records import Mode, SlotMap
-from shared.serving.core.calls import BlockServer, OpenPush
+from shared.serving.core.calls import BlockServer
+from shared.serving.core.pushes import OpenPush
 from shared.serving.core.store import Store
 from shared.serving.core.table.rows import TableRows
 from shared.tables.hashing import slots_of

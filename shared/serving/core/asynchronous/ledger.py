@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shared.serving.core.saved_ledger import SavedEpoch, SavedLedger, SavedTask
+from shared.serving.core.asynchronous.saved_ledger import SavedEpoch, SavedLedger, SavedTask
 from shared.wire.messages import EpochLedger, LedgerAnswer, PushHeader
 from shared.wire.verdict import Verdict
 

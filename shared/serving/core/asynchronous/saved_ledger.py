@@ -21,7 +21,7 @@ class SavedTask:
 
 @dataclass(frozen=True, slots=True)
 class SavedEpoch:
-    """`applied[i]`: minibatches applied to position i. `closed`: chunk -> bits, as core/ledger.py has them."""
+    """`applied[i]`: minibatches applied to position i. `closed`: chunk -> bits, as core/asynchronous/ledger.py has them."""
 
     applied: tuple[int, ...]
     open: Mapping[int, SavedTask]
@@ -31,7 +31,7 @@ class SavedEpoch:
 
 @dataclass(frozen=True, slots=True)
 class SavedLedger:
-    """`old`: epochs with counts only. Positions are those of the blocks, then those of `slots`, see core/ledger.py."""
+    """`old`: epochs with counts only. Positions are those of the blocks, then those of `slots`, see core/asynchronous/ledger.py."""
 
     epochs: Mapping[int, SavedEpoch]
     old: tuple[EpochLedger, ...] = ()

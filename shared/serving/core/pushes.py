@@ -1,0 +1,166 @@
+"""Pushes in progress at one owner of blocks. Nothing here waits.
+
+OpenPush   apply(block, payload) ... --> answer()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from shared.blocks.buffers import Buffer
+from shared.errors import BadFrame
+from shared.records import Mode
+from shared.records.layout import ROWS
+from shared.serving.core.calls import BlockServer, Payload
+from shared.serving.core.store import Store
+from shared.serving.core.table.arrivals import ArrivedRows
+from shared.wire.messages import PushAnswer, PushBlock, PushHeader, Refusal
+from shared.wire.verdict import Verdict
+
+if TYPE_CHECKING:
+    from shared.serving.core.table.rows import TableRows  # loads numba
+    from shared.tables.memory import Floats, Numbers
+
+
+class OpenPush:
+    """An admitted push. Blocks that were applied stay applied, even if the rest fails. Raises as `Store.admit`. `waiting`: rows of an asynchronous one that
+    are not applied yet; `on_settled` is called when some are."""
+
+    def __init__(self, server: BlockServer, store: Store, header: PushHeader) -> None:
+        self._server, self._store, self._header = server, store, header
+        self._push = store.admit(header)
+        store.history.results.forget(header.stored)
+        self._applied = self._duplicate = self.waiting = 0
+        self._refused: list[Refusal] = []
+        self._error: Exception | None = None
+        self.on_settled: Callable[[], None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<OpenPush {self._applied} applied, {self._duplicate} duplicate, {len(self._refused)} refused>"
+
+    def apply(self, item: PushBlock, payload: Payload, memory: Buffer | None = None) -> None:
+        """The payload of a block is used during the call only; a writable one may be overwritten. `memory`: the buffer that starts with
+        it; it is retained if the payload has to wait for others. A writable payload of rows without `memory` is kept: it is ours."""
+        view = memoryview(payload).cast("B")
+        stale = self._server.is_stale(self._header.generation)
+        verdict = Verdict.STALE_GENERATION if stale else self.take_block(item, view, memory)
+        if verdict is not None:
+            self._count(item, view.nbytes, verdict)
+
+    def _count(self, item: PushBlock, size: int, verdict: Verdict) -> None:
+        server, counters = self._server, self._server.counters
+        if verdict is Verdict.APPLIED:
+            self._store.parameters_in_use.pushes += not self._applied
+            self._applied += 1
+            counters.blocks_applied += 1
+        elif verdict is Verdict.DUPLICATE:
+            self._duplicate += 1
+            counters.blocks_duplicate += 1
+        else:
+            state = self._store.blocks.get(item.block)
+            version = state.version if state else 0
+            why = self._store.misfit(item, size) if verdict is Verdict.LAYOUT_MISMATCH else ""
+            self._refused.append(
+                Refusal(block=item.block, lanes=item.lanes, code=verdict, version=version, message=why)
+            )
+            counters.blocks_refused += 1
+            if verdict is Verdict.MOVING and server.on_moving is not None:
+                server.on_moving()
+
+    def most_bytes(self, item: PushBlock, block: int) -> int:
+        """Of its payload; `block`: of one of a block. Raises BadFrame: no rows can be as many."""
+        rows = self._store.rows
+        if item.block != ROWS or rows is None or item.rows is None:
+            return block
+        return rows.payload_bytes(item.rows, item.dtype)
+
+    def answer(self) -> PushAnswer:
+        """Once no rows of it wait. Raises what kept them from being applied."""
+        if self._error is not None:
+            raise self._error
+        if self._store.mode is Mode.ASYNC:
+            self._server.push_ended(self._store, self._header.trainer, keeps=self._header.keeps)
+        return PushAnswer(
+            applied=self._applied,
+            duplicate=self._duplicate,
+            first=self._store.history.first_from(self._header.trainer, self._header.step),
+            refused=tuple(self._refused),
+            generation=self._server.generation,
+        )
+
+    def take_block(self, item: PushBlock, view: memoryview, memory: Buffer | None) -> Verdict | None:
+        """None: rows that wait for their turn."""
+        store = self._store
+        state = store.blocks.get(item.block)
+        if item.result is not None:
+            self._push.results[item.lanes] = item.result
+        self._server.counters.bytes_pushed += view.nbytes
+        before = state.version if state else 0
+        if item.block == ROWS:
+            # others may write into what is read only here, ids that were checked too
+            kept = memory is None and not view.readonly
+            return self._take_rows(item, view if kept else memoryview(bytearray(view)))
+        verdict = store.apply(self._push, item, view, memory)
+        if state is not None and state.version != before:
+            self._server.stepped(item.block, state.version)
+        elif state is not None and verdict is Verdict.APPLIED and state.held:
+            self._server.held(item.block)
+        return verdict
+
+    def _take_rows(self, item: PushBlock, payload: memoryview) -> Verdict | None:
+        """Gradients of rows of the embedding tables: of a lane, or of an asynchronous push, which wait for their turn. The payload is kept."""
+        store, (lane, after) = self._store, item.lanes
+        rows, step, on_arrival = store.rows, self._header.step, store.mode is Mode.ASYNC
+        if rows is None or item.rows is None or after != lane + 1 or item.count < 0:
+            return Verdict.LAYOUT_MISMATCH
+        if not on_arrival and (refusal := store.judge(self._push, item.lanes)) is not None:
+            return refusal
+        try:
+            ids, gradients = rows.read(item.rows, payload, item.dtype)
+        except BadFrame:
+            return Verdict.BAD_FRAME
+        if on_arrival:
+            self._arrived(item, payload.nbytes, rows, ids, gradients)
+            return None
+        if not rows.are_by(item.slots, store.slots) or not rows.are_owned(ids, store.slots, self._server.index):
+            return Verdict.WRONG_OWNER
+        verdict = rows.push(step, lane, ids, gradients, item.count)
+        if verdict is Verdict.APPLIED and item.lanes not in self._push.noted:
+            self._push.noted.add(item.lanes)
+            store.history.note(self._header, self._push.positions, item.lanes, self._push.results.get(item.lanes))
+        if rows.is_whole:
+            self._server.step_rows(store)
+        return verdict
+
+    def _arrived(
+        self, item: PushBlock, size: int, rows: TableRows, ids: Sequence[Numbers], gradients: Sequence[Floats]
+    ) -> None:
+        """Rows of an asynchronous push."""
+
+        def settled(found: Verdict | Exception) -> None:
+            self.waiting -= 1
+            if isinstance(found, Exception):
+                self._error = found
+            else:
+                self._count(item, size, found)
+            if self.on_settled is not None:
+                self.on_settled()
+
+        self.waiting += 1
+        refusal = partial(self.refusal_of_rows, item, rows)
+        push, count, of_version = self._push, item.count, item.version
+        arrived = ArrivedRows(
+            rows, lambda: self._store.ledger, push, ids, gradients, count, size, refusal, settled, of_version
+        )
+        self._server.take_rows(arrived)
+
+    def refusal_of_rows(self, item: PushBlock, rows: TableRows, ids: Sequence[Numbers]) -> Verdict | None:
+        """Why rows of an asynchronous push are not taken, now that it is their turn."""
+        server, store = self._server, self._store
+        if server.store is not store or server.is_stale(self._header.generation):
+            return Verdict.STALE_GENERATION
+        if not rows.are_by(item.slots, store.slots) or not rows.are_owned(ids, store.slots, server.index):
+            return Verdict.WRONG_OWNER
+        return None
