@@ -5,22 +5,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shutil
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from shared.errors import TriremeError
-from shared.records import Mode
+from shared.records import Mode, Strategy
 from shared.runtime import telemetry
 from tests.soak import isolation
+from tests.soak.growth import Growth
 from tests.soak.inflict import Cost
-from tests.soak.plan import DISKS, PACKETS, Kind
+from tests.soak.plan import CREWS, DISKS, KINDS, PACKETS, Kind
+from tests.soak.receipts import collective_table, table
 from tests.soak.run import SoakError, Trained
 from tests.soak.soak import disturbed, epochs_for, undisturbed
-from tests.soak.verify import check_exactly_once, verify
+from tests.soak.verify import check_bits, check_exactly_once, verify
+from tests.soak.workload import WORKLOADS
 
 
 def main() -> int:
@@ -29,11 +32,17 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=30)
     parser.add_argument("--transport", nargs="+", default=["auto"], help="TRIREME_TRANSPORT; one run for each")
     parser.add_argument("--mode", type=Mode, choices=list(Mode), default=Mode.SYNC)
-    parser.add_argument("--kinds", type=Kind, choices=list(Kind), nargs="+", default=list(Kind), help="default: all")
+    parser.add_argument("--strategy", type=Strategy, choices=list(Strategy), default=Strategy.PARAMETER_SERVER)
+    parser.add_argument("--workload", choices=list(WORKLOADS), default="charlm")
+    parser.add_argument("--kinds", type=Kind, choices=list(Kind), nargs="+", help="default: all of the strategy")
+    parser.add_argument("--spared", nargs="+", default=[], help="processes that get no signal: do they grow?")
     parser.add_argument("--folder", type=Path, help="keep what the runs leave here; must not exist")
     arguments = parser.parse_args()
     telemetry.configure(level="ERROR", json=False)
-    arguments.kinds = permitted(arguments.kinds)
+    asked, known = arguments.kinds, KINDS[arguments.strategy]
+    if foreign := [kind for kind in asked or () if kind not in known]:
+        parser.error(f"{', '.join(foreign)}: not with {arguments.strategy}, which knows {', '.join(known)}")
+    arguments.kinds = permitted(asked or known)
     if not arguments.kinds:
         return 2
     folder = arguments.folder.absolute() if arguments.folder else Path(tempfile.mkdtemp(prefix="trireme-soak-"))
@@ -59,57 +68,67 @@ def permitted(kinds: Sequence[Kind]) -> list[Kind]:
 
 def runs(folder: Path, arguments: argparse.Namespace) -> int:
     """All seeds with all transports; returns how many failed."""
-    epochs, mode = epochs_for(arguments.faults, arguments.mode), arguments.mode
+    mode, strategy, workload = arguments.mode, arguments.strategy, WORKLOADS[arguments.workload]
+    epochs = epochs_for(arguments.faults, mode, strategy, workload)
     failed, left_alone = 0, None
     begin = time.monotonic()
     if mode is Mode.SYNC:
         try:
-            left_alone = asyncio.run(undisturbed(folder / "undisturbed", epochs))
+            left_alone = asyncio.run(undisturbed(folder / "undisturbed", epochs, workload=workload))
             check_exactly_once(left_alone, epochs)
+            say(f"undisturbed: {epochs} epochs in {time.monotonic() - begin:.0f} s")
+            if strategy is Strategy.COLLECTIVE:
+                alone = asyncio.run(undisturbed(folder / "alone", epochs, strategy=strategy, workload=workload))
+                check_exactly_once(alone, epochs)
+                check_bits(left_alone, alone, "those of the job with a parameter server")
+                say("one trainer of a collective job, left alone: the bits of the job with a parameter server")
         except SoakError as error:
             say(f"the undisturbed run FAILED: {error}")
             return 1
-        say(f"undisturbed: {epochs} epochs in {time.monotonic() - begin:.0f} s")
+    all_costs: list[Cost] = []
     for transport in arguments.transport:
         for seed in arguments.seed:
-            failed += not one(folder / f"{transport}-{seed}", left_alone, epochs, seed, transport, arguments)
+            costs = one(folder / f"{transport}-{seed}", left_alone, epochs, seed, transport, arguments)
+            failed += costs is None
+            all_costs += costs or []
+    if len(arguments.seed) * len(arguments.transport) > 1:
+        say(f"all runs: {len(all_costs)} faults, {failed} runs FAILED\n{tables(all_costs, strategy)}")
     return failed
 
 
 def one(
     folder: Path, left_alone: Trained | None, epochs: int, seed: int, transport: str, arguments: argparse.Namespace
-) -> bool:
-    """One disturbed job; whether it ended as it should. What a failed one left is kept in `folder`."""
+) -> list[Cost] | None:
+    """One disturbed job; None if it did not end as it should. What a failed one left is kept in `folder`."""
     faults, mode, kinds = arguments.faults, arguments.mode, arguments.kinds
-    again = f'make soak SEED={seed} FAULTS={faults} TRANSPORT={transport} MODE={mode} KINDS="{" ".join(kinds)}"'
+    strategy, crew = arguments.strategy, replace(CREWS[arguments.strategy], spared=frozenset(arguments.spared))
+    again = f'make soak SEED={seed} FAULTS={faults} TRANSPORT={transport} MODE={mode} STRATEGY={strategy} WORKLOAD={arguments.workload} KINDS="{" ".join(kinds)}"'
     say(f"seed {seed}, {faults} faults, {transport}; again: {again}")
     begin = time.monotonic()
     try:
-        options = {"transport": transport, "mode": mode, "kinds": kinds}
+        growth = Growth()
+        options = {"transport": transport, "mode": mode, "kinds": kinds, "strategy": strategy, "crew": crew}
+        options |= {"workload": WORKLOADS[arguments.workload], "growth": growth}
         broken, costs = asyncio.run(disturbed(folder, epochs, seed, faults, say, **options))
         verify(left_alone, broken, costs, epochs)
+        if strategy is Strategy.COLLECTIVE:
+            growth.check()
     except (SoakError, TriremeError) as error:
         say(f"seed {seed}, {transport} FAILED: {error}\nagain: {again}")
-        return False
-    say(table(costs))
+        return None
+    say(tables(costs, strategy))
+    if text := str(growth):
+        say(text)
     what = "every bit is the undisturbed run's"
     if mode is Mode.ASYNC:
         what = f"each minibatch was applied once or is on record: {broken.summary['losses']}"
     records = f"each of {broken.windows.total()} records counted once in each of {epochs} epochs"
     say(f"seed {seed}, {transport}: {len(costs)} faults in {time.monotonic() - begin:.0f} s; {what}, {records}")
-    return True
+    return costs
 
 
-def table(costs: Sequence[Cost]) -> str:
-    """A line for each kind of fault."""
-    lines = [f"{'kind':<18}{'faults':>7}{'rolled back':>13}{'next step after its end, median':>33}{'longest':>10}"]
-    for kind in Kind:
-        those = [cost for cost in costs if cost.fault.kind is kind]
-        seconds = [cost.after_s for cost in those if cost.after_s is not None]
-        back = sum(cost.receipt.rolled_back for cost in those)
-        times = f"{statistics.median(seconds):>31.2f} s{max(seconds):>8.2f} s" if seconds else ""
-        lines += [f"{kind:<18}{len(those):>7}{back:>13}{times}"] if those else []
-    return "\n".join(lines)
+def tables(costs: Sequence[Cost], strategy: Strategy) -> str:
+    return f"{table(costs)}\n{collective_table(costs)}" if strategy is Strategy.COLLECTIVE else table(costs)
 
 
 def say(line: str) -> None:

@@ -10,28 +10,36 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from shared.errors import TriremeError
+from shared.records import Strategy
 from tests.soak.isolation import DroppedPackets
-from tests.soak.plan import LOSS, Fault, Kind
-from tests.soak.run import ALIVE_S, POLL_S, Run, SoakError, until
+from tests.soak.plan import LOSS, SERVERS, Crew, Fault, Kind
+from tests.soak.run import ALIVE_S, POLL_S, Run, SoakError, asked, until
 from trireme.cli.exit_codes import DISK_FULL
 from trireme.cli.faults.chaos import alive
+from trireme.cli.faults.job_probe import STALL_S as PROBE_STALL_S
 from trireme.cli.faults.job_probe import JobProbe
 from trireme.cli.faults.receipt import Before, Receipt, measure, observe
 from trireme.launch import run_folder
 
 VERY_SLOWLY_S = 0.4  # a minibatch longer, so that the job does not end before the fault does
+SLOWLY_S = 0.03
 REFILL_S = 0.05
+STALL_S = 0.1  # a frozen trainer says nothing until then
+SETTLED_S = 0.6  # minibatches that began slowly are over
+WHOLE_S = 90.0
+OVERLAPPING_S = 0.5  # a pause shorter than that: the next fault does not wait until all trainers are back
 
 
 @dataclass(frozen=True)
 class Cost:
     """`receipt`: since the fault began; its step was begun after the fault's end. `versions`: JobProbe.versions afterwards. `note`: what
-    else happened. `began`, `ended`: by the monotonic clock."""
+    else happened. `began`, `ended`: by the monotonic clock. Collective: `without_s`: from a trainer's long freeze to the others' next step;
+    `whole_s`: from the fault's end until as many trainers as desired had all parameters and were counted in."""
 
     fault: Fault
     receipt: Receipt
@@ -39,6 +47,8 @@ class Cost:
     note: str = ""
     began: float = 0.0
     ended: float = 0.0
+    without_s: float | None = None
+    whole_s: float | None = None
 
     @property
     def after_s(self) -> float | None:
@@ -55,16 +65,42 @@ class Cost:
         if lost := {name: count for name, count in receipt.updates_lost.items() if count}:
             step += f", lost {lost}"
         noticed = receipt.noticed if receipt.noticed_s is None else f"{receipt.noticed_s:.2f} s: {receipt.noticed}"
-        return f"{self.fault!s:<36}{step}  [{'; '.join(filter(None, (noticed, self.note)))}]"
+        without = "" if self.without_s is None else f"the others' next step after {self.without_s:.2f} s"
+        back = "" if self.whole_s is None else f"all are back after {self.whole_s:.2f} s"
+        return f"{self.fault!s:<36}{step}  [{'; '.join(filter(None, (noticed, self.note, without, back)))}]"
 
 
-async def inflict(run: Run, fault: Fault) -> Cost:
+async def inflict(run: Run, fault: Fault, crew: Crew = SERVERS) -> Cost:
     """Returns when training goes on. Raises SoakError if it does not."""
-    began = time.monotonic()
     try:
-        return replace(await _inflict(run, fault), began=began, ended=time.monotonic())
+        if run.strategy is not Strategy.COLLECTIVE:
+            began = time.monotonic()
+            return replace(await _inflict(run, fault), began=began, ended=time.monotonic())
+        run.slow_down(VERY_SLOWLY_S)
+        if fault.kind in (Kind.KILL_TRAINER, Kind.FREEZE_LONG, Kind.RESIZE):
+            await whole(run, crew.trainers)
+        began = time.monotonic()
+        cost = replace(await _inflict(run, fault), began=began, ended=time.monotonic())
+        run.slow_down(VERY_SLOWLY_S)
+        if fault.after_s > OVERLAPPING_S:
+            cost = replace(cost, whole_s=(await whole(run, crew.trainers)) - began - fault.seconds)
+        return cost
     except TriremeError as error:
         raise SoakError(f"{error}\n{run.tail()}") from error
+
+
+async def whole(run: Run, trainers: int) -> float:
+    """Until as many trainers have all parameters and are counted in; that moment by the monotonic clock."""
+    deadline = time.monotonic() + WHOLE_S
+    async with JobProbe(run.folder, STALL_S) as probe:
+        while True:
+            run.check()
+            listed, state = probe.directory.trainers, probe.state
+            if len(listed.names) == trainers and listed.generation == state.generation and await probe.versions():
+                return time.monotonic()
+            if time.monotonic() > deadline:
+                raise SoakError(f"waited {WHOLE_S:g} s for {trainers} trainers: {listed!r}, {state!r}\n{run.tail()}")
+            await asyncio.sleep(POLL_S)
 
 
 async def _inflict(run: Run, fault: Fault) -> Cost:
@@ -72,28 +108,86 @@ async def _inflict(run: Run, fault: Fault) -> Cost:
     victims = {name: pid for name, pid in alive(run.folder).items() if name in fault.victims}
     if fault.seconds:
         run.slow_down(VERY_SLOWLY_S)
-    async with JobProbe(run.folder) as probe:
+    elif run.strategy is Strategy.COLLECTIVE:
+        run.slow_down(SLOWLY_S)
+        await asyncio.sleep(SETTLED_S)
+    async with JobProbe(run.folder, STALL_S if run.strategy is Strategy.COLLECTIVE else PROBE_STALL_S) as probe:
         before = await observe(probe)
         if fault.kind is Kind.KILL_EVERYTHING:
             run.kill_everything()
+        elif fault.kind is Kind.KILL_JOINER:
+            await _kill_joiner(run, fault, victims)
+            return Cost(fault, await measure(probe, replace(before, versions=None), victims), await probe.versions())
+        elif fault.kind is Kind.RESIZE:
+            return await _resize(run, fault, probe, before)
         elif not fault.seconds:
             _send(victims.values(), signal.SIGKILL)
             receipt = await measure(probe, before, victims)
             run.check()
             return Cost(fault, receipt, await probe.versions())
         else:
-            note = await _last(run, probe, fault, victims.values())
+            without_s, note = None, ""
+            if _trainer_is_missed(run, fault):
+                without_s = await _freeze_trainer(run, probe, before, fault, victims)
+            else:
+                note = await _last(run, probe, fault, victims.values())
             # a launcher that gives up takes a while to stop everything, and steps go on without etcd
             settled = lambda: run.exit_code is not None or "etcd" in alive(run.folder)  # noqa: E731
             await until(settled, ALIVE_S, "etcd to run, or the launcher's end", lambda: None)
             since_its_end = replace(before, versions=None)
             receipt = await _unless_it_ends(run, measure(probe, since_its_end, victims or {fault.kind.value: 0}))
             if receipt is not None:
-                return Cost(fault, receipt, await probe.versions(), note)
+                return Cost(fault, receipt, await probe.versions(), note, without_s=without_s)
             if fault.kind is not Kind.FULL_DATA:
                 run.check()
             _check_words_about_a_full_disk(run)
     return await _start_again(run, fault, before)
+
+
+def _trainer_is_missed(run: Run, fault: Fault) -> bool:
+    """Whether the others go on without it."""
+    of_trainer = any(name.startswith("trainer") for name in fault.victims)
+    return run.strategy is Strategy.COLLECTIVE and fault.kind is Kind.FREEZE_LONG and of_trainer
+
+
+async def _freeze_trainer(
+    run: Run, probe: JobProbe, before: Before, fault: Fault, victims: Mapping[str, int]
+) -> float | None:
+    """Longer than its lease; returns the seconds until all others had finished the next step."""
+    run.slow_down(SLOWLY_S)
+    await asyncio.sleep(SETTLED_S)
+    before = await observe(probe)
+    _send(victims.values(), signal.SIGSTOP)
+    end = time.monotonic() + fault.seconds
+    try:
+        receipt = await measure(probe, before, victims)
+        run.slow_down(VERY_SLOWLY_S)
+        await asyncio.sleep(max(0.0, end - time.monotonic()))
+    finally:
+        _send(victims.values(), signal.SIGCONT)
+    return receipt.next_step_s
+
+
+async def _kill_joiner(run: Run, fault: Fault, victims: Mapping[str, int]) -> None:
+    """A trainer, and whoever comes in its place `seconds` after that was started."""
+    ((name, pid),) = victims.items()
+    _send([pid], signal.SIGKILL)
+    follower = lambda: alive(run.folder).get(name, pid)  # noqa: E731
+    await until(lambda: follower() != pid, ALIVE_S, f"another {name}", run.check)
+    await asyncio.sleep(fault.seconds)
+    _send([follower()], signal.SIGKILL)
+
+
+async def _resize(run: Run, fault: Fault, probe: JobProbe, before: Before) -> Cost:
+    """To another number of trainers and back to the desired one."""
+    desired, times = probe.directory.trainers_desired, []
+    for number in (fault.trainers, desired):
+        began, key = time.monotonic(), f"soak-{time.monotonic_ns()}"
+        await asked(run, lambda client, key=key, number=number: client.create_resize(key, trainers=number))
+        times.append(await whole(run, number) - began)
+    receipt = await measure(probe, replace(before, versions=None), {f"{desired} trainers": 0})
+    note = f"{fault.trainers} trainers after {times[0]:.2f} s, {desired} again after {times[1]:.2f} s"
+    return Cost(fault, receipt, await probe.versions(), note)
 
 
 async def _last(run: Run, probe: JobProbe, fault: Fault, pids: Collection[int]) -> str:

@@ -11,23 +11,43 @@ from enum import StrEnum
 from itertools import islice
 from random import Random
 
+from shared.records import Strategy
 from trireme.cli.doctor import MASTER_TTL_S
 
-TRAINERS, PSERVERS, STANDBYS = 2, 2, 1
 LEASE_S = 2.0
-ROLES = {
-    "trainer": [f"trainer-{number}" for number in range(TRAINERS)],
-    "pserver": [f"pserver-{number}" for number in range(PSERVERS)],
-    "master": [f"master-{number}" for number in range(1 + STANDBYS)],
-    "etcd": ["etcd"],
-}
-MEMBERS = ("trainer", "pserver", "master")
 MAX_PAUSE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The processes of a job. `frozen`: the roles that a freeze draws from. `spared`: names that no signal is sent to."""
+
+    trainers: int
+    pservers: int
+    standbys: int
+    frozen: tuple[str, ...]
+    spared: frozenset[str] = frozenset()
+
+    @property
+    def roles(self) -> dict[str, list[str]]:
+        counts = {"trainer": self.trainers, "pserver": self.pservers, "master": 1 + self.standbys}
+        found = {role: [f"{role}-{number}" for number in range(count)] for role, count in counts.items()}
+        return {role: [name for name in names if name not in self.spared] for role, names in found.items()} | {
+            "etcd": ["etcd"]
+        }
+
+
+CREWS = {
+    Strategy.PARAMETER_SERVER: Crew(2, 2, 1, ("trainer", "pserver", "master")),
+    Strategy.COLLECTIVE: Crew(4, 0, 1, ("trainer", "trainer", "trainer", "master")),
+}
+SERVERS = CREWS[Strategy.PARAMETER_SERVER]
 
 
 class Kind(StrEnum):
     """kill: SIGKILL. freeze: SIGSTOP, later SIGCONT; a short one is over before the lease, a long one after it. cut: all packets to
-    and from the ports are dropped; lossy: `LOSS` of them. full: no byte can be written below the folder."""
+    and from the ports are dropped; lossy: `LOSS` of them. full: no byte can be written below the folder. Only collective jobs:
+    kill-joiner: a trainer, then its replacement `seconds` later; kill-trainers: all at once; resize: fewer or more, then as before."""
 
     KILL_TRAINER = "kill-trainer"
     KILL_PSERVER = "kill-pserver"
@@ -44,11 +64,20 @@ class Kind(StrEnum):
     LOSSY_PSERVERS = "lossy-pservers"
     FULL_DATA = "full-data"
     FULL_CHECKPOINTS = "full-checkpoints"
+    KILL_JOINER = "kill-joiner"
+    KILL_TRAINERS = "kill-trainers"
+    RESIZE = "resize"
 
 
 PACKETS = frozenset({Kind.CUT_ETCD, Kind.LOSSY_ETCD, Kind.CUT_PSERVERS, Kind.LOSSY_PSERVERS})
 DISKS = frozenset({Kind.FULL_DATA, Kind.FULL_CHECKPOINTS})
-ANYWHERE = tuple(kind for kind in Kind if kind not in PACKETS | DISKS)
+OF_PSERVERS = frozenset({Kind.KILL_PSERVER, Kind.CUT_PSERVERS, Kind.LOSSY_PSERVERS})
+OF_COLLECTIVE = frozenset({Kind.KILL_JOINER, Kind.KILL_TRAINERS, Kind.RESIZE})
+KINDS = {
+    Strategy.PARAMETER_SERVER: tuple(kind for kind in Kind if kind not in OF_COLLECTIVE),
+    Strategy.COLLECTIVE: tuple(kind for kind in Kind if kind not in OF_PSERVERS),
+}
+ANYWHERE = tuple(kind for kind in KINDS[Strategy.PARAMETER_SERVER] if kind not in PACKETS | DISKS)
 LOSS = 0.3
 ETCD_SILENT_S = (2.0, 6.0, 10.0)
 
@@ -56,40 +85,49 @@ ETCD_SILENT_S = (2.0, 6.0, 10.0)
 @dataclass(frozen=True)
 class Fault:
     """`after_s`: pause since training went on from the fault before. `victims`: processes that get the signal. `seconds`: how long it
-    lasts; 0 for a kill."""
+    lasts; 0 for a kill. `trainers`: how many a resize asks for."""
 
     kind: Kind
     victims: tuple[str, ...]
     seconds: float
     after_s: float
+    trainers: int = 0
 
     def __str__(self) -> str:
         what = " ".join((self.kind, *([" and ".join(self.victims)] if self.victims else [])))
+        what += f" to {self.trainers}" if self.trainers else ""
         return f"{what} for {self.seconds:g} s" if self.seconds else what
 
 
-def plan(seed: int, faults: int, kinds: Sequence[Kind] = ANYWHERE) -> list[Fault]:
-    return list(islice(_faults(Random(seed), kinds), faults))
+def plan(seed: int, faults: int, kinds: Sequence[Kind] = ANYWHERE, crew: Crew = SERVERS) -> list[Fault]:
+    return list(islice(_faults(Random(seed), kinds, crew), faults))
 
 
-def _faults(chance: Random, kinds: Sequence[Kind]) -> Iterator[Fault]:
+def _faults(chance: Random, kinds: Sequence[Kind], crew: Crew) -> Iterator[Fault]:
     first = list(kinds)
     chance.shuffle(first)
     while True:
         kind = first.pop() if first else chance.choice(kinds)
-        victims = _victims(kind, chance)
-        yield Fault(kind, victims, _seconds(kind, victims, chance), round(chance.uniform(0, MAX_PAUSE_S), 2))
+        victims = _victims(kind, chance, crew)
+        seconds, after_s = _seconds(kind, victims, chance), round(chance.uniform(0, MAX_PAUSE_S), 2)
+        others = [number for number in range(1, crew.trainers + 2) if number != crew.trainers]
+        yield Fault(kind, victims, seconds, after_s, chance.choice(others) if kind is Kind.RESIZE else 0)
 
 
-def _victims(kind: Kind, chance: Random) -> tuple[str, ...]:
-    everybody = [name for names in ROLES.values() for name in names]
+def _victims(kind: Kind, chance: Random, crew: Crew) -> tuple[str, ...]:
+    roles = crew.roles
+    everybody = [name for names in roles.values() for name in names]
     match kind:
         case Kind.KILL_TRAINER | Kind.KILL_PSERVER | Kind.KILL_MASTER | Kind.KILL_ETCD:
-            return (chance.choice(ROLES[kind.removeprefix("kill-")]),)
+            return (chance.choice(roles[kind.removeprefix("kill-")]),)
+        case Kind.KILL_JOINER:
+            return (chance.choice(roles["trainer"]),)
+        case Kind.KILL_TRAINERS:
+            return tuple(roles["trainer"])
         case Kind.KILL_TWO:
             return tuple(sorted(chance.sample(everybody, 2)))
         case Kind.FREEZE_SHORT | Kind.FREEZE_LONG:
-            return (chance.choice(ROLES[chance.choice(MEMBERS)]),)
+            return (chance.choice(roles[chance.choice(crew.frozen)]),)
         case Kind.FREEZE_ETCD:
             return ("etcd",)
         case Kind.FULL_DATA:  # mostly a process dies meanwhile: the launcher has something to write
@@ -103,6 +141,8 @@ def _seconds(kind: Kind, victims: tuple[str, ...], chance: Random) -> float:
     match kind:
         case Kind.FREEZE_SHORT:
             return round(chance.uniform(0.2, 0.7) * lease_s, 1)
+        case Kind.KILL_JOINER:
+            return round(chance.uniform(0.0, 2.0), 2)
         case Kind.FREEZE_LONG:
             return chance.choice((1.5, 3.0)) * lease_s
         case Kind.FREEZE_ETCD | Kind.CUT_ETCD:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,22 +19,22 @@ from typing import Any
 import psutil
 import torch
 
-from examples.charlm import corpus
-from shared.errors import PeerError
-from shared.records import Mode
+from shared.errors import DeadlineExceeded, NotReady, PeerError
+from shared.records import Mode, Strategy
 from shared.runtime.lifelines import die_with_parent
+from shared.security.token_folder import admin_token
 from shared.wire.messages import PserverInfo
 from tests.soak.isolation import SmallDisk
-from tests.soak.job import fingerprint
 from tests.soak.plan import LEASE_S
+from tests.soak.workload import CHARLM, Workload
 from trainer_agent.data_plane.http import HttpPserver
 from trireme.cli.faults.job_probe import JobProbe
 from trireme.cli.targets import token_of_run
 from trireme.launch import run_folder
+from trireme.view.client import Client
 
 JOB = "soak"
-BATCH, CONTEXT, TEXT_BYTES = 8, 128, 1 << 15
-STEPS_PER_EPOCH = TEXT_BYTES // CONTEXT // BATCH
+STEPS_PER_EPOCH = CHARLM.steps_per_epoch
 CHECKPOINT_EVERY_S = 1.0  # asynchronous
 ALIVE_S = 60.0
 END_S = 300.0
@@ -75,31 +75,36 @@ class Run:
         transport: str = "auto",
         mode: Mode = Mode.SYNC,
         small_disks: bool = False,
+        strategy: Strategy = Strategy.PARAMETER_SERVER,
+        workload: Workload = CHARLM,
     ) -> None:
         self._place = folder
         self._data, self._storage = folder / "data", folder / "checkpoints"
         self.folder = self._data / JOB
-        self.mode = mode
+        self.mode, self.strategy, self.workload = mode, strategy, workload
         self._transport = transport
         self._brake = folder / "brake"
         self._epochs = epochs
-        self._members = {"trainers": trainers, "pservers": pservers, "standbys": standbys, "spare-pservers": spares}
+        self._members = {"trainers": trainers, "standbys": standbys}
+        if strategy is Strategy.PARAMETER_SERVER:
+            self._members |= {"pservers": pservers, "spare-pservers": spares}
         self._process: subprocess.Popen[bytes] | None = None
         self._began_at = 0
         (folder / "tally").mkdir(parents=True)
         self.disks = [SmallDisk(path, DISK_MIB) for path in (self._data, self._storage)] if small_disks else []
-        _write_text(folder.parent / "text")
+        workload.prepare(folder.parent / "text")
 
     def start(self) -> None:
-        settings = {"lease_ttl_s": LEASE_S, "records_per_task": 16, "mode": self.mode}
+        settings = {"lease_ttl_s": LEASE_S, "records_per_task": self.workload.records_per_task, "mode": self.mode}
         settings |= (
             {"checkpoint_every_steps": 5}
             if self.mode is Mode.SYNC
             else {"checkpoint_every_seconds": CHECKPOINT_EVERY_S}
         )
         flags = {"job": JOB, "data-dir": self._data, "storage": self._storage}
-        flags |= {"epochs": self._epochs, "global-batch-size": BATCH}
-        command = [sys.executable, "-m", "trireme", "run", Path(__file__).with_name("job.py"), "--no-check", "--json"]
+        flags |= {"epochs": self._epochs, "global-batch-size": self.workload.batch}
+        flags |= {"strategy": self.strategy}
+        command = [sys.executable, "-m", "trireme", "run", self.workload.path, "--no-check", "--json"]
         command += [word for name, value in (flags | self._members).items() for word in (f"--{name}", value)]
         command += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
         clean = {name: value for name, value in os.environ.items() if not name.startswith("TRIREME_")}
@@ -108,7 +113,7 @@ class Run:
             "SOAK_BRAKE": str(self._brake),
             "SOAK_MODE": str(self.mode),
             "SOAK_TALLY": str(self._place / "tally"),
-            "CHARLM_DATA": str(self._place.parent / "text"),
+            self.workload.variable: str(self._place.parent / "text"),
         }
         with (self._place / "out").open("wb") as out, (self._place / "err").open("ab") as err:
             self._began_at = err.tell()
@@ -165,7 +170,7 @@ class Run:
             raise SoakError(f"the job failed with exit code {self.exit_code}:\n{self.tail()}")
         summary = json.loads((self._place / "out").read_text())
         parameters = torch.load(summary["exports"]["state_dict"], weights_only=True)
-        windows, lines = _windows(self._place.parent / "text"), _tally(self._place / "tally")
+        windows, lines = self.workload.records(self._place.parent / "text"), _tally(self._place / "tally")
         times = sorted({float(time) for _, time in lines})
         return Trained(parameters, summary, windows, Counter(record for record, _ in lines), times, applied)
 
@@ -211,6 +216,19 @@ async def until(holds: Callable[[], object], limit_s: float, what: str, check: C
         await asyncio.sleep(POLL_S)
 
 
+async def asked(run: Run, call: Callable[[Client], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+    """Of the master that leads, until it answers."""
+    deadline = time.monotonic() + ALIVE_S
+    while True:
+        run.check()
+        with contextlib.suppress(PeerError, DeadlineExceeded, NotReady):
+            async with Client(run.url, token=admin_token(run.folder)) as client:
+                return await call(client)
+        if time.monotonic() > deadline:
+            raise SoakError(f"no master answered within {ALIVE_S:g} s:\n{run.tail()}")
+        await asyncio.sleep(POLL_S)
+
+
 async def pserver_infos(probe: JobProbe) -> list[PserverInfo]:
     """Of all parameter servers. Raises PeerError."""
     found = []
@@ -223,18 +241,6 @@ async def pserver_infos(probe: JobProbe) -> list[PserverInfo]:
     if len(found) != probe.directory.pservers_desired:
         raise PeerError(f"only {len(found)} of {probe.directory.pservers_desired} parameter servers are there")
     return found
-
-
-def _write_text(folder: Path) -> None:
-    """What examples/charlm trains on, cut short."""
-    for path in corpus.prepare(folder / "whole").values():
-        (folder / path.name).write_bytes(path.read_bytes()[:TEXT_BYTES])
-
-
-def _windows(folder: Path) -> Counter[str]:
-    """Fingerprints of the records, as job.py writes them."""
-    text = next(folder.glob("*-train.txt")).read_bytes()
-    return Counter(fingerprint(text[first : first + CONTEXT + 1]) for first in range(0, len(text) - CONTEXT, CONTEXT))
 
 
 def _tally(folder: Path) -> list[list[str]]:

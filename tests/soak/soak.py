@@ -10,26 +10,47 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from shared.records import Mode
+from shared.records import Mode, Strategy
+from tests.soak.growth import Growth
 from tests.soak.inflict import VERY_SLOWLY_S, Cost, inflict
-from tests.soak.plan import ANYWHERE, DISKS, PSERVERS, STANDBYS, TRAINERS, Kind, plan
-from tests.soak.run import ALIVE_S, POLL_S, STEPS_PER_EPOCH, Run, SoakError, Trained, pserver_infos, until
+from tests.soak.plan import ANYWHERE, DISKS, SERVERS, Crew, Kind, plan
+from tests.soak.run import ALIVE_S, POLL_S, Run, SoakError, Trained, pserver_infos, until
+from tests.soak.workload import CHARLM, Workload
 from trireme.cli.faults.job_probe import JobProbe
 
 STEPS_PER_FAULT = 5
+STEPS_PER_FAULT_OF_COLLECTIVE = 12  # trainers join meanwhile
 SLOWLY_S = 0.03  # a minibatch longer
 
 
-async def undisturbed(folder: Path, epochs: int) -> Trained:
-    run = Run(folder, epochs, trainers=1, pservers=1, standbys=0, spares=0)
+async def undisturbed(
+    folder: Path,
+    epochs: int,
+    *,
+    strategy: Strategy = Strategy.PARAMETER_SERVER,
+    workload: Workload = CHARLM,
+    trainers: int = 1,
+) -> Trained:
+    options = {"strategy": strategy, "workload": workload}
+    run = Run(folder, epochs, trainers=trainers, pservers=1, standbys=0, spares=0, **options)
     with run.cleaned_up():
         run.start()
         return await run.end()
 
 
-def epochs_for(faults: int, mode: Mode = Mode.SYNC) -> int:
+def epochs_for(
+    faults: int,
+    mode: Mode = Mode.SYNC,
+    strategy: Strategy = Strategy.PARAMETER_SERVER,
+    workload: Workload = CHARLM,
+) -> int:
     """Asynchronous trainers do not wait for each other: a minibatch counts as a step there."""
-    return -(-STEPS_PER_FAULT * (faults + 1) * (1 if mode is Mode.SYNC else 3) // STEPS_PER_EPOCH)
+    steps = _steps_per_fault(strategy) * (faults + 1) * (1 if mode is Mode.SYNC else 3)
+    return -(-steps // workload.steps_per_epoch)
+
+
+def _steps_per_fault(strategy: Strategy) -> int:
+    return STEPS_PER_FAULT_OF_COLLECTIVE if strategy is Strategy.COLLECTIVE else STEPS_PER_FAULT
 
 
 async def disturbed(
@@ -42,27 +63,34 @@ async def disturbed(
     transport: str = "auto",
     mode: Mode = Mode.SYNC,
     kinds: Sequence[Kind] = ANYWHERE,
+    strategy: Strategy = Strategy.PARAMETER_SERVER,
+    workload: Workload = CHARLM,
+    crew: Crew = SERVERS,
+    growth: Growth | None = None,
 ) -> tuple[Trained, list[Cost]]:
-    """Raises SoakError if the job does not get over a fault. `transport`: see TRIREME_TRANSPORT."""
-    members = {"trainers": TRAINERS, "pservers": PSERVERS, "standbys": STANDBYS, "spares": seed % 2}
-    run = Run(folder, epochs, **members, transport=transport, mode=mode, small_disks=bool(DISKS & set(kinds)))
+    """Raises SoakError if the job does not get over a fault. `transport`: see TRIREME_TRANSPORT. `growth`: takes a sample after each."""
+    members = {"trainers": crew.trainers, "pservers": crew.pservers, "standbys": crew.standbys, "spares": seed % 2}
+    options = {"transport": transport, "mode": mode, "strategy": strategy, "workload": workload}
+    run = Run(folder, epochs, **members, **options, small_disks=bool(DISKS & set(kinds)))
     costs = []
     with run.cleaned_up():
         run.slow_down(SLOWLY_S)
         run.start()
         unit = await _steps(run)
         since = time.monotonic()
-        for number, fault in enumerate(plan(seed, faults, kinds), 1):
+        for number, fault in enumerate(plan(seed, faults, kinds, crew), 1):
             await asyncio.sleep(fault.after_s)
             at = time.monotonic() - since
             try:
-                cost = await inflict(run, fault)
+                cost = await inflict(run, fault, crew)
             except SoakError as error:
                 raise SoakError(f"fault {number} ({fault}), {at:.1f} s after the first step: {error}") from error
             say(f"{number:3}/{faults}  {at:6.1f} s  {cost}")
             costs.append(cost)
-            due = epochs * STEPS_PER_EPOCH * number / (faults + 1)
-            early = max(cost.versions or (0,)) / unit > due - STEPS_PER_FAULT  # steps go on before the next fault
+            if growth is not None:
+                await growth.sample(run)
+            due = epochs * workload.steps_per_epoch * number / (faults + 1)
+            early = max(cost.versions or (0,)) / unit > due - _steps_per_fault(strategy)  # steps go on before the next
             run.slow_down(VERY_SLOWLY_S if early else SLOWLY_S)
         run.slow_down(0)
         return await run.end(), costs

@@ -12,13 +12,10 @@ from contextlib import suppress
 
 import pytest
 
-from shared.errors import DeadlineExceeded, NotReady, PeerError
-from shared.security.token_folder import admin_token
-from tests.soak.run import POLL_S, Run, SoakError
+from tests.soak.run import POLL_S, Run, SoakError, asked
 from tests.soak.soak import undisturbed
 from tests.soak.verify import check_bits, check_exactly_once, check_records
 from trireme.cli.faults.chaos import alive
-from trireme.view.client import Client
 
 pytestmark = [pytest.mark.processes, pytest.mark.soak, pytest.mark.timeout(400)]
 SIZES = ((3, 4), (2, 2))  # parameter servers and trainers
@@ -27,20 +24,6 @@ EPOCHS = 3
 SLOWLY_S = 0.1
 LIMIT_S = 120.0
 MIDDLE_S = 1.5
-AWAY = (PeerError, DeadlineExceeded, NotReady)
-
-
-async def asked(run: Run, call):
-    """Of the master that leads, until it answers."""
-    deadline = time.monotonic() + LIMIT_S
-    while True:
-        run.check()
-        with suppress(*AWAY):
-            async with Client(run.url, token=admin_token(run.folder)) as client:
-                return await call(client)
-        if time.monotonic() > deadline:
-            raise SoakError(f"no master answered within {LIMIT_S:g} s:\n{run.tail()}")
-        await asyncio.sleep(POLL_S)
 
 
 async def trains(run: Run, step: int) -> None:

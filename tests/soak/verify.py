@@ -30,11 +30,11 @@ def verify(left_alone: Trained | None, broken: Trained, costs: Sequence[Cost], e
         check_losses(broken, costs)
 
 
-def check_bits(left_alone: Trained, broken: Trained) -> None:
+def check_bits(left_alone: Trained, broken: Trained, whose: str = "the undisturbed run's") -> None:
     one, other = left_alone.parameters, broken.parameters
     different = [name for name in one if name not in other or not torch.equal(one[name], other[name])]
     if different or one.keys() != other.keys():
-        raise SoakError(f"{len(different)} of {len(one)} parameters differ from the undisturbed run's: {different[:3]}")
+        raise SoakError(f"{len(different)} of {len(one)} parameters differ from {whose}: {different[:3]}")
 
 
 def check_exactly_once(left_alone: Trained, epochs: int) -> None:

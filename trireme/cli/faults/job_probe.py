@@ -34,10 +34,11 @@ class JobProbe:
     """Reads the job that runs in `folder`. Use `async with`: a task follows etcd meanwhile. Make a new probe after the launcher was
     started again.
 
-    `directory`: the job's keys in etcd, followed all the time. `etcd`, `keys`: for what the directory does not follow.
+    `directory`: the job's keys in etcd, followed all the time. `etcd`, `keys`: for what the directory does not follow. `stall_s`: how
+    long a member that says nothing is asked for its version.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, stall_s: float = STALL_S) -> None:
         facts = json.loads((folder / run_folder.RUN_FILE).read_text(encoding="utf-8"))
         self.folder = folder
         self.job = str(facts["job"])
@@ -46,6 +47,7 @@ class JobProbe:
         self.directory = Directory(self.etcd, self.keys)
         self._url = str(facts["url"])
         self._token = token_of_run(folder)
+        self._stall_s = stall_s
         self._pservers: dict[str, HttpPserver] = {}
         self._tasks = asyncio.TaskGroup()
 
@@ -99,7 +101,7 @@ class JobProbe:
         """(lowest, highest) version over all blocks; None while a parameter server is away or restoring. Collective: of the listed trainers."""
         try:
             members = await self._serving()
-            infos = [await self._pserver(member).info() for member in members]
+            infos = await asyncio.gather(*(self._pserver(member).info() for member in members))
         except PeerError:
             return None
         if not infos:
@@ -125,7 +127,9 @@ class JobProbe:
 
     def _pserver(self, member: PserverMember) -> HttpPserver:
         if member.incarnation not in self._pservers:
-            self._pservers[member.incarnation] = HttpPserver(member, self._token, tls=client_context(), stall_s=STALL_S)
+            self._pservers[member.incarnation] = HttpPserver(
+                member, self._token, tls=client_context(), stall_s=self._stall_s
+            )
         return self._pservers[member.incarnation]
 
     async def revision(self) -> int:

@@ -1,0 +1,106 @@
+"""Whether processes that live long, and etcd, hold more and more.
+
+a fault is over ─► file descriptors, threads and memory of every process, keys of the job ─► at the end the last third is compared with the first
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from shared.errors import PeerError
+from tests.soak.run import Run, SoakError
+from trireme.cli.faults.chaos import alive
+from trireme.cli.faults.job_probe import ANSWER_S, JobProbe
+
+FEWEST = 9  # samples of one process that say something
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Holds:
+    """`bytes`: resident memory that is its own."""
+
+    generation: int
+    descriptors: int
+    threads: int
+    bytes: int
+
+
+class Growth:
+    """`sample` after each fault; `check` raises SoakError."""
+
+    def __init__(self) -> None:
+        self._holds: dict[tuple[str, int], list[Holds]] = defaultdict(list)
+        self.keys: list[int] = []
+
+    async def sample(self, run: Run) -> None:
+        async with JobProbe(run.folder) as probe:
+            try:
+                found = await probe.etcd.range(probe.keys.prefix, prefix=True, count_only=True, timeout_s=ANSWER_S)
+                await probe.directory.wait_for(lambda view: view.state is not None, ANSWER_S, "the job's state")
+            except PeerError:
+                return
+            self.keys.append(found.count)
+            generation = probe.state.generation
+        for name, pid in alive(run.folder).items():
+            try:
+                process = psutil.Process(pid)
+                with process.oneshot():
+                    memory = process.memory_info()
+                    held = Holds(generation, process.num_fds(), process.num_threads(), memory.rss - memory.shared)
+            except psutil.Error:
+                continue
+            self._holds[name, pid].append(held)
+
+    def check(self) -> None:
+        """More than a few descriptors and threads, more than a fifth of the memory, or more keys than members come and go with."""
+        grown = [text for name, holds in self._long() if (text := _grown(name, holds))]
+        if len(self.keys) >= FEWEST and (first := _first(self.keys)) + 20 < (last := _last(self.keys)):
+            grown.append(f"etcd: {first:g} keys at first, {last:g} in the end")
+        if grown:
+            raise SoakError("; ".join(grown))
+
+    def __str__(self) -> str:
+        lines = [_line(name, holds) for name, holds in self._long()]
+        if len(self.keys) >= FEWEST:
+            lines.append(f"etcd: {_first(self.keys):g} keys at first, {_last(self.keys):g} in the end")
+        return "\n".join(lines)
+
+    def _long(self) -> list[tuple[str, list[Holds]]]:
+        return [(name, holds) for (name, _), holds in self._holds.items() if len(holds) >= FEWEST and name != "etcd"]
+
+
+def _grown(name: str, holds: Sequence[Holds]) -> str:
+    descriptors, threads, sizes = _columns(holds)
+    more = (
+        _last(descriptors) > _first(descriptors) + 12
+        or _last(threads) > _first(threads) + 8
+        or _last(sizes) > 1.2 * _first(sizes) + 32 * MIB
+    )
+    return _line(name, holds) if more else ""
+
+
+def _line(name: str, holds: Sequence[Holds]) -> str:
+    descriptors, threads, sizes = _columns(holds)
+    rebuilds = holds[-1].generation - holds[0].generation
+    return (
+        f"{name}: {rebuilds} generations, descriptors {_first(descriptors):g} -> {_last(descriptors):g}, "
+        f"threads {_first(threads):g} -> {_last(threads):g}, MiB {_first(sizes) / MIB:.0f} -> {_last(sizes) / MIB:.0f}"
+    )
+
+
+def _columns(holds: Sequence[Holds]) -> tuple[list[int], list[int], list[int]]:
+    return [each.descriptors for each in holds], [each.threads for each in holds], [each.bytes for each in holds]
+
+
+def _first(numbers: Sequence[int]) -> float:
+    return statistics.median(numbers[: len(numbers) // 3])
+
+
+def _last(numbers: Sequence[int]) -> float:
+    return statistics.median(numbers[-(len(numbers) // 3) :])
