@@ -1,0 +1,73 @@
+"""Supervised children that end: whom their policy starts again, how soon, and what follows if the others cannot go on without one."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from shared.runtime import clock
+from trireme.launch.child import Child, ClusterError, Exit
+from trireme.launch.processes import spawn
+from trireme.launch.restarts import RestartPolicy
+from trireme.launch.supervision import SupervisedProcesses
+from trireme.view.child_events import ChildEvent
+
+DELAY_S = 0.4
+
+
+class Processes(SupervisedProcesses[None]):
+    """One child, which ends with exit code 0 at once (`this`) or with 1 (a module that does not exist)."""
+
+    grace_s = {"trainer": 1.0}  # noqa: RUF012  never changed
+
+    def __init__(self, folder: Path, module: str, policy: RestartPolicy, needed: str = "") -> None:
+        self.events: list[tuple[float, ChildEvent]] = []
+        super().__init__(folder, spawn, lambda event: self.events.append((clock.monotonic(), event)))
+        self._module, self._policy, self._needed = module, policy, needed
+
+    async def _start(self) -> None:
+        await self._add_child("trainer", self._module, {})
+
+    def _restarts(self, child: Child) -> RestartPolicy:
+        return self._policy
+
+    def _why_not_without(self, child: Child) -> str:
+        return self._needed
+
+    async def _is_over(self, child: Child, end: Exit) -> bool:
+        return False
+
+    async def _mourn(self, child: Child, end: Exit) -> None:
+        pass
+
+    def seen(self, what: str) -> list[float]:
+        return [at for at, event in self.events if event.what == what]
+
+    async def until(self, what: str) -> None:
+        async with asyncio.timeout(20):
+            while not self.seen(what):
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(("policy", "module"), [("never", "no_such_module_here"), ("on_failure", "this")])
+async def test_a_child_that_is_not_started_again_ends_the_run_if_the_others_need_it(tmp_path, policy, module):
+    async with Processes(tmp_path, module, RestartPolicy(policy), "1 of the job's trainers are left") as processes:
+        with pytest.raises(ClusterError, match=rf"and restart_policy is {policy}: 1 of the job's trainers are left"):
+            await asyncio.wait_for(processes.final, 20)
+        assert (len(processes.seen("given_up")), processes.seen("restarted")) == (1, [])
+
+
+async def test_the_others_go_on_without_a_child_that_is_not_started_again(tmp_path):
+    async with Processes(tmp_path, "this", RestartPolicy("on_failure")) as processes:
+        await processes.until("given_up")
+        await asyncio.sleep(0.3)
+        assert not processes.final.done()
+        assert processes.children["trainer-0"].starts == 1
+
+
+async def test_a_child_is_started_again_after_the_jobs_delay_at_the_earliest(tmp_path):
+    async with Processes(tmp_path, "this", RestartPolicy("always", DELAY_S)) as processes:
+        await processes.until("restarted")
+        assert processes.seen("restarted")[0] - processes.seen("died")[0] >= DELAY_S
