@@ -18,8 +18,7 @@ from shared.records.pauses import Paused
 from shared.runtime import clock, telemetry
 from shared.runtime.service import LEASE_LOST
 from trainer_agent.collective.beginning import begin_together
-from trainer_agent.collective.exchange import Collective
-from trainer_agent.collective.groups import GroupView
+from trainer_agent.collective.member import CollectiveMember
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.core.duties import Duty
 from trainer_agent.data_plane.peers import Connect
@@ -77,9 +76,10 @@ class Agent:
         self._reports = reports = Reports(master, member.trainer, self._held, self._pace)
         source = TaskSource(spec, master, member.trainer, offload)
         transfer: Transfer
-        self._collective: Collective | None = None
+        self._collective: CollectiveMember | None = None
         if collective is not None:
-            transfer = self._collective = self._collective_of(collective, reports)
+            job = spec, etcd, directory, self._membership, compute
+            transfer = self._collective = CollectiveMember(*job, connect, reports.suspect, collective)
         else:
             transfer = Transfer(
                 directory,
@@ -148,6 +148,8 @@ class Agent:
                 code = next((code for task, code in ends.items() if task.done()), OK)
                 if work.done() and not work.cancelled() and work.exception() is None:
                     code = work.result()
+                if self._collective is not None and code == OK:
+                    await self._collective.until_saved(LEAVE_S)
                 await self._membership.leave(asked=self._stopping.is_set())
             finally:
                 await end_tasks((*beside, work, *ends))
@@ -197,16 +199,6 @@ class Agent:
             raise
         state = self._directory.state
         return FAILED if state is not None and state.phase is Phase.FAILED else OK
-
-    def _collective_of(self, ports: CollectivePorts, reports: Reports) -> Collective:
-        """Instead of parameter servers."""
-        membership, server = self._membership, ports.server
-        server.directory, server.in_doubt = self._directory, lambda: membership.in_doubt
-        server.on_torn = lambda torn: membership.set(torn=torn)
-        view = GroupView(self._directory, self._etcd, self._member.trainer, self._compute.layout.slot_count)
-        made = Collective(view, self._connect, self._compute, reports.suspect, membership.certain, self._spec, ports)
-        made.on_lost = lambda: membership.set(holds=None)
-        return made
 
     async def _has_values(self) -> bool:
         """False: only a new process can train."""

@@ -53,6 +53,8 @@ async def renew(etcd: Etcd, keys: Keys, wanted: JobSpec, offload: Offload = asyn
     unchanged = [Compare.mod(kv.key, "==", kv.mod_revision) for kv in (found, state)]
     changes: tuple[Change, ...] = ()
     puts = [Put(keys.spec, spec.to_bytes())]
+    if spec.pservers != stored.pservers:  # with the other strategy
+        puts.append(Put(keys.pservers_desired, str(spec.pservers).encode()))
     if spec.epochs > stored.epochs:
         changes = lifecycle.train_longer(must_read(JobState, state.key, state.value), spec.epochs).changes
         latest = await etcd.get(keys.latest)

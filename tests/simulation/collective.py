@@ -11,25 +11,28 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shared.records import Dispatch, Exchange, Mode, Phase, Strategy
+from shared.errors import AnotherProcess
+from shared.records import Dispatch, Exchange, Mode, Phase, Strategy, TrainerMember
 from shared.records.step import StepRecord
-from shared.serving.core.calls import OpenPush
+from shared.serving.core.pushes import OpenPush
 from shared.serving.core.store import Store
 from shared.wire.messages import PushBlock, PushHeader
 from shared.wire.verdict import Verdict
 from tests.equipment.cluster.network import STEADY
+from tests.equipment.cluster.network_ports import STALL_S
 from tests.simulation.compute import Speed
 from tests.simulation.plans import FaultKind, Plan, plan_of
 from trainer_agent.collective.mean_blocks import Arrived, MeanStore
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.collective.server import ShareServer
+from trainer_agent.collective.state.messages import Portion, StateRequest
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import SimulatedCluster
     from tests.simulation.nodes import Node
 
 MOST_APART = 2
-NOT_HERE = {FaultKind.KILL_PSERVER, FaultKind.FREEZE_PSERVER, FaultKind.KILL_EVERYBODY}
+NOT_HERE = {FaultKind.KILL_PSERVER, FaultKind.FREEZE_PSERVER}
 MOST_FAILURES = 20
 
 
@@ -123,7 +126,11 @@ def ports_of(cluster: SimulatedCluster, node: Node, name: str) -> CollectivePort
     if cluster.plan.strategy is not Strategy.COLLECTIVE:
         return None
     node.share = CheckedShare(cluster, name)
-    return CollectivePorts(node.share, Exchange(url=node.url))
+    return CollectivePorts(
+        node.share,
+        Exchange(url=node.url),
+        connect_donor=lambda member: SimulatedDonor(cluster, member),
+    )
 
 
 def torn(
@@ -168,3 +175,23 @@ def torn(
         cluster.report_dead(victim.name)
 
     return plan, kill_one
+
+
+class SimulatedDonor:
+    """trainer_agent.collective.state.catching_up.Donor, over the simulated network."""
+
+    def __init__(self, cluster: SimulatedCluster, member: TrainerMember) -> None:
+        assert member.exchange is not None
+        self._cluster, self.name, self._url = cluster, member.trainer, member.exchange.url
+
+    async def state(self, request: StateRequest) -> Portion:
+        async def ask(share: ShareServer) -> Portion:
+            if share.trainer != self.name or share.giver is None:
+                raise AnotherProcess(f"{share.trainer} is not {self.name}")
+            return await share.giver.give(request)
+
+        portion: Portion = await self._cluster.network.call(self._url, ask, timeout_s=STALL_S)
+        return portion
+
+    async def close(self) -> None:
+        pass

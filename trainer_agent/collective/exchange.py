@@ -65,7 +65,7 @@ class Collective(MeanGradients):
     # ------------------------------------------------------------ beside the loops
 
     async def run(self) -> None:
-        """Form the group of each generation and, without lanes, follow its versions. Until cancelled."""
+        """Form the group of each generation. Until cancelled."""
         while True:
             following, group = self.view.next_group, self.view.group
             if group is not None and self.store is not None:
@@ -77,20 +77,13 @@ class Collective(MeanGradients):
     async def _take_part(self, group: Group) -> None:
         try:
             await self._form(group)
-            if not group.owns:
-                await self._follow(group)
         except Gone as error:
             self._lose(error.message)
 
-    async def _follow(self, group: Group) -> None:
-        """Version by version, so that this trainer can take lanes at once. Raises Gone: the others were too fast."""
-        while self.replica.record is not None:  # else it catches up, as fast as it can
-            async with self.in_use:
-                self.swap()
-                while self.replica.version is not None and self.replica.version < self.has:
-                    await self._step_to(self.replica.version + 1)
-                    self.swap()
-            await self._gather(group, self.has + 1)
+    @property
+    def lost(self) -> bool:
+        """Whether what it has is of no use any more, and is about to be forgotten."""
+        return bool(self._lost)
 
     def _lose(self, cause: str) -> None:
         """What this trainer has is of no use any more: it is no member until it has got everything anew."""

@@ -16,10 +16,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from shared.records import Exchange, JobSpec, Strategy
+from shared.checkpoints.background import Background, Offload
+from shared.errors import PeerError
+from shared.records import Exchange, JobSpec, Strategy, TrainerMember
 from shared.serving.data_plane.server import make_app, serving, socket_path
 from shared.wire.region_allocator import RegionAllocator
+from trainer_agent.collective.groups import pserver_of
 from trainer_agent.collective.server import ShareServer
+from trainer_agent.collective.state.catching_up import Donor
+from trainer_agent.collective.state.serving import HttpDonor, add_route
 from trainer_agent.settings import Settings
 
 SWITCH_S = 0.001
@@ -32,14 +37,21 @@ async def at_once(work: Callable[..., T], *arguments: Any) -> T:
     return work(*arguments)
 
 
+def no_donors(member: TrainerMember) -> Donor:
+    raise PeerError(f"{member.trainer} is not reached")
+
+
 @dataclass(frozen=True)
 class CollectivePorts:
-    """`exchange`: where the others reach `server`. `step_in`: where the replica is stepped. `forget_peers`: closes connections to all but these trainers."""
+    """`exchange`: where the others reach `server`. `step_in`: where the replica is stepped. `forget_peers`: closes connections to all but these trainers.
+    `connect_donor`: to one that gives its state. `background`: where checkpoints are written and read."""
 
     server: ShareServer
     exchange: Exchange
     step_in: Callable[..., Awaitable[Any]] = at_once
     forget_peers: Callable[[Collection[str]], None] = lambda _: None
+    connect_donor: Callable[[TrainerMember], Donor] = no_donors
+    background: Offload = at_once
 
     def with_peers(self, forget_peers: Callable[[Collection[str]], None]) -> CollectivePorts:
         return replace(self, forget_peers=forget_peers)
@@ -53,7 +65,13 @@ async def collective_ports(settings: Settings, spec: JobSpec, trainer: str) -> A
         return
     server = ShareServer(settings.job, trainer, settings.max_wait_s, RegionAllocator)
     app = make_app(server, settings.access, stall_s=settings.stall_s, idle_s=settings.idle_s)
+    add_route(app, lambda: server.giver)
     uds, tls = socket_path(settings.uds, trainer), settings.tls
+    background = Background()
+
+    def connect_donor(member: TrainerMember) -> Donor:
+        return HttpDonor(pserver_of(member), settings.own_token, tls=tls.client())
+
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, SWITCH_S))
     try:
@@ -64,6 +82,8 @@ async def collective_ports(settings: Settings, spec: JobSpec, trainer: str) -> A
 
             async with serving(app, settings.host, settings.exchange_port, uds, tls.server()) as listening:
                 url = f"{tls.scheme}://{settings.advertised}:{listening.port}"
-                yield CollectivePorts(server, Exchange(url=url, uds=listening.uds), step_in)
+                exchange = Exchange(url=url, uds=listening.uds)
+                yield CollectivePorts(server, exchange, step_in, connect_donor=connect_donor, background=background)
     finally:
+        background.close()
         sys.setswitchinterval(before)

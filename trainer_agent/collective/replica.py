@@ -116,9 +116,12 @@ class Replica:
         self._compute.swap()
         self.record, self.stepped, self.stepping = self.stepped, None, False
 
-    def factor(self, gradients: Mapping[int, torch.Tensor | None], record: StepRecord) -> float | None:
-        """By which the gradients of that step are multiplied; None: none of them is used."""
-        return self._factor(self._norm(gradients, record) if self._clipping.holds else None)
+    def factor(
+        self, gradients: Mapping[int, torch.Tensor | None], record: StepRecord
+    ) -> tuple[float | None, float | None]:
+        """The norm of that step's whole gradient, if it is measured, and by which its gradients are multiplied; None: none of them is used."""
+        norm = self._norm(gradients, record)
+        return norm, self._factor(norm)
 
     def _factor(self, norm: float | None) -> float | None:
         return self._clipping.factor(norm) if self._clipping.holds and norm is not None else 1.0

@@ -31,6 +31,7 @@ from shared.wire.messages import (
     PushHeader,
 )
 from trainer_agent.collective.mean_blocks import MeanStore
+from trainer_agent.collective.state.giving import StateGiver
 
 AHEAD = 1  # how many versions the step of a push may be ahead of this trainer's own
 
@@ -54,7 +55,8 @@ class SharePull(OpenPull):
 
 
 class ShareServer(Pserver):
-    """`index`: its trainer's place in the generation's list, -1 without one. `opened`: the generation in which pushes are taken. `trainer`: whose it is."""
+    """`index`: its trainer's place in the generation's list, -1 without one. `opened`: the generation in which pushes are taken. `trainer`: whose it is. `giver`: gives the trainer's
+    parameters to others."""
 
     store: MeanStore | None
     pull_kind = SharePull
@@ -65,6 +67,7 @@ class ShareServer(Pserver):
         super().__init__(job, trainer, -1, max_wait_s, allocate)
         self.trainer = trainer
         self.opened = -1
+        self.giver: StateGiver | None = None
 
     def __repr__(self) -> str:
         return f"<ShareServer of {self.trainer}, generation {self.generation}, open in {self.opened}: {self.store!r}>"

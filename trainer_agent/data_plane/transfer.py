@@ -8,8 +8,10 @@ A trainer whose lease may have run out asks nothing until etcd says that it is s
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import cached_property
 
 from shared.errors import (
     Gone,
@@ -21,6 +23,7 @@ from shared.errors import (
 )
 from shared.lanes import Interval
 from shared.records.layout import ROWS
+from shared.records.operations import CheckpointRequest
 from shared.records.step import StepRecord
 from shared.runtime import telemetry
 from shared.wire.messages import (
@@ -49,6 +52,11 @@ class Transfer(Pulls):
 
     makes_steps_again = False
 
+    @cached_property
+    def swapping(self) -> asyncio.Lock:
+        """Held while somebody evaluates, or while a spare takes another version into use."""
+        return asyncio.Lock()
+
     @asynccontextmanager
     async def using(self, timeline: int) -> AsyncIterator[None]:  # noqa: ARG002
         """Around steps: nobody else changes the parameters in use."""
@@ -65,6 +73,13 @@ class Transfer(Pulls):
 
     async def settled(self, version: int) -> None:
         """Until `version` cannot be lost any more."""
+
+    async def reached(self) -> None:
+        """Another version is in use, or the one that this trainer begins with."""
+
+    def checkpoint_again(self) -> CheckpointRequest | None:
+        """A checkpoint that the owner of lane 0 asks for by itself."""
+        return None
 
     # ------------------------------------------------------------ push
 

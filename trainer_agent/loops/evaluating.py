@@ -204,7 +204,9 @@ class Evaluator:
         self._for_loops.clear()
 
     async def _next_piece(self, work: _Work) -> None:
-        if await work.next() and self._work is work:
+        async with self._context.transfer.swapping:
+            over = await work.next()
+        if over and self._work is work:
             self._work = None
 
     # ------------------------------------------------------------ beside the loops

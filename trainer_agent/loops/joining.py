@@ -104,7 +104,8 @@ class Joiner:
         is overtaken."""
         step = version.version
         if self._lane_zero is None or self._lane_zero[0] != step:
-            request, generation = self._directory.checkpoint_request, self._transfer.generation
+            request = self._directory.checkpoint_request or self._transfer.checkpoint_again()
+            generation = self._transfer.generation
             asked = checkpoint_asked(request, generation, step, version.asked, self.timeline)
             before = BeforeStep(ends_epoch(version.positions), self._evaluator.plateau_value(version))
             self._lane_zero = step, self._compute.begin_step(before).model_copy(update={"asked": asked})

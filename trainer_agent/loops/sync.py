@@ -82,6 +82,7 @@ class SyncLoop:
         self._ahead.drop()
         async with self._transfer.using(self.timeline):
             version = await self._joiner.join()
+            await self._transfer.reached()
             while self._joiner.may_go_on(version):
                 await self._evaluator.between_steps(version)
                 if self._joiner.may_go_on(version):  # it may have waited
@@ -112,6 +113,7 @@ class SyncLoop:
         following = found(following, step.number + 1)
         step.times.pulled()
         self._transfer.swap()
+        await self._transfer.reached()
         self._report(step, following, wanted)
         return following
 

@@ -309,11 +309,12 @@ def back_to(
         "checkpoint": ref.uuid,
         "timeline": timeline,
     }
-    placed = () if slots is None or slots_fit(slots, spec) else _new_slots(spec, slots)
+    fits = spec.strategy is Strategy.COLLECTIVE or (slots is not None and slots_fit(slots, spec))
+    placed = () if fits else _new_slots(spec, slots)  # without any: the job was a collective one
     return Decision(None, (back, *placed), (Event("rolling_back", reason, fields),))
 
 
-def _new_slots(spec: JobSpec, slots: SlotMap) -> tuple[Change, ...]:
+def _new_slots(spec: JobSpec, slots: SlotMap | None) -> tuple[Change, ...]:
     """All slots spread anew over as many parameter servers as the job wants."""
     return fresh_map(spec, slots), DesirePservers(spec.pservers)
 

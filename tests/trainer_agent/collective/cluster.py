@@ -16,6 +16,7 @@ from tests.trainer_agent.cluster import TorchCluster
 from trainer_agent.agent import Agent
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.collective.server import ShareServer
+from trainer_agent.collective.state.messages import Portion, StateRequest
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
 
@@ -33,13 +34,35 @@ class DirectShare(DirectPserver):
         return self._cluster.shares[self._name]
 
 
+class DirectDonor:
+    """A trainer that lives gives its state; what is asked for later than its death is not answered."""
+
+    def __init__(self, cluster: CollectiveCluster, name: str) -> None:
+        self._cluster, self.name = cluster, name
+
+    async def state(self, request: StateRequest) -> Portion:
+        await asyncio.sleep(self._cluster.portion_s if request.blocks else 0.0)
+        if self.name not in self._cluster.running:
+            raise PeerError(f"{self.name} is dead")
+        giver = self._cluster.shares[self.name].giver
+        assert giver is not None
+        portion = await giver.give(request)
+        self._cluster.given[self.name] = self._cluster.given.get(self.name, 0) + len(portion.head.given)
+        return portion
+
+    async def close(self) -> None:
+        pass
+
+
 class CollectiveCluster(TorchCluster):
-    """`shares`: what each trainer serves."""
+    """`shares`: what each trainer serves. `portion_s`: how long a portion of state is on its way; `given`: blocks, by donor."""
 
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
         self.shares: dict[str, ShareServer] = {}
         self.agents: dict[str, Agent] = {}
+        self.portion_s = 0.0
+        self.given: dict[str, int] = {}
 
     def add_trainer(self, name: str, script: Path | None = None) -> Agent:
         user = load(script or self.spec.script)
@@ -65,7 +88,12 @@ class CollectiveCluster(TorchCluster):
             connect=lambda member: DirectShare(self, member.incarnation),
             offload=self.offload,
             stopping=self.stopping[name],
-            collective=CollectivePorts(self.shares[name], exchange),
+            collective=CollectivePorts(
+                self.shares[name],
+                exchange,
+                connect_donor=lambda member: DirectDonor(self, member.trainer),
+                background=self.offload,
+            ),
         )
         self.computes[name] = compute
         self.running[name] = self._group.create_task(self._outcome(agent))

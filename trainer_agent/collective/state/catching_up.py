@@ -39,6 +39,7 @@ TRIES = 3  # in a row, with one donor
 PAUSE_S = 0.2
 
 StepIn = Callable[..., Awaitable[Any]]
+Factor = Callable[[Gradients, StepRecord], tuple[float | None, float | None]]
 
 log = telemetry.logger("collective.catching_up")
 
@@ -73,7 +74,7 @@ class Step:
 class Follow(Protocol):
     """The mean gradients of all versions behind one, in order."""
 
-    def begin(self, record: StepRecord, timeline: int, checkpoint: str) -> None:
+    def begin(self, record: StepRecord, timeline: int) -> None:
         """From the version behind `record` on."""
         ...
 
@@ -83,6 +84,10 @@ class Follow(Protocol):
 
     def take(self, version: int) -> Step:
         """It is there, and so was each one before."""
+        ...
+
+    def measured(self, version: int, norm: float) -> StepRecord:
+        """The record of a version that was taken, with the norm of the whole gradient that made it."""
         ...
 
 
@@ -103,7 +108,7 @@ class CatchingUp:
         envelope: Callable[[], Mapping[str, Any]],
         timeline: int,
         checkpoint: str,
-        factor: Callable[[Gradients, StepRecord], float | None] = lambda *_: 1.0,
+        factor: Factor = lambda *_: (None, 1.0),
         step_in: StepIn = at_once,
     ) -> None:
         self._compute, self._layout = compute, compute.layout
@@ -117,6 +122,7 @@ class CatchingUp:
         self._kept: deque[Step] = deque()
         self._kept_bytes = 0
         self._factors: dict[int, float | None] = {}
+        self._norm: float | None = None
         self._stepping = False
         self._changed = asyncio.Event()
         self.late = self.damaged = self.hurry = 0
@@ -176,7 +182,7 @@ class CatchingUp:
                 problem = error
             else:
                 self._record = portion.head.record
-                self._follow.begin(portion.head.record, self._timeline, self._checkpoint)
+                self._follow.begin(portion.head.record, self._timeline)
                 return
         raise NotReady(f"none of {len(self._donors)} trainers gives its parameters: {problem}")
 
@@ -314,7 +320,7 @@ class CatchingUp:
                 await self._step_in(self._step_newest)
             finally:
                 self._stepping = False
-            self._record = step.record
+            self._record = step.record if self._norm is None else self._follow.measured(version, self._norm)
             self._step_pieces()  # those that came meanwhile
             self._trim()
             self._changed.set()
@@ -329,7 +335,8 @@ class CatchingUp:
 
     def _step_newest(self) -> None:
         newest = self._kept[-1]
-        self._factors[newest.record.version] = self._factor(newest.gradients, newest.record)
+        self._norm, factor = self._factor(newest.gradients, newest.record)
+        self._factors[newest.record.version] = factor
         self._step_pieces()
 
     def _step_pieces(self) -> None:

@@ -40,6 +40,11 @@ class Versions(Follow, Protocol):
         """The version of which it has all mean gradients; -1: none."""
         ...
 
+    @property
+    def lost(self) -> bool:
+        """Whether what it has is about to be forgotten."""
+        ...
+
     def envelope(self) -> Mapping[str, Any]:
         """Job, term and generation of calls."""
         ...
@@ -52,7 +57,7 @@ class Versions(Follow, Protocol):
         """The replica makes the next version, of which all mean gradients are there, and has it in use then."""
         ...
 
-    def drop(self) -> None:
+    def stop(self) -> None:
         """What it has is of no use any more: nothing is served."""
         ...
 
@@ -83,7 +88,8 @@ class Following:
         """Until cancelled."""
         while True:
             revision, state = self._directory.revision, self._directory.state
-            if state is None or state.phase.final or state.phase is Phase.ROLLING_BACK or not self._directory.init_done:
+            stands = state is None or state.phase.final or state.phase is Phase.ROLLING_BACK
+            if state is None or stands or not self._directory.init_done or self._versions.lost:
                 await self._directory.changed(revision, LOOK_S)
             elif not self._has_version(state):
                 await self._catch_up(state)
@@ -126,13 +132,15 @@ class Following:
                     await self._versions.step_to(version + 1)
         except Gone as error:
             log.warning("too_far_behind", version=version, cause=error.message)
+            if self._versions.lost:
+                return
             async with self._versions.in_use:
                 self._forget()
         except StaleGeneration:
             await self._directory.changed(self._directory.revision, LOOK_S)
 
     def _forget(self) -> None:
-        self._versions.drop()
+        self._versions.stop()
         self._replica.forget()
         self._own_key.set(holds=None)
 
@@ -140,7 +148,12 @@ class Following:
 
     async def _catch_up(self, state: JobState) -> None:
         """One attempt."""
-        donors = [self._connect(member) for member in await self._givers(state)]
+        donors: list[Donor] = []
+        for member in await self._givers(state):
+            try:
+                donors.append(self._connect(member))
+            except PeerError as error:
+                log.warning("not_connected", donor=member.trainer, cause=error.message)
         if not donors:
             await self._directory.changed(self._directory.revision, LOOK_S)
             return

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Callable
 
 import aiohttp
 from aiohttp import web
 
-from shared.errors import BadFrame, DeadlineExceeded, PeerError, from_map
+from shared.errors import BadFrame, DeadlineExceeded, NotReady, PeerError, from_map
 from shared.records import PserverMember
 from shared.runtime import clock, http
 from shared.serving.core.geometry import MAX_BLOCK_BYTES
@@ -27,11 +28,11 @@ ERROR_BYTES = 1 << 20
 MOST_STATES = 16  # tensors of one block's optimizer
 STALL_S = 30.0
 READ_BUFFER_BYTES = 1 << 20
-GIVER = web.AppKey("giver", StateGiver)
+GIVER: web.AppKey[Callable[[], StateGiver | None]] = web.AppKey("giver")
 
 
-def add_route(app: web.Application, giver: StateGiver) -> None:
-    """To the application of a trainer's share."""
+def add_route(app: web.Application, giver: Callable[[], StateGiver | None]) -> None:
+    """To the application of a trainer's share; there may be a giver later only."""
     app[GIVER] = giver
     app.router.add_post(PATH, _state)
 
@@ -40,7 +41,10 @@ async def _state(request: web.Request) -> web.StreamResponse:
     async with asyncio.timeout(STALL_S):
         body = await request.content.read(REQUEST_BYTES)
     wanted = codec.read(StateRequest, codec.decode(body, REQUEST_BYTES))
-    portion = await request.app[GIVER].give(wanted)
+    giver = request.app[GIVER]()
+    if giver is None:
+        raise NotReady("this trainer has no parameters yet")
+    portion = await giver.give(wanted)
     response = web.StreamResponse(headers={"Content-Type": codec.CONTENT_TYPE})
     await response.prepare(request)
     async with asyncio.timeout(STALL_S):

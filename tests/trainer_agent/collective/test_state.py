@@ -1,0 +1,116 @@
+"""Trainers of a collective job join, die and come back while it trains, and it changes its strategy between runs: always the same bits."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from shared.records import JobSpec, Phase, Strategy
+from shared.records.checkpoints import CheckpointLatest
+from tests.equipment.replaced import replaced
+from tests.trainer_agent.collective.cluster import CollectiveCluster, cluster, trained
+from tests.trainer_agent.scripts import differing, spec_for, write_script
+from trainer_agent.collective.state import giving
+
+COMMON: dict[str, Any] = {"lanes": 4, "global_batch_size": 12, "records_per_task": 6, "epochs": 10, "block_bytes": 256}
+A, B, C = "trainer-0-x", "trainer-1-x", "trainer-2-x"
+
+
+@pytest.fixture(autouse=True)
+def small_portions():
+    with replaced(giving, "PORTION_BYTES", 1):
+        yield
+
+
+def spec_of(tmp_path: Any, folder: str = "job", **given: Any) -> JobSpec:
+    strategy = {"strategy": Strategy.COLLECTIVE, "pservers": 0, **COMMON, **given}
+    return spec_for(write_script(tmp_path), **strategy, storage=str(tmp_path / folder))
+
+
+async def listed(made: CollectiveCluster, name: str) -> None:
+    await made.directory.wait_for(lambda view: name in view.trainers, 20.0, f"{name} is a member")
+
+
+async def undisturbed(tmp_path: Any, **given: Any) -> dict[str, torch.Tensor]:
+    return await trained(spec_of(tmp_path, "undisturbed", **given))
+
+
+async def completed(made: CollectiveCluster) -> dict[str, torch.Tensor]:
+    state = await made.ended()
+    assert state.phase is Phase.COMPLETED, state
+    return made.exported()
+
+
+async def test_a_trainer_that_joins_gets_the_state_while_the_others_train_on(tmp_path):
+    async with cluster(spec_of(tmp_path), 2) as made:
+        made.portion_s = 0.005
+        await made.version(2)
+        made.add_trainer(C)
+        await listed(made, C)
+        assert sum(made.given.values()) > 8
+        assert len(made.given) == 2
+        await made.kill(A)  # its lanes go on from what the new one has
+        await made.kill(B)
+        found = await completed(made)
+    assert differing(found, await undisturbed(tmp_path)) == []
+
+
+@pytest.mark.soak
+async def test_a_donor_may_die_meanwhile(tmp_path):
+    async with cluster(spec_of(tmp_path), 2) as made:
+        made.portion_s = 0.01
+        await made.version(2)
+        made.add_trainer(C)
+        async with asyncio.timeout(20.0):
+            while len(made.given) < 2:
+                await asyncio.sleep(0.001)
+        await made.kill(A)
+        await listed(made, C)
+        await made.kill(B)
+        found = await completed(made)
+    assert differing(found, await undisturbed(tmp_path)) == []
+
+
+async def latest(made: CollectiveCluster) -> CheckpointLatest | None:
+    found = await made.etcd.get(made.keys.latest)
+    return CheckpointLatest.model_validate_json(found.value) if found else None
+
+
+async def saved(made: CollectiveCluster, step: int) -> None:
+    async with asyncio.timeout(20.0):
+        while (there := await latest(made)) is None or there.step < step:
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.soak
+async def test_if_all_die_new_ones_go_on_from_the_last_checkpoint(tmp_path):
+    async with cluster(spec_of(tmp_path, checkpoint_every_steps=3), 2) as made:
+        await saved(made, 3)
+        await made.kill(A)
+        await made.kill(B)
+        made.add_trainer(C)
+        made.add_trainer("trainer-3-x")
+        found = await completed(made)
+        there = await latest(made)
+        assert there is not None
+        assert there.final
+        assert there.timeline > 0
+    assert differing(found, await undisturbed(tmp_path)) == []
+
+
+@pytest.mark.soak
+async def test_a_spare_keeps_up_and_takes_over_at_once(tmp_path):
+    async with cluster(spec_of(tmp_path, lanes=1), 2) as made:
+        await listed(made, B)
+        await made.version(5)
+        place = [made.directory.trainers.places[name] for name in (A, B)]
+        owner, spare = (A, B) if place[0] == 0 else (B, A)
+        given = dict(made.given)
+        await made.kill(owner)
+        found = await completed(made)
+        assert made.given == given  # nothing had to be fetched
+        assert made.agents[spare].done.steps > 0
+    assert differing(found, await undisturbed(tmp_path, lanes=1)) == []

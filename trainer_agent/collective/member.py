@@ -1,0 +1,129 @@
+"""One trainer as a member of its collective job: the exchange of gradients, and all that concerns its own parameters and optimizer.
+
+initial values ─┐
+checkpoint ─────┼─► a version, `holds` in trainers/<id> ─► steps with the others, shares of checkpoints ─► the last version is saved
+other trainers ─┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from shared.etcd import Etcd
+from shared.membership.directory import Directory
+from shared.records import JobSpec, TrainerList
+from shared.records.operations import CheckpointRequest
+from shared.records.step import StepRecord
+from shared.runtime import clock, telemetry
+from trainer_agent.collective.exchange import Collective, with_norm
+from trainer_agent.collective.groups import GroupView
+from trainer_agent.collective.mean_blocks import released
+from trainer_agent.collective.ports import CollectivePorts
+from trainer_agent.collective.state.catching_up import Step
+from trainer_agent.collective.state.following import Following
+from trainer_agent.collective.state.giving import StateGiver
+from trainer_agent.collective.state.restoring import Restorer
+from trainer_agent.collective.state.saving import ShareCopies
+from trainer_agent.data_plane.peers import Connect, Suspect
+from trainer_agent.membership.lease import Membership
+from trainer_agent.model.compute import Compute
+from trainer_agent.waiting.single_error import SingleErrorGroup
+
+LOOK_S = 0.05
+
+log = telemetry.logger("collective.member")
+
+
+class CollectiveMember(Collective):
+    """Run `run()` beside the loops."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        etcd: Etcd,
+        directory: Directory,
+        membership: Membership,
+        compute: Compute,
+        connect: Connect,
+        suspect: Suspect,
+        ports: CollectivePorts,
+    ) -> None:
+        me, slot_count = membership.record.trainer, compute.layout.slot_count
+        view = GroupView(directory, etcd, me, slot_count)
+        super().__init__(view, connect, compute, suspect, membership.certain, spec, ports)
+        server = ports.server
+        server.directory, server.in_doubt = directory, lambda: membership.in_doubt
+        server.on_torn = lambda torn: membership.set(torn=torn)
+        self.on_lost = lambda: membership.set(holds=None)
+        server.giver = StateGiver(spec.job, compute, self.replica)
+        place = etcd, directory, membership
+        self.copies = ShareCopies(spec, *place, ports.background, compute, self.replica, self._saved)
+        self._restorer = Restorer(
+            spec, *place, ports.background, compute, self.replica, self.in_use, self.stop, self.start
+        )
+        self._following = Following(*place, compute, self, self.copies, ports.connect_donor, ports.step_in)
+
+    async def run(self) -> None:
+        async with SingleErrorGroup() as group:
+            for part in (super().run, self.copies.checkpointer.run, self._restorer.run, self._following.run):
+                group.create_task(part())
+
+    async def until_saved(self, limit_s: float) -> None:
+        """Until no part of a checkpoint is being written or committed here, at most so long."""
+        checkpointer, deadline = self.copies.checkpointer, clock.monotonic() + limit_s
+        while checkpointer.busy:
+            if clock.monotonic() > deadline:
+                log.warning("left_unsaved", waited_s=limit_s, checkpointer=repr(checkpointer))
+                return
+            await asyncio.sleep(LOOK_S)
+
+    # ------------------------------------------------------------ checkpoints
+
+    async def reached(self) -> None:
+        group = self.view.group
+        if group is not None and self.replica.at_rest:
+            await self.copies.at_version(group.trainers)
+
+    def checkpoint_again(self) -> CheckpointRequest | None:
+        group = self.view.group
+        return self.copies.again(group.trainers) if group is not None else None
+
+    def _saved(self, record: StepRecord) -> StepRecord:
+        if self.store is None:
+            return record
+        return self.store.history.saved(self.store.history.record(record.version) or record)
+
+    # ------------------------------------------------------------ versions, for who has no lanes
+
+    def listed(self) -> TrainerList | None:
+        return self.view.group.trainers if self.view.group is not None else None
+
+    async def wait(self, version: int) -> None:
+        """Until it has all mean gradients of that version. Raises Gone."""
+        await self.gather_to(version)
+
+    def take(self, version: int) -> Step:
+        """How that version, which it has, follows from the one before. Those before it are not kept for this trainer any more."""
+        store = self.store
+        assert store is not None
+        record, gradients = store.history.record(version), store.retained(version)
+        assert record is not None
+        store.in_use = version
+        store.forget()
+        tensors = {number: buffer.tensor if buffer is not None else None for number, buffer in gradients.items()}
+        return Step(record, tensors, lambda: released(gradients))
+
+    def measured(self, version: int, norm: float) -> StepRecord:
+        assert self.store is not None
+        record = self.store.history.record(version)
+        assert record is not None
+        if self._spec.clip_grad_norm is not None:
+            record = with_norm(record, norm)
+            self.store.history.take_record(record)
+        return record
+
+    async def step_to(self, version: int) -> None:
+        """The version in use is that, the next one, then."""
+        await self.pull(version)
+        async with self.swapping:
+            self.swap()
