@@ -81,6 +81,20 @@ def test_clip_norm_is_refused_wherever_it_is_given_with_the_names_that_it_has_no
         JobSpec.model_validate({"clip_norm": 1.0})
 
 
+def test_a_batch_that_follows_the_members_is_refused_with_the_reason(tmp_path):
+    """Lanes, and with them the global batch, are those of the job."""
+    scale = "lr_scale is no setting: the global batch stays as it is .* global_batch_size"
+    (tmp_path / "trireme.toml").write_text('lr_scale = "linear"\n')
+    with pytest.raises(UsageError, match=scale):
+        from_toml(tmp_path / "trireme.toml")
+    with pytest.raises(ConfigError, match=scale):
+        trireme.Config(lr_scale="sqrt")
+    with pytest.raises(ConfigError, match=r"lanes cannot follow the members: .* give a power of two, for example 8"):
+        trireme.Config(lanes="members")  # type: ignore[arg-type]
+    with pytest.raises(ValidationError, match="lanes cannot follow the members"):
+        JobSpec.model_validate({"lanes": "members"})
+
+
 def test_a_broken_trireme_toml_is_refused(tmp_path):
     toml = tmp_path / "trireme.toml"
     toml.write_text("epochs = = 3\n")

@@ -56,6 +56,7 @@ from trireme.cli.options import (
     Url,
     WaitS,
 )
+from trireme.cli.other_systems.translated import WithOtherNames
 from trireme.cli.security import commands as security_commands
 from trireme.cli.tables import commands as table_commands
 
@@ -77,7 +78,7 @@ history_commands.register(app)
 table_commands.register(app)
 
 
-@app.command()
+@app.command(cls=WithOtherNames)
 def run(
     script: Script,
     mode: Mode = None,
@@ -161,6 +162,8 @@ def run(
     - A job that failed because members, its storage or its dataset were away resumes, too.
     - A job whose script failed starts from the beginning, as any job does with --fresh. The files of its last run are kept
     in previous/ in the job's folder.
+
+    Names of ElasticDL's and PaddlePaddle's command lines are taken where they mean the same: docs/migration.md.
     """
     given = {**locals(), "trackers": trackers or None}
     if script.is_file():  # said before the imports, which take a second
