@@ -47,7 +47,7 @@ SERVERS = CREWS[Strategy.PARAMETER_SERVER]
 class Kind(StrEnum):
     """kill: SIGKILL. freeze: SIGSTOP, later SIGCONT; a short one is over before the lease, a long one after it. cut: all packets to
     and from the ports are dropped; lossy: `LOSS` of them. full: no byte can be written below the folder. Only collective jobs:
-    kill-joiner: a trainer, then its replacement `seconds` later; kill-trainers: all at once; resize: fewer or more, then as before."""
+    kill-joiner: a trainer, then its replacement `seconds` later; kill-trainers: all at once; resize: fewer, then as before."""
 
     KILL_TRAINER = "kill-trainer"
     KILL_PSERVER = "kill-pserver"
@@ -110,8 +110,7 @@ def _faults(chance: Random, kinds: Sequence[Kind], crew: Crew) -> Iterator[Fault
         kind = first.pop() if first else chance.choice(kinds)
         victims = _victims(kind, chance, crew)
         seconds, after_s = _seconds(kind, victims, chance), round(chance.uniform(0, MAX_PAUSE_S), 2)
-        others = [number for number in range(1, crew.trainers + 2) if number != crew.trainers]
-        yield Fault(kind, victims, seconds, after_s, chance.choice(others) if kind is Kind.RESIZE else 0)
+        yield Fault(kind, victims, seconds, after_s, chance.randrange(1, crew.trainers) if kind is Kind.RESIZE else 0)
 
 
 def _victims(kind: Kind, chance: Random, crew: Crew) -> tuple[str, ...]:

@@ -1,0 +1,64 @@
+"""A collective job of four trainers that loses one, two, one that is frozen longer than its lease, goes on with three, gets a fourth one
+that dies on arrival, and loses all at once: the bits of a job that nobody disturbed. `make soak STRATEGY=collective` draws many more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from shared.records import Strategy
+from tests.end_to_end.local_cluster import STEPS, cluster_of, completed, reach_step, same_bits, spec_of
+from tests.equipment.waiting import until
+from trireme.view.client import Client
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+
+SETTINGS = {
+    "strategy": Strategy.COLLECTIVE,
+    "pservers": 0,
+    "trainers": 4,
+    "lease_ttl_s": 2.0,
+    "checkpoint_every_steps": 5,
+}
+
+
+async def members(cluster, number: int) -> None:
+    """Until so many trainers have the parameters and are counted in."""
+    await until(lambda: len(cluster.directory.trainers.names) == number, f"{number} trainers")
+
+
+async def test_five_faults_change_no_bit(tmp_path, undisturbed):
+    async with cluster_of(spec_of(tmp_path, **SETTINGS), tmp_path) as cluster:
+        await reach_step(cluster, STEPS // 8)
+        cluster.kill("trainer-0")
+        await reach_step(cluster, 2 * STEPS // 8)
+
+        pid, listed = cluster.children["trainer-1"].pid, set(cluster.directory.trainers.names)
+        os.kill(pid, signal.SIGSTOP)
+        frozen = next(name for name in listed if name.startswith("trainer-1"))
+        try:
+            await until(lambda: frozen not in cluster.directory.trainers.names, "a generation without the frozen one")
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await reach_step(cluster, 3 * STEPS // 8)
+
+        cluster.kill("trainer-2")
+        cluster.kill("trainer-3")
+        await reach_step(cluster, 4 * STEPS // 8)
+
+        await members(cluster, 4)
+        async with Client(await cluster.master_url()) as client:
+            for number in (3, 4):
+                await client.create_resize(f"to-{number}-{time.monotonic_ns()}", trainers=number)
+                await members(cluster, number)
+        cluster.kill("trainer-3")
+        await reach_step(cluster, 5 * STEPS // 8)
+
+        for number in range(4):
+            cluster.kill(f"trainer-{number}")
+        assert same_bits(await completed(cluster), undisturbed)
+        assert cluster.directory.state.timeline > 0
+        assert all(cluster.deaths[f"trainer-{number}"] for number in (0, 2, 3))
