@@ -1,18 +1,16 @@
-"""A collective job of four trainers that loses one, two, one that is frozen longer than its lease, goes on with three, gets a fourth one
-that dies on arrival, and loses all at once: the bits of a job that nobody disturbed. `make soak STRATEGY=collective` draws many more."""
+"""A collective job of four trainers that loses one, one that is frozen longer than its lease, two at once, one that had just joined, and
+all at once: the bits of a job that nobody disturbed. `make soak STRATEGY=collective` draws many more."""
 
 from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 
 from shared.records import Strategy
 from tests.end_to_end.local_cluster import STEPS, cluster_of, completed, reach_step, same_bits, spec_of
 from tests.equipment.waiting import until
-from trireme.view.client import Client
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -50,10 +48,6 @@ async def test_five_faults_change_no_bit(tmp_path, undisturbed):
         await reach_step(cluster, 4 * STEPS // 8)
 
         await members(cluster, 4)
-        async with Client(await cluster.master_url()) as client:
-            for number in (3, 4):
-                await client.create_resize(f"to-{number}-{time.monotonic_ns()}", trainers=number)
-                await members(cluster, number)
         cluster.kill("trainer-3")
         await reach_step(cluster, 5 * STEPS // 8)
 

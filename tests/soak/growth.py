@@ -55,7 +55,10 @@ class Growth:
                     held = Holds(generation, process.num_fds(), process.num_threads(), memory.rss - memory.shared)
             except psutil.Error:
                 continue
-            self._holds[name, pid].append(held)
+            self.add(name, pid, held)
+
+    def add(self, name: str, pid: int, held: Holds) -> None:
+        self._holds[name, pid].append(held)
 
     def check(self) -> None:
         """More than a few descriptors and threads, more than a fifth of the memory, or more keys than members come and go with."""

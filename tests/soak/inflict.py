@@ -183,7 +183,9 @@ async def _resize(run: Run, fault: Fault, probe: JobProbe, before: Before) -> Co
     desired, times = probe.directory.trainers_desired, []
     for number in (fault.trainers, desired):
         began, key = time.monotonic(), f"soak-{time.monotonic_ns()}"
-        await asked(run, lambda client, key=key, number=number: client.create_resize(key, trainers=number))
+        made = await asked(run, lambda client, key=key, number=number: client.create_resize(key, trainers=number))
+        while made["state"] == "RUNNING":
+            made = await asked(run, lambda client, made=made: client.resize(made["resize_id"], wait_s=1.0))
         times.append(await whole(run, number) - began)
     receipt = await measure(probe, replace(before, versions=None), {f"{desired} trainers": 0})
     note = f"{fault.trainers} trainers after {times[0]:.2f} s, {desired} again after {times[1]:.2f} s"

@@ -77,12 +77,13 @@ class Run:
         small_disks: bool = False,
         strategy: Strategy = Strategy.PARAMETER_SERVER,
         workload: Workload = CHARLM,
+        lanes: int = 4,
     ) -> None:
         self._place = folder
         self._data, self._storage = folder / "data", folder / "checkpoints"
         self.folder = self._data / JOB
         self.mode, self.strategy, self.workload = mode, strategy, workload
-        self._transport = transport
+        self._transport, self._lanes = transport, lanes
         self._brake = folder / "brake"
         self._epochs = epochs
         self._members = {"trainers": trainers, "standbys": standbys}
@@ -96,6 +97,7 @@ class Run:
 
     def start(self) -> None:
         settings = {"lease_ttl_s": LEASE_S, "records_per_task": self.workload.records_per_task, "mode": self.mode}
+        settings |= {"lanes": self._lanes}
         settings |= (
             {"checkpoint_every_steps": 5}
             if self.mode is Mode.SYNC

@@ -30,8 +30,9 @@ async def undisturbed(
     strategy: Strategy = Strategy.PARAMETER_SERVER,
     workload: Workload = CHARLM,
     trainers: int = 1,
+    lanes: int = 4,
 ) -> Trained:
-    options = {"strategy": strategy, "workload": workload}
+    options = {"strategy": strategy, "workload": workload, "lanes": lanes}
     run = Run(folder, epochs, trainers=trainers, pservers=1, standbys=0, spares=0, **options)
     with run.cleaned_up():
         run.start()
