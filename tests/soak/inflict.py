@@ -75,12 +75,12 @@ async def inflict(run: Run, fault: Fault, crew: Crew = SERVERS) -> Cost:
     try:
         if run.strategy is not Strategy.COLLECTIVE:
             began = time.monotonic()
-            return replace(await _inflict(run, fault), began=began, ended=time.monotonic())
+            return replace(await _inflict(run, fault, crew.trainers), began=began, ended=time.monotonic())
         run.slow_down(VERY_SLOWLY_S)
         if fault.kind in (Kind.KILL_TRAINER, Kind.FREEZE_LONG, Kind.RESIZE):
             await whole(run, crew.trainers)
         began = time.monotonic()
-        cost = replace(await _inflict(run, fault), began=began, ended=time.monotonic())
+        cost = replace(await _inflict(run, fault, crew.trainers), began=began, ended=time.monotonic())
         run.slow_down(VERY_SLOWLY_S)
         if fault.after_s > OVERLAPPING_S:
             cost = replace(cost, whole_s=(await whole(run, crew.trainers)) - began - fault.seconds)
@@ -103,7 +103,7 @@ async def whole(run: Run, trainers: int) -> float:
             await asyncio.sleep(POLL_S)
 
 
-async def _inflict(run: Run, fault: Fault) -> Cost:
+async def _inflict(run: Run, fault: Fault, desired: int) -> Cost:
     await until(lambda: alive(run.folder).keys() >= set(fault.victims), ALIVE_S, f"{fault.victims} to run", run.check)
     victims = {name: pid for name, pid in alive(run.folder).items() if name in fault.victims}
     if fault.seconds:
@@ -119,7 +119,7 @@ async def _inflict(run: Run, fault: Fault) -> Cost:
             await _kill_joiner(run, fault, victims)
             return Cost(fault, await measure(probe, replace(before, versions=None), victims), await probe.versions())
         elif fault.kind is Kind.RESIZE:
-            return await _resize(run, fault, probe, before)
+            return await _resize(run, fault, desired, probe, before)
         elif not fault.seconds:
             _send(victims.values(), signal.SIGKILL)
             receipt = await measure(probe, before, victims)
@@ -178,9 +178,9 @@ async def _kill_joiner(run: Run, fault: Fault, victims: Mapping[str, int]) -> No
     _send([follower()], signal.SIGKILL)
 
 
-async def _resize(run: Run, fault: Fault, probe: JobProbe, before: Before) -> Cost:
+async def _resize(run: Run, fault: Fault, desired: int, probe: JobProbe, before: Before) -> Cost:
     """To another number of trainers and back to the desired one."""
-    desired, times = probe.directory.trainers_desired, []
+    times = []
     for number in (fault.trainers, desired):
         began, key = time.monotonic(), f"soak-{time.monotonic_ns()}"
         made = await asked(run, lambda client, key=key, number=number: client.create_resize(key, trainers=number))
