@@ -32,7 +32,6 @@ from shared.membership.own_key import OwnKey
 from shared.records.members import CommunicatorMember
 from shared.runtime import ids, network, telemetry
 
-START_S = 15.0
 CLOSE_S = 5.0
 AGAIN_S = 0.1
 CUT_AGAIN_S = 0.25

@@ -30,6 +30,7 @@ SETTLE_S = 0.2  # members that start together shall be in one epoch, not in seve
 SETTLE_LIMIT_S = 2.0
 TROUBLE_S = 0.1  # whose group broke often has a dead peer, and that will be known soon
 TROUBLE_LIMIT_S = 2.0
+STEADY_S = 10.0  # an epoch that lasted so long was a good one
 RECHECK_S = 5.0
 LOST_S = 0.05
 JITTER_S = 0.03
@@ -65,7 +66,7 @@ class Decider:
         self._proved_dead = proved_dead
         self._etcd, self._keys, self._mirror, self._own, self._minimum = etcd, keys, mirror, own, minimum
         self._troubled = 0  # epochs in a row that were renewed for trouble alone
-        self._last_came = 0.0
+        self._last_came = self._published_at = 0.0
         self._in_doubt_at = -math.inf  # this process's lease was over then: those of others may have been, too
         self._lifelines: dict[str, asyncio.Task[None]] = {}
 
@@ -225,7 +226,9 @@ class Decider:
         if not result.succeeded:
             raise LeaseLost("another member decides by now, or has")
         same = before is not None and members == getattr(self._read_epoch(before), "members", ())
-        self._troubled = self._troubled + 1 if same else 0
+        soon = clock.monotonic() < self._published_at + STEADY_S
+        self._troubled = self._troubled + 1 if same and soon else 0
+        self._published_at = clock.monotonic()
         log.info("epoch", epoch=result.revision, members=[member.member for member in members])
         with suppress(TimeoutError):
             await self._mirror.until(lambda: self._mirror.revision >= result.revision or None, RECHECK_S)

@@ -33,7 +33,6 @@ from shared.records.members import CommunicatorMember
 from shared.runtime import network, telemetry
 
 BUILD_S = 10.0
-GIVE_S = 30.0
 PUT_S = 5.0
 
 T = TypeVar("T")
@@ -112,7 +111,7 @@ class Entering:
         progress, rank = self._progress, session.rank
         given = None
         if line.behind and session.group is not None:
-            given = _given(session.group, progress.last if rank == line.giver else None, line)
+            given = _given(session.group, progress.last if rank == line.giver else None, line, self._settings.timeout_s)
         stateless = line.lost if given is not None and given.kind == STATE else line.stateless
         if self._settings.share_state and session.size > 1:
             session.stateless = stateless
@@ -238,7 +237,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _given(group: Group, mine: Result | None, line: Line) -> Result:
+def _given(group: Group, mine: Result | None, line: Line, limit_s: float) -> Result:
     """The giver's last result, in all members. Raises Broken."""
     flats = mine.flats or [] if mine is not None else []
     told = None
@@ -253,10 +252,10 @@ def _given(group: Group, mine: Result | None, line: Line) -> Result:
                 "flats": [[str(flat.dtype).removeprefix("torch."), flat.numel()] for flat in flats],
             }
         ).encode()
-    read = json.loads(group.tell(told, line.giver, GIVE_S))
+    read = json.loads(group.tell(told, line.giver, limit_s))
     if mine is None:
         flats = [
             torch.empty(size, dtype=getattr(torch, name), device=group.data_device) for name, size in read["flats"]
         ]
-    group.broadcast(flats, line.giver, GIVE_S, lambda: None)
+    group.broadcast(flats, line.giver, limit_s, lambda: None)
     return Result(line.head, read["kind"], read["digest"], read["text"], read["factor"], read["weight"], flats)

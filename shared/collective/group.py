@@ -8,8 +8,10 @@ same operations, all of them with a time limit. An error is told as text: a kept
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,7 +22,12 @@ from torch._C import _distributed_c10d as c10d
 
 from shared.collective import sockets
 from shared.collective.sockets import Address
+from shared.runtime import clock
 
+POLL_S = 0.1
+NCCL_POLL_S = 0.0005
+CUT_S = 0.3  # so long an operation may take to notice that its connections were shut down
+GROUP_PARTS = ("group", "store")
 CHUNK_BYTES = 4 << 20  # several operations under way at once are faster than one large
 NCCL_NONBLOCKING = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 
@@ -63,6 +70,8 @@ class Group:
         self._address, self._peers = device.address, {peer for peer in peers if peer is not None} - {device.address}
         self._store: c10d.Store | None = store  # Gloo does not keep it
         self._lock = threading.Lock()
+        self._cut_at = math.inf
+        self._stuck: list[Any] = []  # operations that do not end
         try:
             self._gloo: Any = GLOO(store, rank, size, options)
         except Exception as error:  # noqa: BLE001  what torch and its C++ raise
@@ -141,40 +150,53 @@ class Group:
     def _await(self, calls: Sequence[Callable[[], Any]], begun: Callable[[], None] | None = None) -> None:
         """Begin all, then wait for all. Raises Broken."""
         works: list[Any] = []
+        futures: list[Any] = []
         trouble = ""
+        ended = threading.Semaphore(0)
         try:
-            works.extend(call() for call in calls)
+            for call in calls:
+                works.append(call())
+                futures.append(works[-1].get_future())
+                futures[-1].add_done_callback(lambda _: ended.release())
             if begun is not None:
                 begun()
         except RuntimeError as error:
             trouble = str(error)
-        for work in works:
+        for work, future in zip(works, futures, strict=True):
+            while not self._has_ended(work, future, ended):
+                if clock.monotonic() > self._cut_at + CUT_S:
+                    self._stuck.extend(works)
+                    raise Broken(trouble or "it was cut")
             try:
                 work.wait()
-                self._settle()
             except RuntimeError as error:
                 if not trouble:
                     trouble = str(error)
                     self.cut()  # the others of this batch would wait for their timeouts
         works.clear()
+        futures.clear()
         if trouble:
             raise Broken(trouble.partition("\n")[0][:500])
 
-    def _settle(self) -> None:
-        """Wait until what a device computes is there."""
+    def _has_ended(self, work: Any, future: Any, ended: threading.Semaphore) -> bool:  # noqa: ARG002
+        """Waits a moment for it. Not by `work.wait()`: where a connection breaks while Gloo sends, that returns at the timeout only."""
+        return bool(future.done()) or (ended.acquire(timeout=POLL_S) and bool(future.done()))
 
     # ------------------------------------------------------------ end
 
     def cut(self) -> int:
         """From any thread: operations under way fail within milliseconds. Answers how many connections were shut down."""
         with self._lock:
+            self._cut_at = min(self._cut_at, clock.monotonic())
             return sockets.cut(self._address, self._peers)
 
     def drop(self) -> None:
-        """Give it up: cut, then free. Waits for operations that are under way."""
+        """Give it up: cut, then free. Operations that do not end although they were cut keep it until their time is over."""
         self.cut()
-        self._gloo = None
-        self._store = None
+        kept, self._stuck = [*self._stuck, self._gloo, self._store], []
+        self._gloo = self._store = None
+        if len(kept) > len(GROUP_PARTS):
+            threading.Thread(target=_bury, args=(kept,), name="trireme-group-end", daemon=True).start()
 
 
 class NcclGroup(Group):
@@ -198,8 +220,12 @@ class NcclGroup(Group):
     def _data(self) -> Any:
         return self._nccl
 
-    def _settle(self) -> None:
-        torch.cuda.current_stream(self.data_device).synchronize()
+    def _has_ended(self, work: Any, future: Any, ended: threading.Semaphore) -> bool:  # noqa: ARG002
+        """A future of NCCL is done as soon as its kernel is queued."""
+        if not work.is_completed():
+            clock.sleep(NCCL_POLL_S)
+            return False
+        return True
 
     def cut(self) -> int:
         with self._lock:
@@ -215,6 +241,15 @@ class NcclGroup(Group):
 
 def nccl_is_there() -> bool:
     return torch.cuda.is_available() and distributed.is_nccl_available()
+
+
+def _bury(kept: list[Any]) -> None:
+    """Operations first, then the group: its end waits for them."""
+    for each in kept:
+        if hasattr(each, "wait") and not isinstance(each, c10d.Store):
+            with suppress(RuntimeError):
+                each.wait()
+    kept.clear()
 
 
 def _chunks(flat: torch.Tensor) -> list[torch.Tensor]:

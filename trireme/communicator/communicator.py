@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 
-from shared.collective.background import START_S, Background
+from shared.collective.background import Background
 from shared.collective.group import Broken, nccl_is_there
 from shared.collective.operations import (
     MEAN,
@@ -38,7 +38,7 @@ from shared.membership.etcd_access import PASSWORD, EtcdAccess, split
 from shared.runtime import clock, telemetry
 from trireme.communicator.status import Cause, Status
 
-WAIT_S = 30.0  # of one wait for peers in a group; then it is built anew, until timeout_s is over
+WAIT_S = 30.0  # for all members to begin an operation; then the group is built anew, until timeout_s is over
 MANIFEST_BYTES = 1 << 15
 
 Observer = Callable[[str, str, int], None]
@@ -105,7 +105,7 @@ class CollectiveCommunicator:
         self._background = Background(
             _access(etcd), Keys(job, os.environ.get("TRIREME_ROOT", "trireme")), self.settings
         )
-        self._background.start(min(timeout_s, START_S))
+        self._background.start(timeout_s)
         atexit.register(self.close)
 
     def __repr__(self) -> str:
@@ -243,7 +243,9 @@ class CollectiveCommunicator:
         if operation.root is not None and operation.root >= session.size:
             msg = f"root is {operation.root}, and the group has {session.size} members"
             return Status(succeeded=False, cause=Cause.MISMATCH, reason=msg), None
-        moment = Moment(lambda: _left(deadline), lambda: self._observe("during", operation, number.number))
+        moment = Moment(
+            lambda: _left(deadline, self.settings.timeout_s), lambda: self._observe("during", operation, number.number)
+        )
         result = operation.run(session.group, number, weights, session.root, moment)
         session.finish(result)
         self._joined = bool(session.stateless)
@@ -271,12 +273,12 @@ class CollectiveCommunicator:
             self._observer(phase, "broadcast" if operation.kind == STATE else operation.kind, number)
 
 
-def _left(deadline: float) -> float:
-    """Raises Broken when the time is over."""
+def _left(deadline: float, most_s: float = WAIT_S) -> float:
+    """Seconds. Raises Broken when the time is over."""
     left_s = deadline - clock.monotonic()
     if left_s <= 0:
         raise Broken("its time is over")
-    return min(left_s, WAIT_S)
+    return min(left_s, most_s)
 
 
 def _access(etcd: str | Sequence[str] | None) -> EtcdAccess:

@@ -63,6 +63,7 @@ class Soak:
         self.members, self.steps, self.faults = members, steps, faults
         self.environment = {"WHOLE": "yes" if whole else ""} | (environment or {})
         self.started: list[asyncio.subprocess.Process] = []
+        self.losing = asyncio.Lock()
         self.numbers = self.ready = 0
 
     async def run(self) -> Receipt:
@@ -112,9 +113,10 @@ class Soak:
                     await asyncio.sleep(STOP_S)
                     process.send_signal(signal.SIGCONT)
                 elif line.strip() == b"lost":
-                    await self.etcd.kill()
-                    await asyncio.sleep(0.5)
-                    await self.etcd.start()
+                    async with self.losing:
+                        await self.etcd.kill()
+                        await asyncio.sleep(0.5)
+                        await self.etcd.start()
                 elif line.strip() == b"ready":
                     self.ready += 1
                     if self.ready == self.members:
