@@ -163,11 +163,18 @@ def verified(folder: Path, members: int) -> Receipt:
 
 
 def _recovery(fault: dict, records: list[list[dict]]) -> float:
-    """Until the last of those who were there and came to the next operation had finished it."""
+    """Until the last of those who were there and came to the next operation had finished it: in a new epoch, if the fault ends one."""
+    ends_epoch = fault["fault"].rpartition(":")[2] in ("kill", "stop", "cut")
     found = []
     for lines in records:
-        before = any("number" in entry and entry["at"] < fault["at"] for entry in lines)
-        after = [entry["at"] for entry in lines if "number" in entry and entry["at"] > fault["at"]]
+        before = [entry["epoch"] for entry in lines if "number" in entry and entry["at"] < fault["at"]]
+        after = [
+            entry["at"]
+            for entry in lines
+            if "number" in entry
+            and entry["at"] > fault["at"]
+            and not (ends_epoch and entry["epoch"] <= (before or [0])[-1])
+        ]
         if before and after and lines[0]["member"] != fault["member"]:
             found.append(after[0] - fault["at"])
     return max(found, default=0.0)

@@ -52,9 +52,9 @@ def accuracies(*arguments: str) -> list[float]:
 
 
 def test_the_example_trains_to_the_same_accuracy_with_members_killed_frozen_and_joined():
-    quiet = accuracies("--members", "3", "--steps", "1200")
+    quiet = accuracies("--members", "3", "--steps", "600")
     harmed = accuracies(
-        "--members", "3", "--steps", "1200", "--join-after", "0.5", "--kill-after", "12", "--freeze-after", "13"
+        "--members", "3", "--steps", "4000", "--join-after", "0.5", "--kill-after", "12", "--freeze-after", "13"
     )
     assert len(quiet) == 3
     assert len(harmed) >= 2
