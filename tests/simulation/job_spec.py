@@ -39,6 +39,7 @@ def spec_of(plan: Plan) -> JobSpec:
         gradient_dtype=job.travels_as,
         parameter_dtype=job.travels_as if plan.strategy is Strategy.PARAMETER_SERVER else "float32",
         pull_every=plan.pull_every,
+        max_staleness=plan.max_staleness,
         storage=STORAGE,
         lease_ttl_s=LEASE_TTL_S,
         stragglers="on" if plan.stragglers else "off",

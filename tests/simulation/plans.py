@@ -165,6 +165,7 @@ class Plan:
     evaluate_every: int | str | None = None
     keep_best: str | None = None
     stop_early: str | None = None
+    max_staleness: int | None = None
 
     def undisturbed(self) -> Plan:
         return replace(self, conditions=STEADY, faults=(), requests=())

@@ -49,6 +49,11 @@ class ParametersInUse:
             del self._held[name]
         return None
 
+    def age_of(self, trainer: str) -> int | None:
+        """Of the parameters that it computes with, in pushes; None: it computes with none, as far as is known here."""
+        held = self._held.get(trainer)
+        return None if held is None else self.pushes - held.pushes
+
     def pulled(self, trainer: str, now: float) -> None:
         """It computes with the newest parameters from now on."""
         self._held.pop(trainer, None)
