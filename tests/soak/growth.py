@@ -18,6 +18,7 @@ from trireme.cli.faults.chaos import alive
 from trireme.cli.faults.job_probe import ANSWER_S, JobProbe
 
 FEWEST = 9  # samples of one process that say something
+HISTORY = ("events/", "operations/", "tasks/", "checkpoints/")  # kept up to numbers of their own
 MIB = 1 << 20
 
 
@@ -41,11 +42,12 @@ class Growth:
     async def sample(self, run: Run) -> None:
         async with JobProbe(run.folder) as probe:
             try:
-                found = await probe.etcd.range(probe.keys.prefix, prefix=True, count_only=True, timeout_s=ANSWER_S)
+                found = await probe.etcd.range(probe.keys.prefix, prefix=True, keys_only=True, timeout_s=ANSWER_S)
                 await probe.directory.wait_for(lambda view: view.state is not None, ANSWER_S, "the job's state")
             except PeerError:
                 return
-            self.keys.append(found.count)
+            names = [each.key.removeprefix(probe.keys.prefix) for each in found.kvs]
+            self.keys.append(sum(not name.startswith(HISTORY) for name in names))
             generation = probe.state.generation
         for name, pid in alive(run.folder).items():
             try:
@@ -61,8 +63,10 @@ class Growth:
         self._holds[name, pid].append(held)
 
     def check(self) -> None:
-        """More than a few descriptors and threads, more than a fifth of the memory, or more keys than members come and go with."""
-        grown = [text for name, holds in self._long() if (text := _grown(name, holds))]
+        """Of trainers: more than a few descriptors and threads, more than a fifth of the memory. Of etcd: more keys than members come and
+        go with, besides the history of the job. A master that begins to lead holds more, so masters are only told."""
+        trainers = [(name, holds) for name, holds in self._long() if name.startswith("trainer")]
+        grown = [text for name, holds in trainers if (text := _grown(name, holds))]
         if len(self.keys) >= FEWEST and (first := _first(self.keys)) + 20 < (last := _last(self.keys)):
             grown.append(f"etcd: {first:g} keys at first, {last:g} in the end")
         if grown:

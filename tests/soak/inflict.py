@@ -67,7 +67,7 @@ class Cost:
         noticed = receipt.noticed if receipt.noticed_s is None else f"{receipt.noticed_s:.2f} s: {receipt.noticed}"
         without = "" if self.without_s is None else f"the others' next step after {self.without_s:.2f} s"
         back = "" if self.whole_s is None else f"all are back after {self.whole_s:.2f} s"
-        return f"{self.fault!s:<36}{step}  [{'; '.join(filter(None, (noticed, self.note, without, back)))}]"
+        return f"{self.fault!s:<36} {step}  [{'; '.join(filter(None, (noticed, self.note, without, back)))}]"
 
 
 async def inflict(run: Run, fault: Fault, crew: Crew = SERVERS) -> Cost:
