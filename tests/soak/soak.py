@@ -19,7 +19,7 @@ from tests.soak.workload import CHARLM, Workload
 from trireme.cli.faults.job_probe import JobProbe
 
 STEPS_PER_FAULT = 5
-STEPS_PER_FAULT_OF_COLLECTIVE = 12  # trainers join meanwhile
+STEPS_PER_FAULT_OF_COLLECTIVE = 20  # trainers join meanwhile
 SLOWLY_S = 0.03  # a minibatch longer
 
 
