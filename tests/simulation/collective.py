@@ -7,7 +7,6 @@ most two apart, and trainers that have a version have the same bits of it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +17,7 @@ from shared.serving.core.pushes import OpenPush
 from shared.serving.core.store import Store
 from shared.wire.messages import PushBlock, PushHeader
 from shared.wire.verdict import Verdict
-from tests.equipment.cluster.network import STEADY
 from tests.equipment.cluster.network_ports import STALL_S
-from tests.simulation.compute import Speed
 from tests.simulation.plans import FaultKind, Plan, plan_of
 from trainer_agent.collective.mean_blocks import Arrived, MeanStore
 from trainer_agent.collective.ports import CollectivePorts
@@ -131,50 +128,6 @@ def ports_of(cluster: SimulatedCluster, node: Node, name: str) -> CollectivePort
         Exchange(url=node.url),
         connect_donor=lambda member: SimulatedDonor(cluster, member),
     )
-
-
-def torn(
-    seed: int, *, stragglers: bool = False, trainers: int = 3
-) -> tuple[Plan, Callable[[SimulatedCluster, CheckedShare], None]]:
-    """A short job without faults, and what to do when a trainer has a version: once, when another one lacks it, that one is killed. It owns blocks
-    that the others may not have got yet."""
-    drawn = collective_plan(seed)
-    job = replace(drawn.job, files=(24, 20), task_records=4, minibatch=2, lanes=4, epochs=1)
-    speed = Speed(0.01, 0.03)
-    plan = replace(
-        drawn,
-        job=job,
-        trainers=trainers,
-        masters=1,
-        speed=speed,
-        conditions=replace(STEADY, low_s=0.005, high_s=0.1),
-        faults=(),
-        slow=1.0,
-        stragglers=stragglers,
-    )
-    done: list[str] = []
-
-    def kill_one(cluster: SimulatedCluster, share: CheckedShare) -> None:
-        store = share.store
-        if done or store is None or store.has < 3:
-            return
-        lacking = [
-            node
-            for node in cluster.nodes.values()
-            if node.alive
-            and isinstance(node.share, CheckedShare)
-            and node.share.store
-            and node.share.store.has < store.has
-        ]
-        if len(lacking) < trainers - 1:  # one of those that live has to lack it
-            return
-        victim = lacking[-1]
-        done.append(victim.name)
-        victim.wanted = False
-        cluster.kill(victim)
-        cluster.report_dead(victim.name)
-
-    return plan, kill_one
 
 
 class SimulatedDonor:

@@ -1,0 +1,151 @@
+"""Moments at which a generation of a collective job ends, each chosen for one safeguard: `play` runs a short job that has it.
+
+torn    a trainer has a version, two lack it: one of those dies, with blocks that the other may not have got
+acked   an owner has data of others, its version is not whole: it dies
+late    a trainer is about to have a version and reads the end of the generation late; only a spare has died
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from shared.records import Mode
+from tests.equipment.cluster.network import STEADY
+from tests.equipment.replaced import replaced
+from tests.simulation import collective
+from tests.simulation.cluster import SimulatedCluster
+from tests.simulation.collective import CheckedShare, collective_plan
+from tests.simulation.compute import Speed
+from tests.simulation.nodes import Node
+from tests.simulation.plans import Plan
+from tests.simulation.run import Outcome, simulate
+
+FIRST = 2  # version from which on something happens
+LATE_S = 0.6
+LATE_CHANCE = 0.05
+ENOUGH_S = 8.0
+"""A job without faults takes half of it; without the safeguard it waits until trainers are evicted because they do nothing."""
+
+Moment = Callable[[SimulatedCluster, "Once"], None]
+
+
+class Once:
+    """What has happened in a run: at most `most` times, one after the other."""
+
+    def __init__(self, most: int) -> None:
+        self.left = most
+        self.busy = False
+
+    def kill(self, cluster: SimulatedCluster, node: Node) -> None:
+        self.left -= 1
+        node.wanted = False
+        cluster.kill(node)
+        cluster.report_dead(node.name)
+
+
+def _short(seed: int, *, lanes: int, trainers: int) -> Plan:
+    drawn = collective_plan(seed)
+    job = replace(drawn.job, files=(24, 20), task_records=4, minibatch=2, lanes=lanes, epochs=1)
+    conditions = replace(STEADY, low_s=0.005, high_s=0.1)
+    return replace(
+        drawn,
+        job=job,
+        trainers=trainers,
+        masters=1,
+        speed=Speed(0.01, 0.03),
+        conditions=conditions,
+        faults=(),
+        slow=1.0,
+        stragglers=False,
+    )
+
+
+def _owners(cluster: SimulatedCluster) -> Iterator[tuple[Node, CheckedShare]]:
+    for node in cluster.nodes.values():
+        share = node.share
+        if node.alive and isinstance(share, CheckedShare) and share.store is not None and share.store.own:
+            yield node, share
+
+
+def _torn(cluster: SimulatedCluster, once: Once) -> None:
+    has = {node.name: share.store.has for node, share in _owners(cluster) if share.store is not None}
+    lacking = [name for name, version in has.items() if version < max(has.values())]
+    if max(has.values(), default=0) > FIRST and len(lacking) == 2:
+        once.kill(cluster, cluster.nodes[lacking[-1]])
+
+
+def _acked(cluster: SimulatedCluster, once: Once) -> None:
+    for node, share in _owners(cluster):
+        store = share.store
+        assert store is not None
+        own = [store.blocks[number] for number in store.own]
+        waits = all(block.version == store.has and block.tree.nodes for block in own)
+        if store.has >= FIRST and waits:
+            once.kill(cluster, node)
+            return
+
+
+def _late(cluster: SimulatedCluster, once: Once) -> None:
+    spares = [node for node in cluster.nodes.values() if node.alive and node.share is not None and not _owns(node)]
+    for node, share in _owners(cluster):
+        store = share.store
+        assert store is not None
+        whole = store.own_share_has(store.has + 1)
+        if spares and not whole and store.has >= FIRST and cluster.rng.random() < LATE_CHANCE:
+            once.busy = True
+            cluster.launcher.spawn(_cut_for_a_while(cluster, node.process.name, once))
+            once.kill(cluster, spares[-1])
+            return
+
+
+async def _cut_for_a_while(cluster: SimulatedCluster, name: str, once: Once) -> None:
+    cluster.simulated.cut(name)
+    await asyncio.sleep(LATE_S)
+    cluster.simulated.mend(name)
+    once.busy = False
+
+
+def _owns(node: Node) -> bool:
+    return node.share.store is not None and bool(node.share.store.own)
+
+
+MOMENTS: dict[str, tuple[Moment, int, int, int]] = {
+    "torn": (_torn, 4, 3, 1),
+    "acked": (_acked, 4, 3, 1),
+    "late": (_late, 2, 5, 3),
+}
+"""By name: what happens, lanes, trainers, and how often."""
+
+
+def play(name: str, seed: int) -> Outcome:
+    """`violations` says also if the job takes longer than ENOUGH_S."""
+    moment, lanes, trainers, most = MOMENTS[name]
+    once, check = Once(most), collective.check_complete
+    look = SimulatedCluster.check_versions
+
+    def act(cluster: SimulatedCluster) -> None:
+        if once.left and not once.busy and not cluster.over:
+            moment(cluster, once)
+
+    def completed(cluster: SimulatedCluster, share: CheckedShare) -> None:
+        check(cluster, share)
+        act(cluster)
+
+    def looked(cluster: SimulatedCluster) -> None:
+        look(cluster)
+        act(cluster)
+
+    plan = _short(seed, lanes=lanes, trainers=trainers)
+    with (
+        replaced(collective, "check_complete", completed),
+        replaced(SimulatedCluster, "check_versions", looked),
+        replaced(Plan, "bound_s", property(lambda _: 40.0)),
+    ):
+        outcome = simulate(seed, Mode.SYNC, plan=plan)
+    if outcome.seconds > ENOUGH_S:
+        outcome.violations.append(f"the job took {outcome.seconds:.1f} s")
+    if once.left == most:
+        outcome.violations.append("nothing has happened")
+    return outcome
