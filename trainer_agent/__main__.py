@@ -13,7 +13,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer_agent", description="One trainer of a Trireme job.")
     parser.epilog = (
         "Settings come from the environment: TRIREME_JOB (required), TRIREME_ETCD, TRIREME_TOKEN, TRIREME_HOST, TRIREME_PORT, "
-        "TRIREME_ADVERTISE, TRIREME_NAME, TRIREME_LOG_LEVEL."
+        "TRIREME_ADVERTISE, TRIREME_NAME, TRIREME_LOG_LEVEL; in collective jobs TRIREME_EXCHANGE_PORT, TRIREME_UDS."
     )
     commands = parser.add_subparsers(dest="command")
     inspect = commands.add_parser("inspect", help="check a script and print its config and datasets as JSON")

@@ -48,6 +48,11 @@ def test_jobs_have_parameter_servers_unless_they_say_otherwise():
         (COLLECTIVE, {"mode": "async"}, "strategy is collective, which only synchronous jobs can have, and mode is async; use mode sync"),
         (COLLECTIVE, {"pservers": 2}, "pservers is 2, but a job with strategy collective has no parameter servers; leave it out"),
         ({"pservers": 0}, {}, "pservers is 0: a job needs one at least"),
+        (
+            COLLECTIVE,
+            {"parameter_dtype": "bfloat16"},
+            "parameter_dtype is bfloat16, but with strategy collective no parameters travel in a step; leave it out",
+        ),
         ({"min_members": 2}, {}, "min_members is 2, which only jobs with strategy collective can have"),
         ({"strategy": "gossip"}, {}, "--strategy = 'gossip': input should be 'parameter_server' or 'collective'"),
         ({"restart_policy": "sometimes"}, {}, "--restart-policy = 'sometimes'"),

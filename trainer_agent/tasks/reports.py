@@ -201,7 +201,7 @@ class Reports:
                     self._idle.clear()
                     await self._idle.wait()
                 await self._report_metrics()
-                while self._metrics.steps or self.steps.waiting:
+                while self._metrics.steps or self.steps.tellable:
                     await self._report_metrics()
         except TimeoutError:
             log.warning("reports_left", completions=len(self._completed))
@@ -266,7 +266,7 @@ class Reports:
         this trainer measured are nowhere else."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TELL_S):
-                while self.steps.waiting and await self._report_metrics() is not None:
+                while self.steps.tellable and await self._report_metrics() is not None:
                     pass
 
     async def settle(self, version: int, timeline: int, fetch: Fetch, limit_s: float = SETTLE_S) -> None:

@@ -43,6 +43,11 @@ class WholeSteps:
         """How many steps the master was not told of."""
         return max(0, self._end - max(self._told, min(self._steps, default=self._end)))
 
+    @property
+    def tellable(self) -> bool:
+        """Whether the master would take steps that it was not told of: it wants them in order, and has to get those that are missing here first."""
+        return bool(self.waiting) and self.missing_from is None
+
     def add(self, result: StepResult | None, step: int, timeline: int) -> None:
         """In place: `step` is done. None: a part of its result did not come."""
         if timeline != self.timeline:

@@ -297,6 +297,9 @@ class JobSettings(Record):
         if self.strategy is Strategy.COLLECTIVE and self.pservers:
             msg = f"pservers is {self.pservers}, but a job with strategy collective has no parameter servers; leave it out, or use strategy parameter_server"
             raise ValueError(msg)
+        if self.strategy is Strategy.COLLECTIVE and self.parameter_dtype != "float32":
+            msg = f"parameter_dtype is {self.parameter_dtype}, but with strategy collective no parameters travel in a step; leave it out (gradient_dtype is for gradients, both ways)"
+            raise ValueError(msg)
         if self.strategy is Strategy.PARAMETER_SERVER and not self.pservers:
             msg = "pservers is 0: a job needs one at least, which hold its parameters; only strategy collective does without"
             raise ValueError(msg)

@@ -27,6 +27,18 @@ async def test_several_trainers_give_the_bits_of_parameter_servers(tmp_path, tra
     assert differing(servers, found) == []
 
 
+@pytest.mark.parametrize("options", [{"gradient_dtype": "bfloat16"}, {"clip_grad_norm": 0.3}])
+async def test_narrow_gradients_and_clipped_ones_give_the_bits_of_parameter_servers(tmp_path, options):
+    script = write_script(tmp_path)
+    common = {"lanes": 4, "global_batch_size": 12, "records_per_task": 6, "epochs": 1, **options}
+    servers = await with_pservers.trained(spec_for(script, **common, pservers=2, storage=str(tmp_path / "a")), 2)
+    found = await trained(spec_for(script, **common, **COLLECTIVE, storage=str(tmp_path / "b")), 2)
+    plain = {name: value for name, value in common.items() if name not in options}
+    other = await trained(spec_for(script, **plain, **COLLECTIVE, storage=str(tmp_path / "c")), 2)
+    assert differing(servers, found) == []
+    assert differing(other, found) != []
+
+
 @pytest.mark.parametrize("name", ["LARS", "LAMB"])
 async def test_rules_that_need_whole_parameters_give_the_bits_of_plain_pytorch_and_of_any_number_of_trainers(
     tmp_path, name

@@ -45,6 +45,16 @@ def test_a_report_that_did_not_arrive_is_told_again() -> None:
     assert told(steps) == [4, 5]
 
 
+def test_steps_behind_a_missing_one_are_not_told_until_that_is_there() -> None:
+    """Who told them in a loop, because the master did not take them, stopped everything else in its process."""
+    steps = owner(7, 8)
+    assert (told(steps), steps.tellable) == ([7, 8], False)
+    steps.heard(MetricsTaken(next=0, stored=0), 0)
+    assert (steps.missing_from, steps.waiting, steps.tellable) == (0, 2, False)
+    steps.filled([result(step) for step in range(7)], 0)
+    assert steps.tellable
+
+
 def test_what_a_new_owner_lacks_is_filled_and_what_nobody_keeps_is_lost() -> None:
     steps = owner(10)
     steps.heard(MetricsTaken(next=7, stored=5), 0)
