@@ -16,6 +16,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import torch
+
 from shared.checkpoints.background import Background, Offload
 from shared.errors import PeerError
 from shared.records import Exchange, JobSpec, Strategy, TrainerMember
@@ -75,7 +77,9 @@ async def collective_ports(settings: Settings, spec: JobSpec, trainer: str) -> A
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, SWITCH_S))
     try:
-        with ThreadPoolExecutor(1, "step") as stepping:
+        # torch has this number for each thread; with more threads than cores theirs would wait for each other
+        torch.set_num_threads(spec.threads_per_trainer)
+        with ThreadPoolExecutor(1, "step", torch.set_num_threads, (spec.threads_per_trainer,)) as stepping:
 
             async def step_in(work: Callable[..., T], *arguments: Any) -> T:
                 return await asyncio.get_running_loop().run_in_executor(stepping, work, *arguments)
