@@ -37,12 +37,14 @@ class ServerMemory:
         return f"<ServerMemory: {self._blocks} blocks lent, {self._borrower!r}>"
 
     def share(self, given: Offers, regions: Iterable[Region], most_bytes: int) -> Offers:
-        """Map the peer's regions, of at most `most_bytes` each; returns offers of those of `regions` that it does not know.
+        """Map the peer's regions, of at most `most_bytes` each; returns offers of `regions`, if it is the first call: later ones are offered
+        when something is lent, since what was lent must not overtake the offer.
         Raises Unauthorized, InvalidArgument, TooLarge: none or only some of its regions are mapped then."""
+        first = self._borrower is None
         if self._borrower is None:
             self._borrower = Borrower(self._peer())
         self._borrower.learn(given, -(-most_bytes // PAGE_BYTES) * PAGE_BYTES)
-        return self._lender.offers(regions)
+        return self._lender.offers(regions) if first else Offers()
 
     def payload(self, place: Place, sent: int) -> memoryview:
         """What a push's block refers to, which has `sent` bytes of its own; read only. Raises BadFrame, InvalidArgument."""
