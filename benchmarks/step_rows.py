@@ -19,8 +19,11 @@ from benchmarks.measured_member import FILE
 from benchmarks.measurements import TICK_MS, machine_ms, p99_and_max
 from benchmarks.small_set import small_set
 from benchmarks.without_metrics import WITHOUT_METRICS
+from shared.etcd.reading import read_record
+from shared.records import PserverMember, Strategy, TrainerMember
 from shared.records.job_spec import JobSpec
 from shared.runtime import clock, malloc
+from trainer_agent.collective.groups import pserver_of
 from trainer_agent.data_plane.http import HttpPserver
 from trainer_agent.script import user_module
 from trireme.launch.cluster import LocalCluster
@@ -118,8 +121,8 @@ class TorchRow:
 
 @dataclass
 class OurRow:
-    """A job of two trainers on a LocalCluster, whose trainers and parameter servers run under benchmarks.measured_member. Modes beside those
-    of jobs, all synchronous: `bare`, without metrics; `saved`, with a checkpoint every EVALUATED_EVERY steps; `evaluated` as often, over a few
+    """A job on a LocalCluster, with a lane for each trainer; trainers and parameter servers run under benchmarks.measured_member. Modes beside
+    those of jobs, all synchronous: `collective`, without parameter servers; `bare`, without metrics; `saved`, with a checkpoint every EVALUATED_EVERY steps; `evaluated` as often, over a few
     records."""
 
     script: Path
@@ -128,15 +131,17 @@ class OurRow:
     pservers: int
     folder: Path
     clip_grad_norm: float | None = None
+    trainers: int = 2
 
     async def __aenter__(self) -> Self:
         self._stack = AsyncExitStack()
         one_lane = plain_spec(user_module.load(self.script), {})
         changes: dict[str, Any] = {
             "mode": "async" if self.mode == "async" else "sync",
-            "lanes": 2,
+            "strategy": Strategy.COLLECTIVE if self.mode == "collective" else Strategy.PARAMETER_SERVER,
+            "lanes": self.trainers,
             "clip_grad_norm": self.clip_grad_norm,
-            "trainers": 2,
+            "trainers": self.trainers,
             "pservers": self.pservers,
             "epochs": 100_000,
             "global_batch_size": self.batch,
@@ -171,6 +176,11 @@ class OurRow:
         await self._stack.aclose()
 
     async def _all_there(self) -> None:
+        if self.mode == "collective":
+            while len(members := await exchanges(self.cluster)) < self.trainers:
+                await asyncio.sleep(LOOK_S)
+            self._ports.append(await self._stack.enter_async_context(HttpPserver(members[0])))
+            return
         while len(found := [p for p in self.cluster.directory.pservers.values() if p.url]) < self.pservers:
             await asyncio.sleep(LOOK_S)
         for member in found:
@@ -179,6 +189,8 @@ class OurRow:
     async def updates(self) -> float:
         """Optimizer steps so far, of the mean block."""
         infos = [await port.info() for port in self._ports]
+        if self.mode == "collective":
+            return float(infos[0].highest)
         blocks = sum(info.blocks for info in infos)
         return sum(info.updates for info in infos) / blocks if blocks else 0.0
 
@@ -232,6 +244,14 @@ class OurRow:
             mib[role] = max(mib[role], (seen["memory"] - seen["borrowed"]) / (1 << 20))
         late = {role: p99_and_max(values) for role, values in lags.items()}
         return Inside({role: (1000 * p99, 1000 * worst) for role, (p99, worst) in late.items()}, own, mib)
+
+
+async def exchanges(cluster: LocalCluster) -> list[PserverMember]:
+    """Where the trainers of a collective job answer, as far as the job counts on them."""
+    keys = cluster.directory.keys
+    found = (await cluster.etcd.range(keys.trainers, prefix=True)).kvs
+    members = [read_record(TrainerMember, kv.key, kv.value) for kv in found if keys.is_trainer(kv.key)]
+    return [pserver_of(each) for each in members if each is not None and each.exchange and each.holds]
 
 
 class ProbedForks(ForkServer):

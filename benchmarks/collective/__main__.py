@@ -1,8 +1,11 @@
 """The collective strategy against its peers, as ratios within one run; a part of it with --parts.
 
-    python -m benchmarks.collective [--parts exchange] [--members 2,4] [--mib 64] [--buckets 16] [--block-kib 1024] [--rounds 11]
+    python -m benchmarks.collective [--parts exchange,jobs,rebuilds] [--members 2,4] [--rounds 11] [--mib 64] [--buckets 16] [--block-kib 1024]
+                                    [--models charlm,mlp] [--seconds 3] [--rebuilds 200]
 
 exchange    gradients of --mib, no model: direct exchange with the code of trainers, and Gloo's all_reduce of the same gradients in --buckets
+jobs        steps/s of whole jobs, and of DistributedDataParallel at its best with the same model, global batch and threads
+rebuilds    what so many generations leave behind: a trainer is killed again and again
 
 Rounds of all rows are interleaved, and ratios taken round by round: medians, and quartiles in brackets. All processes get memory as `trireme run` lets its
 members have it.
@@ -11,36 +14,52 @@ members have it.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import tempfile
 from pathlib import Path
 
-from benchmarks.collective import exchange
-from shared.runtime import malloc
+from benchmarks.collective import exchange, jobs, rebuilds
+from shared.runtime import malloc, telemetry
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="exchange")
+    parser.add_argument("--parts", default="exchange,jobs,rebuilds")
     parser.add_argument("--members", default="2,4")
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--buckets", type=int, default=16, help="of Gloo; ours are blocks of --block-kib")
     parser.add_argument("--block-kib", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--rows", default=",".join(exchange.TITLES))
+    parser.add_argument("--models", default="charlm,mlp")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of jobs: measured per row and round")
+    parser.add_argument("--rebuilds", type=int, default=200)
     given = parser.parse_args()
     os.environ.update(malloc.tunables(os.environ))
+    telemetry.configure(level="ERROR", json=False)  # stdout is the table's; stopped jobs have stopped etcds
+    parts, counts = given.parts.split(","), [int(each) for each in given.members.split(",")]
     right = True
     with tempfile.TemporaryDirectory() as folder:
-        if "exchange" in given.parts.split(","):
+        os.environ["STEPS_DATA"] = folder
+        if "exchange" in parts:
             print(exchange.HEAD)
-            for members in map(int, given.members.split(",")):
+            for members in counts:
                 names = given.rows.split(",")
                 rows = exchange.measure(
                     names, members, given.mib, given.buckets, given.block_kib, given.rounds, Path(folder)
                 )
                 print(exchange.table(members, rows), flush=True)
                 right = right and not any(row.wrong for row in rows)
+        if "jobs" in parts:
+            print(f"\n{jobs.HEAD}")
+            for model in given.models.split(","):
+                for members in counts:
+                    windows = asyncio.run(jobs.measure(model, members, given.rounds, given.seconds, Path(folder)))
+                    print(jobs.table(model, members, windows), flush=True)
+        if "rebuilds" in parts:
+            seen = asyncio.run(rebuilds.measure(given.rebuilds, Path(folder)))
+            print(f"\n{rebuilds.HEAD}\n{rebuilds.table(seen)}")
     return 0 if right else 1
 
 

@@ -1,0 +1,67 @@
+"""Whole jobs: steps/s of the collective strategy beside DistributedDataParallel over Gloo with the same model, global batch and threads."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from benchmarks.collective.exchange import progress
+from benchmarks.collective.spread import spread
+from benchmarks.step_rows import SETTLE_S, OurRow, Row, TorchRow, Window, send
+from benchmarks.steps import BATCHES, SCRIPTS
+from trainer_agent.script import user_module
+
+TITLES = {"ddp": "DDP over Gloo", "ours": "ours, collective"}
+HEAD = "| model | members | what | steps/s | x DDP | CPU ms of a step: members + rest | others' cores |\n|---|---|---|---|---|---|---|"
+
+
+def row_of(name: str, model: str, members: int, folder: Path) -> Row:
+    script, batch = SCRIPTS[model], BATCHES[model]
+    if name == "ddp":
+        return TorchRow(script, batch, members, True, folder)
+    return OurRow(script, batch, "collective", 0, folder, trainers=members)
+
+
+async def measure(model: str, members: int, rounds: int, seconds: float, folder: Path) -> dict[str, list[Window]]:
+    """All rows are started once and stopped; a round lets one after the other go on."""
+    user_module.load(SCRIPTS[model]).dataset()  # writes the data, once
+    found: dict[str, list[Window]] = {name: [] for name in TITLES}
+    async with AsyncExitStack() as stack:
+        rows: dict[str, Row] = {}
+        for name in TITLES:
+            rows[name] = await stack.enter_async_context(
+                row_of(name, model, members, folder / f"{model}-{name}-{members}")
+            )
+            stack.callback(send, rows[name], signal.SIGCONT)
+            send(rows[name], signal.SIGSTOP)
+        for number in range(rounds):
+            for name in TITLES if number % 2 == 0 else reversed(TITLES):
+                send(rows[name], signal.SIGCONT)
+                await asyncio.sleep(SETTLE_S)
+                found[name].append(await rows[name].window(seconds))
+                send(rows[name], signal.SIGSTOP)
+            progress(f"{model}, {members} members, round {number + 1}/{rounds}")
+    return found
+
+
+def table(model: str, members: int, found: dict[str, list[Window]]) -> str:
+    lines = []
+    for name, windows in found.items():
+        rates = [window.steps_per_s for window in windows]
+        ratios = [a.steps_per_s / b.steps_per_s for a, b in zip(windows, found["ddp"], strict=True)]
+        first, *rest = (spread([w.cpu_ms[role] for w in windows], 0) for role in windows[0].cpu_ms)
+        others = spread([window.foreign_cores for window in windows])
+        cells: Sequence[str] = (
+            model,
+            str(members),
+            TITLES[name],
+            spread(rates),
+            spread(ratios),
+            " + ".join([first, *rest]),
+            others,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
