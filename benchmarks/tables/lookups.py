@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from benchmarks.tables.peers import SAME, Paddle, Peer, PeerError, Tfra
 from benchmarks.tables.ways import Server, Torch, Way, table_spec
 
 WARM_UP = 3
-SMALL_IN_ROUND = 40
+SMALL_IN_ROUND = 120
 GOALS = {"lookup": {"shm": 10.0, "tcp": 6.0}, "step": {"shm": 5.0, "tcp": 3.0}, "small": {}}
 SMALL_GOAL_MS = 1.0
 PEERS = ("Paddle", "TFRA", "torch")
@@ -43,11 +44,12 @@ class Sizes:
 
 @dataclass
 class Measured:
-    """Of one way: million ids a second of each round; milliseconds of small lookups."""
+    """Of one way: million ids a second of each round; milliseconds of small lookups, and of ours without ids."""
 
     lookup: list[float] = field(default_factory=list)
     step: list[float] = field(default_factory=list)
     small: list[float] = field(default_factory=list)
+    empty: list[float] = field(default_factory=list)
 
 
 def measure(sizes: Sizes, wanted: Sequence[str]) -> list[Line]:
@@ -132,6 +134,7 @@ def _rounds(ways: list[Way], sizes: Sizes, wanted: Sequence[str], missing: dict[
                 found[way.name].lookup += one.lookup
                 found[way.name].step += one.step
                 found[way.name].small += one.small
+                found[way.name].empty += one.empty
         print(f"tables: round {number + 1} of {sizes.rounds}", file=sys.stderr)
     return found
 
@@ -146,6 +149,8 @@ def _round(way: Way, number: int, sizes: Sizes, wanted: Sequence[str]) -> Measur
         found.step.append(sizes.steps * sizes.ids / way.steps(numbers) / 1e6)
     if "small" in wanted:
         found.small += [1e3 * way.small(100 * number + k) for k in range(SMALL_IN_ROUND)]
+        if isinstance(way, Server):
+            found.empty += [1e3 * way.empty() for _ in range(SMALL_IN_ROUND)]
     return found
 
 
@@ -190,9 +195,14 @@ def _lines(
     for kind in sizes.transports:
         common = {"row": row, "work": f"{work}, {kind}", "ours": of(kind), "peers": peers}
         if row == "small":
-            lines.append(Line(**common, unit="ms", goal=SMALL_GOAL_MS, higher=False))
+            lines.append(Line(**common, unit="ms", goal=SMALL_GOAL_MS, higher=False, note=_small_note(measured[kind])))
         else:
             lines.append(Line(**common, unit="M ids/s", goal=GOALS[row].get(kind)))
     if lines:
-        lines[0].note = note
+        lines[0].note = "; ".join(filter(None, [note, lines[0].note]))
     return lines
+
+
+def _small_note(found: Measured) -> str:
+    """What of the time is the way there and back: lookups without any id."""
+    return f"median {median(found.small):.2f} ms; without ids: median {median(found.empty):.2f}, p99 {p99_and_max(found.empty)[0]:.2f} ms"

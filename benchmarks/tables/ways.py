@@ -190,6 +190,12 @@ class Server:
         self._loop.run_until_complete(self._rows(ids))
         return time.perf_counter() - begin
 
+    def empty(self) -> float:
+        """Seconds of a lookup without ids."""
+        begin = time.perf_counter()
+        self._loop.run_until_complete(self._rows(np.empty(0, np.int64)))
+        return time.perf_counter() - begin
+
     def steps(self, numbers: Sequence[int]) -> float:
         given = [(self._data.of(number), self._data.gradients(number)) for number in numbers]
         begin = time.perf_counter()

@@ -192,13 +192,14 @@ def test_without_rows_that_wait_for_the_norm_a_job_goes_back_to_a_step_without_i
         return True
 
     death = Fault(6.0, FaultKind.KILL_PSERVER, lasts_s=0.1, noticed=True, pick=0.9)
-    for seed in (11, *range(11)):
+    for seed in (4, *range(11)):
         plan = growing(seed, Mode.SYNC)
         job = replace(plan.job, tables=True, clip_grad_norm=0.5, epochs=2)
         plan = replace(plan, job=job, checkpoint_every=1, faults=(death,), conditions=replace(STEADY, high_s=0.02))
         with replaced(calls, "settle_rows", at_once), replaced(Plan, "bound_s", property(lambda _: 20.0)):
             broken = played(plan).violations
-        if any("grad_norm is stored of steps" in line for line in broken) and not played(plan).violations:
+        without_norm = ("grad_norm is stored of steps", "two checkpoints of step")  # alone, or beside one that has it
+        if any(line.startswith(without_norm) for line in broken) and not played(plan).violations:
             return
     pytest.fail("no norm was missing without it")
 

@@ -68,7 +68,7 @@ def test_results_that_count_as_soon_as_they_are_known_are_noticed():
     assert any("lr.0 is stored" in line for line in found), found
 
 
-@pytest.mark.parametrize("plan", [per_epoch(49), on_plateau(37)], ids=["epoch", "plateau"])
+@pytest.mark.parametrize("plan", [per_epoch(12), on_plateau(12)], ids=["epoch", "plateau"])
 def test_a_state_that_does_not_come_back_with_the_version_is_noticed(plan: Plan):
     def forgetful(self: TinyCompute, lane_zero: LaneZero) -> None:
         pass

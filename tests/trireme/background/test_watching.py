@@ -36,7 +36,7 @@ def test_at_a_prompt_lines_come_only_while_the_user_waits(capsys):
     lines.take("event", "afterwards", told())
     assert capsys.readouterr().err.splitlines() == [
         "while the user waits",
-        "RUNNING  epoch 1/5  step 40  loss 0.5  trainers 0/0  pservers 0/0  restarts 0",
+        "RUNNING  epoch 1/5  step 40  loss 0.5  trainers 0/0  restarts 0",
         "trainer-0 │ hello",
         "COMPLETED  accuracy 0.97",
     ]
