@@ -1,0 +1,60 @@
+"""Memory is offered once in a connection: an answer that nobody reads, or a refusal, leaves no later block that refers to what is not known."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from shared.blocks.buffers import bytes_of
+from shared.errors import InvalidArgument
+from shared.wire.messages import PushBlock
+from shared.wire.shared_memory import Region
+from tests.pserver_service.jobs import pull_request, push_header, stream
+from tests.shared.serving.data_plane.servers import LAYOUT, SIZES, Flat, server
+from tests.shared.serving.data_plane.streams import over_shm, versions
+from trainer_agent.data_plane.stream import StreamPserver
+from trainer_agent.data_plane.trainer_stream import TrainerStream
+
+__all__ = ["server"]
+
+
+def unmappable(*_: Any) -> None:
+    """In place of shared.wire.lending.open_offered."""
+    raise InvalidArgument("another PID namespace")
+
+
+@over_shm
+async def test_who_is_cancelled_when_the_offers_have_come_connects_anew(server, monkeypatch):
+    values, flat, on_map = await server.initialise(), Flat(), TrainerStream.on_map
+
+    def cancelling(self: TrainerStream, fields: dict[str, Any]) -> None:
+        on_map(self, fields)
+        pulling.cancel()  # it has its answer, and has not run since
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainerStream, "on_map", cancelling)
+        pulling = asyncio.ensure_future(server.client.pull(pull_request(0, SIZES), Flat().sink))
+        with pytest.raises(asyncio.CancelledError):
+            await pulling
+    assert (await server.client.pull(pull_request(0, SIZES), flat.sink)).code == "OK"
+    assert server.client.stream.memory.on
+    assert all(torch.equal(flat.values[k], values[k]) for k in SIZES)
+
+
+@over_shm
+async def test_two_pushes_send_their_gradients_if_the_pserver_cannot_map_the_memory_of_both(server, monkeypatch):
+    await server.initialise()
+    await server.client.pull(pull_request(0, SIZES), Flat().sink)
+    region, size = memoryview(Region.create(2 * LAYOUT.vector_bytes)), LAYOUT.vector_bytes
+
+    async def push(lanes: tuple[int, int], free: memoryview) -> int:
+        blocks = ((PushBlock(block=k, lanes=lanes, count=2), bytes_of(torch.ones(n))) for k, n in SIZES.items())
+        moved = server.client._moved(free, stream(*blocks))
+        return (await StreamPserver.push(server.client, push_header(0), moved)).applied
+
+    monkeypatch.setattr("shared.wire.lending.open_offered", unmappable)
+    assert await asyncio.gather(push((0, 2), region[:size]), push((2, 4), region[size:])) == [len(SIZES)] * 2
+    assert set(versions(server)) == {1}
