@@ -10,7 +10,9 @@ have beyond that is made again (`start_again`), maybe of other records.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,6 +28,9 @@ from shared.serving.core.optimizers import Options
 from shared.serving.core.store import Store
 from shared.wire.messages import InitHeader, PushBlock
 from shared.wire.verdict import Verdict
+
+if TYPE_CHECKING:
+    from shared.serving.core.table.rows import TableRows  # loads numba
 
 Arrived = Mapping[int, Buffer | None]
 """By block: its mean gradient, or its values if it is a buffer, with a reference; None: there is none."""
@@ -132,6 +137,9 @@ class MeanStore(Store):
         super().__init__(header, pool=pool)
         self.has = self.in_use = record.version
         self.own: frozenset[int] = frozenset()
+        self._made: Counter[int] = (
+            Counter()
+        )  # version -> how many blocks of its share have reached it, beyond what it has
         nothing: dict[tuple[str, int], Buffer] = {}
         for place in layout.blocks():
             kind = place.dtype, place.elements
@@ -154,6 +162,7 @@ class MeanStore(Store):
     def regroup(self, slots: SlotMap, own: Collection[int]) -> None:
         """Another generation: the step after the version that it has begins again, and it owns these blocks."""
         self.slots, self.own = slots, frozenset(own)
+        self._made.clear()
         for block in self.blocks.values():
             block.start_again(self.has)
         self.history.start_again(self.has)
@@ -168,6 +177,7 @@ class MeanStore(Store):
                 assert version in block.kept
         self.history.take_record(record)
         self.has = version
+        del self._made[version]
         self.forget()
 
     def forget(self) -> None:
@@ -177,7 +187,7 @@ class MeanStore(Store):
 
     def own_share_has(self, version: int) -> bool:
         """Whether all blocks of its own share have been made at `version`."""
-        return all(self.blocks[number].version >= version for number in self.own)
+        return version <= self.has or self._made[version] == len(self.own)
 
     @property
     def first_kept(self) -> int:
@@ -206,6 +216,10 @@ class MeanStore(Store):
         if item.block in self.blocks and item.block not in self.own:
             return Verdict.WRONG_OWNER
         return super().apply(push, item, payload, memory)
+
+    def stepped(self, part: BlockState | TableRows) -> None:
+        self._made[part.version] += 1
+        super().stepped(part)
 
     @property
     def lowest(self) -> int:
