@@ -137,9 +137,7 @@ class MeanStore(Store):
         super().__init__(header, pool=pool)
         self.has = self.in_use = record.version
         self.own: frozenset[int] = frozenset()
-        self._made: Counter[int] = (
-            Counter()
-        )  # version -> how many blocks of its share have reached it, beyond what it has
+        self._made: Counter[int] = Counter()  # by version that it has not yet: blocks of its share that are made
         nothing: dict[tuple[str, int], Buffer] = {}
         for place in layout.blocks():
             kind = place.dtype, place.elements

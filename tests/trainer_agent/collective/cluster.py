@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import torch
 
-from shared.errors import PeerError
+from shared.errors import NotReady, PeerError
 from shared.records import Exchange, JobSpec, Phase, TrainerMember
+from shared.serving.core.pushes import OpenPush
+from shared.wire.messages import PushHeader
 from tests.equipment.cluster.direct_ports import DirectPserver
 from tests.trainer_agent.cluster import TorchCluster
 from trainer_agent.agent import Agent
@@ -19,6 +22,19 @@ from trainer_agent.collective.server import ShareServer
 from trainer_agent.collective.state.messages import Portion, StateRequest
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
+
+
+class HeldShare(ShareServer):
+    """Takes pushes of the steps up to the cluster's `last_step`."""
+
+    def __init__(self, cluster: CollectiveCluster, name: str) -> None:
+        super().__init__(cluster.spec.job, name)
+        self._cluster = cluster
+
+    def begin_push(self, header: PushHeader) -> OpenPush:
+        if header.step > self._cluster.last_step:
+            raise NotReady(f"the test holds the job at step {self._cluster.last_step}")
+        return super().begin_push(header)
 
 
 class DirectShare(DirectPserver):
@@ -55,20 +71,22 @@ class DirectDonor:
 
 
 class CollectiveCluster(TorchCluster):
-    """`shares`: what each trainer serves. `portion_s`: how long a portion of state is on its way; `given`: blocks, by donor."""
+    """`shares`: what each trainer serves. `portion_s`: how long a portion of state is on its way; `given`: blocks, by donor. `last_step`: no step after
+    it is made, so that the job does not end before what the test waits for."""
 
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
         self.shares: dict[str, ShareServer] = {}
         self.agents: dict[str, Agent] = {}
         self.portion_s = 0.0
+        self.last_step = math.inf
         self.given: dict[str, int] = {}
 
     def add_trainer(self, name: str, script: Path | None = None) -> Agent:
         user = load(script or self.spec.script)
         compute = self._computing.submit(TorchCompute, user, self.spec, self._computing).result()
         self.stopping[name] = asyncio.Event()
-        self.shares[name] = ShareServer(self.spec.job, name)
+        self.shares[name] = HeldShare(self, name)
         exchange = Exchange(url=f"http://{name}:1")
         member = TrainerMember(
             trainer=name,

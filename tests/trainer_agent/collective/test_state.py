@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.collective.state import giving
 
 COMMON: dict[str, Any] = {"lanes": 4, "global_batch_size": 12, "records_per_task": 6, "epochs": 10, "block_bytes": 256}
+STEPS = 60
 A, B, C = "trainer-0-x", "trainer-1-x", "trainer-2-x"
 
 
@@ -31,7 +33,10 @@ def spec_of(tmp_path: Any, folder: str = "job", **given: Any) -> JobSpec:
 
 
 async def listed(made: CollectiveCluster, name: str) -> None:
+    """The others train on meanwhile, but not to the job's end."""
+    made.last_step = STEPS - 10
     await made.directory.wait_for(lambda view: name in view.trainers, 20.0, f"{name} is a member")
+    made.last_step = math.inf
 
 
 async def undisturbed(tmp_path: Any, **given: Any) -> dict[str, torch.Tensor]:
@@ -61,7 +66,7 @@ async def test_a_trainer_that_joins_gets_the_state_while_the_others_train_on(tmp
 @pytest.mark.soak
 async def test_a_donor_may_die_meanwhile(tmp_path):
     async with cluster(spec_of(tmp_path), 2) as made:
-        made.portion_s = 0.01
+        made.portion_s, made.last_step = 0.01, STEPS - 10
         await made.version(2)
         made.add_trainer(C)
         async with asyncio.timeout(20.0):
@@ -94,6 +99,7 @@ async def test_if_all_die_new_ones_go_on_from_the_last_checkpoint(tmp_path):
         made.add_trainer(C)
         made.add_trainer("trainer-3-x")
         found = await completed(made)
+        await saved(made, STEPS)  # trainers that are done wait for it before they leave
         there = await latest(made)
         assert there is not None
         assert there.final

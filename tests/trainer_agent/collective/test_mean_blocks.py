@@ -1,0 +1,81 @@
+"""A trainer knows when its own share of a version is made, whatever order blocks come in and however often the generation changes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from shared.blocks.buffers import Buffer, bytes_of
+from shared.records import SlotMap
+from shared.records.layout import Segment
+from shared.records.step import LanePosition, NodeResult, StepRecord
+from shared.wire.messages import PushBlock
+from shared.wire.verdict import Verdict
+from tests.pserver_service.jobs import JOB, layout_of, push_header
+from trainer_agent.collective.mean_blocks import MeanStore
+
+LANES = 2
+LAYOUT = layout_of(
+    80, Segment(kind="buffer", dtype="float32", elements=16, group=-1)
+)  # five blocks of 16, and a buffer
+BLOCKS = {block.number: block.elements for block in LAYOUT.blocks()}
+SLOTS = SlotMap(version=1, owners=(0,))
+
+
+def record(version: int) -> StepRecord:
+    return StepRecord(version=version, positions=tuple(LanePosition(lane=lane) for lane in range(LANES)))
+
+
+def begun(own: set[int]) -> MeanStore:
+    made = MeanStore(JOB, LAYOUT, LANES, record(0), lambda number: bytes_of(torch.zeros(BLOCKS[number])))
+    made.regroup(SLOTS, own)
+    return made
+
+
+def push(store: MeanStore, block: int, lane: int, step: int) -> Verdict:
+    header = push_header(step, lanes=range(LANES))
+    item = PushBlock(block=block, lanes=(lane, lane + 1), count=1, result=NodeResult())
+    return store.apply(store.admit(header), item, bytes_of(torch.ones(BLOCKS[block])))
+
+
+def is_made(store: MeanStore, version: int) -> bool:
+    """By looking at every block."""
+    return all(store.blocks[number].version >= version for number in store.own)
+
+
+def agrees(store: MeanStore) -> bool:
+    return all(store.own_share_has(store.has + more) == is_made(store, store.has + more) for more in range(3))
+
+
+def from_others(store: MeanStore, numbers: set[int]) -> dict[int, Buffer | None]:
+    """A step without data: no gradient, and buffers as they were."""
+    blocks = {number: store.blocks[number] for number in numbers}
+    return {number: block.current.retain() if block.is_buffer else None for number, block in blocks.items()}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_says_so_after_the_last_block_and_not_before(seed):
+    chance = random.Random(seed)
+    store, versions = begun(set(chance.sample(sorted(BLOCKS), 4))), 0
+    for _ in range(40):
+        pushes = [(block, lane) for block in store.own for lane in range(LANES)] * 2  # each of them comes twice
+        chance.shuffle(pushes)
+        for block, lane in pushes[: chance.choice([len(pushes), 5])]:
+            assert push(store, block, lane, store.has) in (Verdict.APPLIED, Verdict.DUPLICATE)
+            assert agrees(store)
+        if is_made(store, store.has + 1) and chance.random() < 0.8:
+            if store.own and chance.random() < 0.3:  # a trainer that has the version already begins the next step
+                ahead = chance.choice(sorted(store.own))
+                assert [push(store, ahead, lane, store.has + 1) for lane in range(LANES)] == [Verdict.APPLIED] * LANES
+                assert agrees(store)
+            store.complete(store.has + 1, from_others(store, BLOCKS.keys() - store.own), record(store.has + 1))
+            versions += 1
+        elif chance.random() < 0.2:  # another trainer has made it, and gives everything
+            store.regroup(SLOTS, store.own)
+            store.complete(store.has + 1, from_others(store, set(BLOCKS)), record(store.has + 1))
+        if chance.random() < 0.3:
+            store.regroup(SLOTS, set(chance.sample(sorted(BLOCKS), chance.randrange(len(BLOCKS) + 1))))
+        assert agrees(store)
+    assert versions > 5
