@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from shared.blocks.buffers import Buffer
+from shared.blocks.reused_memory import ReceivedMemory
 from shared.records import Mode
 from shared.records.job_spec import Narrow
 from shared.records.layout import ROWS
@@ -34,13 +35,14 @@ class BlockServer:
     called when `store.take_snapshot()` has a snapshot, `on_step` (if set) when a block has a new version, `on_moving` (if set) when
     a push is refused because its block moves. `step_rows` is called when all data of a step of the embedding tables is there, `take_rows` with those of an
     asynchronous push. One of those at a time is being stepped: `finish_rows` ends that at once, `between_pushes` calls what it gets when none is. `give_back_rows`: slots were dropped.
-    `is_live`: whether a trainer is a member. `now`: seconds of a clock."""
+    `is_live`: whether a trainer is a member. `now`: seconds of a clock. `payloads`: where rows that are pushed are received."""
 
     def __init__(self, snapshot_ready: Callable[[], None]) -> None:
         self.store: Store | None = None
         self.generation = self.timeline = 0
         self.counters = Counters()
         self.pulls: list[OpenPull] = []
+        self.payloads = ReceivedMemory()
         self.lookups: list[Callable[[], None]] = []  # called when rows have a new version, or are gone
         self.on_step: Callable[[], None] | None = None
         self.on_moving: Callable[[], None] | None = None

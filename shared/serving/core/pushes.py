@@ -101,7 +101,7 @@ class OpenPush:
         if item.block == ROWS:
             # others may write into what is read only here, ids that were checked too
             kept = memory is None and not view.readonly
-            return self._take_rows(item, view if kept else memoryview(bytearray(view)))
+            return self._take_rows(item, view if kept else self._server.payloads.copied(view))
         verdict = store.apply(self._push, item, view, memory)
         if state is not None and state.version != before:
             self._server.stepped(item.block, state.version)

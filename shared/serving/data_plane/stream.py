@@ -104,7 +104,7 @@ class PserverStream(FrameStream):
         if referred is not None:
             self._referred = referred
             return NOTHING
-        return memoryview(bytearray(size)) if item.block == ROWS else push.memory.view[:size]
+        return self._pserver.payloads.take(size) if item.block == ROWS else push.memory.view[:size]
 
     def on_block(self, payload: memoryview) -> None:
         if self._item is None:

@@ -231,7 +231,9 @@ class Job:
         assert not any(table.leaving for store in self.stores for table in store.rows.tables)
 
 
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 200), marks=pytest.mark.soak)], ids=str)
+@pytest.mark.parametrize(
+    "seeds", [range(2), pytest.param(range(2, 200), marks=[pytest.mark.soak, pytest.mark.timeout(1800)])], ids=str
+)
 def test_each_slot_has_each_minibatch_once_wherever_it_is(seeds):
     seen = sum((Job(seed).run().seen for seed in seeds), Counter())
     assert seen["moved"] > 10 * len(seeds)

@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 
+from shared.blocks.reused_memory import ReceivedMemory
 from shared.records.layout import ROWS
 from shared.serving.data_plane.http import STREAMS
 from shared.tables.payload import joined, rows_in
@@ -132,6 +133,22 @@ def test_memory_of_gradients_has_a_limit(monkeypatch):
     held.clear()
     assert isinstance(memory.take(1 << 19).obj, Region), "regions of other sizes give way"
     assert memory.bytes == 3 << 18
+
+
+def test_memory_of_payloads_is_used_again_when_nobody_refers_to_it():
+    memory, size = ReceivedMemory(), 300_000
+    first = np.frombuffer(memory.take(size), np.int64)
+    first[:] = 7
+    second = memory.copied(memoryview(bytes(size)))
+    assert (first == 7).all()
+    assert memory.bytes == 2 << 19
+    where = first.ctypes.data
+    del first
+    third = memory.take(size + 1)
+    assert np.frombuffer(third, np.uint8).ctypes.data == where
+    assert (third.nbytes, second.nbytes, memory.bytes) == (size + 1, size, 2 << 19)
+    memory.take(1000)
+    assert memory.bytes == 2 << 19, "small ones are not kept"
 
 
 def refused(*_):
