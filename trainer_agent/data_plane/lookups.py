@@ -1,6 +1,10 @@
 """Rows of embedding tables from all parameter servers: each is asked for the ids of its slots, until all are there.
 
 ids of each table ──by slot──► parameter servers ──rows at one version──► rows, in the order of the ids
+
+Of whole tables some slots at a time, so that no answer is large.
+
+each parameter server: slots from 0 on ──► ids, rows, next slot ──► ... ──► all, in the order of their ids
 """
 
 from __future__ import annotations
@@ -16,11 +20,12 @@ import numpy.typing as npt
 from shared.errors import BadFrame, Gone, InvalidArgument, PeerError, StaleGeneration, UserCodeError, WrongOwner
 from shared.records.job_spec import Narrow
 from shared.tables.hashing import Ids, slots_of
-from shared.tables.payload import joined, rows_in, size_of
-from shared.wire.messages import LookupEnd, LookupRequest
+from shared.tables.payload import ids_in, joined, rows_in, size_of
+from shared.wire.messages import LookupEnd, LookupRequest, TableEnd, TableRequest
 from shared.wire.row_memory import GradientMemory
 from trainer_agent.data_plane.peers import OWN_LEASE, Peers
 from trainer_agent.data_plane.routing import Routes
+from trainer_agent.tables.files import in_order
 from trainer_agent.waiting.retry import Backoff
 from trainer_agent.waiting.single_error import SingleErrorGroup
 
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
 
 LOOKUP_WAIT_S = 10.0
 Rows = npt.NDArray[np.float32]
+Part = tuple[Ids, Rows]
 Chosen = npt.NDArray[np.bool_] | slice
 ALL = slice(None)
 
@@ -176,3 +182,42 @@ class Lookups(Peers):
                     return
                 case "NOT_READY":
                     await backoff.failed(end.message)
+
+
+class WholeTables(Lookups):
+    """At the newest version (`version` None: whichever that is). All raise Gone if there is a newer one, DeadlineExceeded if a parameter server stays away."""
+
+    async def count_rows(self, table: int, version: int | None) -> int:
+        """How many rows the table has, maybe with some that are expired."""
+
+        async def ask(routes: Routes, index: int) -> int:
+            end, _ = await self._portion(routes, index, version, table, self._layout.slot_count)
+            return end.total
+
+        return sum(await self._ask_by_one_map(ask))
+
+    async def whole_table(self, table: int, version: int | None) -> Part:
+        """int64 (n,), ascending, and float32 (n, dim)."""
+        dim = self._dims[table]
+
+        async def ask(routes: Routes, index: int) -> list[Part]:
+            found, slot, part = [], 0, 0
+            while slot < self._layout.slot_count:
+                end, payload = await self._portion(routes, index, version, table, slot, part)
+                if (end.next, end.part) <= (slot, part):
+                    raise BadFrame(f"pserver-{index} sent slots {slot} to {end.next} of a table: none at all")
+                (ids,) = ids_in(payload, [end.rows], [dim], rows=True)
+                (rows,) = rows_in(payload, [end.rows], [dim], ids=True)
+                found.append((ids, rows))
+                slot, part = end.next, end.part
+            return found
+
+        parts = [part for found in await self._ask_by_one_map(ask) for part in found]
+        return in_order([ids for ids, _ in parts], [rows for _, rows in parts], dim)
+
+    async def _portion(
+        self, routes: Routes, index: int, version: int | None, table: int, first: int, part: int = 0
+    ) -> tuple[TableEnd, memoryview]:
+        fields = {"version": version, "table": table, "first": first, "part": part, "slots": routes.version}
+        request = TableRequest(**self.envelope(), **fields)
+        return await self._ask(index, lambda port: port.table(request), routes=routes)

@@ -44,12 +44,12 @@ class Sharer(StreamPserver):
     async def push(self, header, blocks):
         region = self.regions.pop() if self.regions else Region.create(self.layout.vector_bytes)
         try:
-            return await super().push(header, self._moved(memoryview(region), blocks))
+            return await super().push(header, self.moved(memoryview(region), blocks))
         finally:
             if not region.lost:
                 self.regions.append(region)
 
-    async def _moved(self, free, blocks):
+    async def moved(self, free, blocks):
         async for block, payload in blocks:
             place = free[: len(payload)]
             place[:] = payload

@@ -52,7 +52,7 @@ async def test_two_pushes_send_their_gradients_if_the_pserver_cannot_map_the_mem
 
     async def push(lanes: tuple[int, int], free: memoryview) -> int:
         blocks = ((PushBlock(block=k, lanes=lanes, count=2), bytes_of(torch.ones(n))) for k, n in SIZES.items())
-        moved = server.client._moved(free, stream(*blocks))
+        moved = server.client.moved(free, stream(*blocks))
         return (await StreamPserver.push(server.client, push_header(0), moved)).applied
 
     monkeypatch.setattr("shared.wire.lending.open_offered", unmappable)
