@@ -61,13 +61,17 @@ async def trained(cluster: LocalCluster, *, gone_back: bool = False) -> Trained:
     assert tables.keys() == TABLES, exports
     assert tables["best_table user"] != tables["table user"]
     done = [(one.step, one.metrics) for one in await evaluations(cluster)]
-    assert (state.result.best.step, len(done)) == (6, (cluster.spec.epochs * RECORDS // 32 - 1) // 6)
+    assert state.result.best.step == 6
     return torch.load(exports["state_dict"], weights_only=True), tables, state.result.metrics, done
 
 
-def assert_same(found: Trained, expected: Trained) -> None:
+def assert_same(found: Trained, expected: Trained, live_resizes: int = 0) -> None:
+    """An evaluation is left out if a live resize falls on its version."""
     assert same_bits(found[0], expected[0])
-    assert found[1:] == expected[1:]
+    assert found[1:3] == expected[1:3]
+    done, due = found[3], expected[3]
+    assert done == [one for one in due if one in done]
+    assert len(due) - len(done) <= live_resizes, (done, due)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +81,9 @@ def one_of_each(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
     async def main() -> Trained:
         async with cluster_of(with_tables(folder, trainers=1, pservers=1, slow_s=0.0), folder) as cluster:
-            return await trained(cluster)
+            found = await trained(cluster)
+            assert len(found[3]) == (cluster.spec.epochs * RECORDS // 32 - 1) // 6
+            return found
 
     return asyncio.run(main())
 
@@ -133,7 +139,7 @@ def test_a_resize_moves_rows_live_or_by_restart_and_costs_no_bit(tmp_path, one_o
             await resized(cluster, 2, "restart")
             return await trained(cluster, gone_back=True)
 
-    assert_same(asyncio.run(main()), one_of_each)
+    assert_same(asyncio.run(main()), one_of_each, live_resizes=1)
 
 
 @pytest.mark.soak
@@ -145,7 +151,7 @@ def test_live_resizes_under_training_go_back_nowhere(tmp_path, one_of_each):
             await resized(cluster, 2, "live")
             return await trained(cluster)
 
-    assert_same(asyncio.run(main()), one_of_each)
+    assert_same(asyncio.run(main()), one_of_each, live_resizes=2)
 
 
 @pytest.mark.soak
@@ -158,7 +164,7 @@ def test_a_live_resize_goes_on_after_a_death_and_costs_no_bit(tmp_path, one_of_e
             await resized(cluster, 2, "live")
             return await trained(cluster, gone_back=True)
 
-    assert_same(asyncio.run(main()), one_of_each)
+    assert_same(asyncio.run(main()), one_of_each, live_resizes=2)
 
 
 @pytest.mark.soak
