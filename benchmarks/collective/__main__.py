@@ -1,10 +1,12 @@
 """The collective strategy against its peers, as ratios within one run; a part of it with --parts.
 
-    python -m benchmarks.collective [--parts exchange,jobs,rebuilds] [--members 2,4] [--rounds 11] [--mib 64] [--buckets 16] [--block-kib 1024]
+    python -m benchmarks.collective [--parts exchange,jobs,joining,rebuilds] [--members 2,4] [--rounds 11] [--mib 64] [--buckets 16] [--block-kib 1024]
                                     [--models charlm,mlp] [--seconds 3] [--rebuilds 200]
+                                    [--joining 1,2] [--state-mib 256] [--joins 5]
 
 exchange    gradients of --mib, no model: direct exchange with the code of trainers, and Gloo's all_reduce of the same gradients in --buckets
 jobs        steps/s of whole jobs, and of DistributedDataParallel at its best with the same model, global batch and threads
+joining     what a trainer that joins with --state-mib of parameters and momentum costs the others, of which there are --joining
 rebuilds    what so many generations leave behind: a trainer is killed again and again
 
 Rounds of all rows are interleaved, and ratios taken round by round: medians, and quartiles in brackets. All processes get memory as `trireme run` lets its
@@ -19,13 +21,13 @@ import os
 import tempfile
 from pathlib import Path
 
-from benchmarks.collective import exchange, jobs, rebuilds
+from benchmarks.collective import exchange, jobs, joining, rebuilds
 from shared.runtime import malloc, telemetry
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="exchange,jobs,rebuilds")
+    parser.add_argument("--parts", default="exchange,jobs,joining,rebuilds")
     parser.add_argument("--members", default="2,4")
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--buckets", type=int, default=16, help="of Gloo; ours are blocks of --block-kib")
@@ -35,6 +37,9 @@ def main() -> int:
     parser.add_argument("--models", default="charlm,mlp")
     parser.add_argument("--seconds", type=float, default=3.0, help="of jobs: measured per row and round")
     parser.add_argument("--rebuilds", type=int, default=200)
+    parser.add_argument("--joining", default="1,2", help="of joins: members before")
+    parser.add_argument("--state-mib", type=int, default=256)
+    parser.add_argument("--joins", type=int, default=5)
     given = parser.parse_args()
     os.environ.update(malloc.tunables(os.environ))
     telemetry.configure(level="ERROR", json=False)  # stdout is the table's; stopped jobs have stopped etcds
@@ -57,6 +62,11 @@ def main() -> int:
                 for members in counts:
                     windows = asyncio.run(jobs.measure(model, members, given.rounds, given.seconds, Path(folder)))
                     print(jobs.table(model, members, windows), flush=True)
+        if "joining" in parts:
+            print(f"\n{joining.HEAD}")
+            for members in map(int, given.joining.split(",")):
+                joins = asyncio.run(joining.measure(members, given.state_mib, given.joins, Path(folder)))
+                print(joining.table(members, given.state_mib, joins), flush=True)
         if "rebuilds" in parts:
             seen = asyncio.run(rebuilds.measure(given.rebuilds, Path(folder)))
             print(f"\n{rebuilds.HEAD}\n{rebuilds.table(seen)}")

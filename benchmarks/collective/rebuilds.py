@@ -11,12 +11,10 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.collective.endless import endless
 from benchmarks.collective.exchange import progress
 from benchmarks.step_rows import LOOK_S, exchanges
-from shared.records import Strategy
-from trainer_agent.script import user_module
 from trireme.launch.cluster import LocalCluster
-from trireme.plain import plain_spec
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "charlm" / "charlm.py"
 WARM_UP, LIMIT_S = 20, 120.0
@@ -34,19 +32,7 @@ class Seen:
 
 async def measure(count: int, folder: Path) -> list[Seen]:
     """At WARM_UP rebuilds, in the middle, and at the end."""
-    plain = plain_spec(user_module.load(SCRIPT), {})
-    changes = {
-        "strategy": Strategy.COLLECTIVE,
-        "trainers": 2,
-        "pservers": 0,
-        "lanes": 2,
-        "epochs": 100_000,
-        "checkpoint_every_epochs": None,
-        "checkpoint_every_seconds": None,
-        "checkpoint_every_steps": None,
-        "storage": str(folder / "run"),
-    }
-    spec = type(plain).model_validate({**plain.model_dump(), **changes})
+    spec = endless(SCRIPT, folder / "run", trainers=2, lanes=2)
     due = sorted({min(WARM_UP, count), (WARM_UP + count) // 2, count})
     found: list[Seen] = []
     async with LocalCluster(spec, folder / "run") as cluster:

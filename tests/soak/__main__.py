@@ -19,7 +19,7 @@ from tests.soak import isolation
 from tests.soak.growth import Growth
 from tests.soak.inflict import Cost
 from tests.soak.plan import CREWS, DISKS, KINDS, PACKETS, Kind
-from tests.soak.receipts import collective_table, table
+from tests.soak.receipts import collective_table, table, write
 from tests.soak.run import SoakError, Trained
 from tests.soak.soak import disturbed, epochs_for, undisturbed
 from tests.soak.verify import check_bits, check_exactly_once, verify
@@ -36,6 +36,9 @@ def main() -> int:
     parser.add_argument("--workload", choices=list(WORKLOADS), default="charlm")
     parser.add_argument("--kinds", type=Kind, choices=list(Kind), nargs="+", help="default: all of the strategy")
     parser.add_argument("--spared", nargs="+", default=[], help="processes that get no signal: do they grow?")
+    parser.add_argument(
+        "--receipts", type=Path, help="append what each fault cost to this file, once a run has ended as it should"
+    )
     parser.add_argument("--folder", type=Path, help="keep what the runs leave here; must not exist")
     arguments = parser.parse_args()
     telemetry.configure(level="ERROR", json=False)
@@ -116,6 +119,8 @@ def one(
     except (SoakError, TriremeError) as error:
         say(f"seed {seed}, {transport} FAILED: {error}\nagain: {again}")
         return None
+    if arguments.receipts:
+        write(costs, arguments.receipts)
     say(tables(costs, strategy))
     if text := str(growth):
         say(text)

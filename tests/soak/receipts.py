@@ -1,13 +1,18 @@
-"""What faults cost, as tables."""
+"""What faults cost, as tables; `python -m tests.soak.receipts FILE...` over all runs that wrote them there (`python -m tests.soak --receipts FILE`)."""
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
+import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 
 from tests.soak.inflict import Cost
-from tests.soak.plan import LEASE_S, Kind
+from tests.soak.plan import LEASE_S, Fault, Kind
+from trireme.cli.faults.receipt import Receipt
 
 
 def table(costs: Sequence[Cost]) -> str:
@@ -46,3 +51,24 @@ def collective_table(costs: Sequence[Cost]) -> str:
 def percentile(ordered: Sequence[float], share: float) -> float:
     """The lowest of `ordered` that `share` percent of them do not exceed."""
     return ordered[max(0, math.ceil(len(ordered) * share / 100) - 1)]
+
+
+def write(costs: Sequence[Cost], file: Path) -> None:
+    """A line for each fault, behind those that are there."""
+    with file.open("a") as lines:
+        lines.writelines(json.dumps(asdict(cost)) + "\n" for cost in costs)
+
+
+def read(file: Path) -> list[Cost]:
+    found = []
+    for line in file.read_text().splitlines():
+        values = json.loads(line)
+        fault, receipt = values.pop("fault"), values.pop("receipt")
+        fault |= {"kind": Kind(fault["kind"]), "victims": tuple(fault["victims"])}
+        found.append(Cost(Fault(**fault), Receipt(**receipt), **values))
+    return found
+
+
+if __name__ == "__main__":
+    everything = [cost for name in sys.argv[1:] for cost in read(Path(name))]
+    sys.stdout.write(f"{len(everything)} faults\n{table(everything)}\n{collective_table(everything)}\n")

@@ -19,7 +19,9 @@ from typing import Any
 import psutil
 import torch
 
+from master_service.storage.series_files import StoredSeries, read_all
 from shared.errors import DeadlineExceeded, NotReady, PeerError
+from shared.metric_names import LOSS
 from shared.records import Mode, Strategy
 from shared.runtime.lifelines import die_with_parent
 from shared.security.token_folder import admin_token
@@ -49,7 +51,8 @@ class SoakError(AssertionError):
 @dataclass(frozen=True)
 class Trained:
     """What a job left: the exported parameters, its own summary; the records it had (`windows`) and how often each was
-    computed; `times`: of each minibatch, by the monotonic clock. Asynchronous: pserver -> lowest and highest minibatches of the whole job that its blocks have applied."""
+    computed; `times`: of each minibatch, by the monotonic clock. `history`: synchronous, what the job itself has written of each step: (step, records).
+    `epochs`: (first step, records) of each epoch, as the job has written them. Asynchronous: pserver -> lowest and highest minibatches of the whole job that its blocks have applied."""
 
     parameters: Mapping[str, torch.Tensor]
     summary: Mapping[str, Any]
@@ -57,6 +60,8 @@ class Trained:
     computed: Counter[str]
     times: Sequence[float] = ()
     applied: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    history: Sequence[tuple[int, float]] | None = None
+    epochs: Sequence[tuple[int, float]] = ()
 
 
 class Run:
@@ -174,7 +179,17 @@ class Run:
         parameters = torch.load(summary["exports"]["state_dict"], weights_only=True)
         windows, lines = self.workload.records(self._place.parent / "text"), _tally(self._place / "tally")
         times = sorted({float(time) for _, time in lines})
-        return Trained(parameters, summary, windows, Counter(record for record, _ in lines), times, applied)
+        computed, written = Counter(record for record, _ in lines), await self._written()
+        return Trained(parameters, summary, windows, computed, times, applied, *written)
+
+    async def _written(self) -> tuple[list[tuple[int, float]] | None, list[tuple[int, float]]]:
+        """`history` and `epochs`."""
+        if self.mode is not Mode.SYNC:
+            return None, []
+        (folder,) = (path for path in (self._storage / JOB).iterdir() if path.name.startswith("run-"))
+        stored = await read_all(StoredSeries(str(folder)))
+        steps = [(bucket.step, bucket.value.weight) for bucket in stored.table.by_name[LOSS]]
+        return steps, [(epoch.first, epoch.sums[LOSS].weight) for _, epoch in sorted(stored.steps.epochs.items())]
 
     async def _applied(self) -> dict[int, tuple[int, int]]:
         """When all is trained; job.py's evaluation takes long enough for a look."""

@@ -11,7 +11,15 @@ import torch
 from tests.soak.inflict import Cost
 from tests.soak.plan import Fault, Kind
 from tests.soak.run import STEPS_PER_EPOCH, SoakError, Trained
-from tests.soak.verify import LOSS_BOUND_S, check_bits, check_exactly_once, check_ledgers, check_losses, check_records
+from tests.soak.verify import (
+    LOSS_BOUND_S,
+    check_bits,
+    check_exactly_once,
+    check_history,
+    check_ledgers,
+    check_losses,
+    check_records,
+)
 from trireme.cli.faults.receipt import Receipt
 
 EPOCHS = 2
@@ -60,6 +68,30 @@ def test_a_count_that_is_off_is_seen(summary):
 def test_a_minibatch_that_was_applied_twice_or_lost_without_record_is_seen(applied):
     with pytest.raises(SoakError, match=r"its blocks applied|told its ledger"):
         check_ledgers(replace(GOOD, applied=applied), EPOCHS)
+
+
+HISTORY = replace(GOOD, history=[(0, 3.0), (1, 1.0), (2, 3.0), (3, 1.0)], epochs=[(0, 4.0), (2, 4.0)])
+
+
+def test_a_history_with_each_step_once_and_all_records_of_each_epoch_passes():
+    check_history(HISTORY, EPOCHS)
+    check_records(HISTORY, EPOCHS)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"history": []},
+        {"history": [*HISTORY.history[:2], HISTORY.history[3]]},
+        {"history": [*HISTORY.history, HISTORY.history[3]]},
+        {"history": [(0, 3.0), (1, 2.0), (2, 3.0), (3, 0.0)]},
+        {"epochs": HISTORY.epochs[:1]},
+        {"epochs": [(0, 4.0), (2, 3.0)]},
+    ],
+)
+def test_a_history_that_lacks_a_step_or_a_record_of_an_epoch_is_seen(changed):
+    with pytest.raises(SoakError, match=r"steps are missing|each of 2 epochs"):
+        check_records(replace(HISTORY, **changed), EPOCHS)
 
 
 def cost(began: float, ended: float, lost: int) -> Cost:

@@ -38,7 +38,7 @@ def check_bits(left_alone: Trained, broken: Trained, whose: str = "the undisturb
 
 
 def check_exactly_once(left_alone: Trained, epochs: int) -> None:
-    """An undisturbed run computes each record exactly once an epoch."""
+    """An undisturbed run of one trainer computes each record exactly once an epoch. (Of several, one may help another that is late.)"""
     check_records(left_alone, epochs)
     if left_alone.computed != _expected(left_alone, epochs):
         surplus = (left_alone.computed - _expected(left_alone, epochs)).total()
@@ -53,6 +53,24 @@ def check_records(trained: Trained, epochs: int) -> None:
         raise SoakError(f"{(expected - trained.computed).total()} records were never computed")
     if trained.summary["records"] != expected.total() or trained.summary["discarded"]["records"]:
         raise SoakError(f"expected {expected.total()} records, none discarded: {trained.summary}")
+    if trained.history is not None:
+        check_history(trained, epochs)
+
+
+def check_history(trained: Trained, epochs: int) -> None:
+    """What the job has written of its steps: each step once, none is missing, and those of each epoch have all its records."""
+    history = trained.history or ()
+    steps = [step for step, _ in history]
+    if steps != list(range(len(steps))):
+        surplus, wanted = Counter(steps), Counter(range(max(steps, default=-1) + 1))
+        raise SoakError(f"steps are missing {sorted(wanted - surplus)[:5]} or twice {sorted(surplus - wanted)[:5]}")
+    firsts = [first for first, _ in trained.epochs]
+    ends = [*firsts[1:], len(steps)]
+    counted = [sum(records for _, records in history[first:end]) for first, end in zip(firsts, ends, strict=True)]
+    wanted_records = trained.windows.total()
+    told = [records for _, records in trained.epochs]
+    if len(counted) != epochs or {*counted, *told} != {wanted_records}:
+        raise SoakError(f"each of {epochs} epochs has {wanted_records} records; steps have {counted}, epochs {told}")
 
 
 def check_ledgers(trained: Trained, epochs: int) -> None:

@@ -1,0 +1,163 @@
+"""What a trainer that joins costs those that train: a job of `members` trainers is resized to one more and back, again and again.
+
+    alone ──────── the process starts ─► its key ─ it gets parameters and momentum ─► it has them ─► it is counted in ──────── resized back
+    steps/s before                       steps/s meanwhile, against those before                     the longest step, against those before
+
+Steps are told by the script (scripts/large_state.py), where their minibatches begin: those of the trainers that were there before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.collective.endless import endless
+from benchmarks.collective.exchange import progress
+from benchmarks.collective.spread import spread
+from benchmarks.measurements import machine_ms
+from shared.errors import DeadlineExceeded, PeerError
+from shared.etcd.reading import read_record
+from shared.records import TrainerMember
+from shared.runtime import clock, ids
+from trireme.launch.cluster import LocalCluster
+from trireme.view.client import Client
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "large_state.py"
+LOOK_S, LIMIT_S = 0.02, 300.0
+BEFORE_S, AFTER_S = 6.0, 2.0
+HEAD = (
+    "| members before | MiB | joins | seconds: process starts | gets its state | is counted in | step ms before | slower meanwhile, % "
+    "| longest step at the switch, in steps lost | cores before, meanwhile |\n|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+@dataclass(frozen=True)
+class Join:
+    """Seconds. `before`, `meanwhile`: of each step; `longest`: of the steps from the moment at which the joiner has everything. `cores`: of the machine,
+    before and meanwhile."""
+
+    starting: float
+    catching_up: float
+    counted_in: float
+    before: Sequence[float]
+    meanwhile: Sequence[float]
+    longest: float
+    cores: tuple[float, float]
+
+    @property
+    def slower(self) -> float:
+        """By means, so that one long step counts as what it costs."""
+        return statistics.mean(self.meanwhile) / statistics.mean(self.before) - 1.0
+
+    @property
+    def lost(self) -> float:
+        usual = statistics.median(self.before)
+        return (self.longest - usual) / usual
+
+
+async def measure(members: int, mib: int, joins: int, folder: Path) -> list[Join]:
+    os.environ["STATE_MIB"] = str(mib)
+    run = folder / f"joining-{members}"
+    lanes = members * (members + 1)  # as many for each, before and after
+    spec = endless(SCRIPT, run, members, lanes, global_batch_size=16 * lanes)
+    found: list[Join] = []
+    async with LocalCluster(spec, run) as cluster, asyncio.timeout(LIMIT_S * (joins + 1)):
+        await _counted_in(cluster, members)
+        for number in range(joins):
+            found.append(await _join(cluster, members, folder / "begun"))
+            progress(
+                f"{members} members, join {number + 1}/{joins}: {found[-1].slower:+.1%}, {found[-1].lost:.2f} steps"
+            )
+            await _resize(cluster, members)
+            await _counted_in(cluster, members)
+    return found
+
+
+async def _join(cluster: LocalCluster, members: int, folder: Path) -> Join:
+    await asyncio.sleep(AFTER_S)  # whatever went before is over
+    names, quiet, busy = set(await _trainers(cluster)), clock.monotonic(), machine_ms()
+    await asyncio.sleep(BEFORE_S)
+    began, cores = clock.monotonic(), (machine_ms() - busy) / 1000 / BEFORE_S
+    pids = [child.pid for name, child in cluster.children.items() if name.startswith("trainer") and child.alive]
+    asked = asyncio.create_task(_resize(cluster, members + 1))
+    while not (new := (await _trainers(cluster)).keys() - names):
+        await asyncio.sleep(LOOK_S)
+    (name,), registered, busy = new, clock.monotonic(), machine_ms()
+    while (await _trainers(cluster))[name].holds is None:
+        await asyncio.sleep(LOOK_S)
+    whole = clock.monotonic()
+    meanwhile_cores = (machine_ms() - busy) / 1000 / (whole - registered)
+    await _counted_in(cluster, members + 1)
+    counted = clock.monotonic()
+    await asked
+    await asyncio.sleep(AFTER_S)
+    steps = [_steps(folder / str(pid)) for pid in pids]
+    return Join(
+        registered - began,
+        whole - registered,
+        counted - whole,
+        _between(steps, quiet, began),
+        _between(steps, registered, whole),
+        max(_between(steps, whole, clock.monotonic())),
+        (cores, meanwhile_cores),
+    )
+
+
+def _steps(file: Path) -> list[tuple[float, float]]:
+    """(begin, end) of each step of a process: from its first minibatch to that of the next step."""
+    lines = [line.split() for line in file.read_text().split("\n")[:-1]]
+    firsts = [next(group) for _, group in groupby(lines, key=itemgetter(1))]
+    return list(pairwise(float(moment) for moment, _ in firsts))
+
+
+def _between(steps: Sequence[Sequence[tuple[float, float]]], first: float, last: float) -> list[float]:
+    """How long those took that ended between two moments."""
+    return [end - begin for each in steps for begin, end in each if first <= end <= last]
+
+
+async def _trainers(cluster: LocalCluster) -> dict[str, TrainerMember]:
+    keys = cluster.directory.keys
+    found = (await cluster.etcd.range(keys.trainers, prefix=True)).kvs
+    members = [read_record(TrainerMember, kv.key, kv.value) for kv in found if keys.is_trainer(kv.key)]
+    return {member.trainer: member for member in members if member is not None}
+
+
+async def _counted_in(cluster: LocalCluster, number: int) -> None:
+    while (
+        cluster.directory.trainers.owner_count != number
+        or cluster.directory.state is None
+        or cluster.directory.trainers.generation != cluster.directory.state.generation
+    ):
+        await asyncio.sleep(LOOK_S)
+
+
+async def _resize(cluster: LocalCluster, trainers: int) -> None:
+    key = ids.new_id("join")
+    made: dict[str, Any] = {}
+    while made.get("state", "RUNNING") == "RUNNING":
+        with suppress(PeerError, DeadlineExceeded):
+            async with Client(await cluster.master_url()) as client:
+                made = await (
+                    client.resize(made["resize_id"], 1.0) if made else client.create_resize(key, trainers=trainers)
+                )
+
+
+def table(members: int, mib: int, joins: Sequence[Join]) -> str:
+    columns = [
+        spread([join.starting for join in joins], 1),
+        spread([join.catching_up for join in joins], 1),
+        spread([join.counted_in for join in joins]),
+        spread([1000 * statistics.median(join.before) for join in joins], 0),
+        spread([100 * join.slower for join in joins], 1),
+        spread([join.lost for join in joins]),
+        ", ".join(spread([join.cores[place] for join in joins]) for place in range(2)),
+    ]
+    return f"| {members} | {mib} | {len(joins)} | {' | '.join(columns)} |"
