@@ -79,6 +79,7 @@ async def inflict(run: Run, fault: Fault, crew: Crew = SERVERS) -> Cost:
         run.slow_down(VERY_SLOWLY_S)
         if fault.kind in (Kind.KILL_TRAINER, Kind.FREEZE_LONG, Kind.RESIZE):
             await whole(run, crew.trainers)
+        fault = await _of_those_there(run, fault, crew)
         began = time.monotonic()
         cost = replace(await _inflict(run, fault, crew.trainers), began=began, ended=time.monotonic())
         run.slow_down(VERY_SLOWLY_S)
@@ -87,6 +88,21 @@ async def inflict(run: Run, fault: Fault, crew: Crew = SERVERS) -> Cost:
         return cost
     except TriremeError as error:
         raise SoakError(f"{error}\n{run.tail()}") from error
+
+
+async def _of_those_there(run: Run, fault: Fault, crew: Crew) -> Fault:
+    """A resize may have made a trainer of another number while the one before it was leaving: it is taken in its place."""
+    own = set(crew.roles["trainer"]) | crew.spared
+
+    def there() -> dict[str, str] | None:
+        running = alive(run.folder).keys()
+        gone = [name for name in fault.victims if name not in running]
+        others = sorted(name for name in running if name.startswith("trainer") and name not in own)
+        return dict(zip(gone, others, strict=False)) if len(gone) <= len(others) else None
+
+    await until(lambda: there() is not None, ALIVE_S, f"{fault.victims} to run", run.check)
+    places = there() or {}
+    return replace(fault, victims=tuple(places.get(name, name) for name in fault.victims))
 
 
 async def whole(run: Run, trainers: int) -> float:

@@ -83,8 +83,9 @@ class Run:
         strategy: Strategy = Strategy.PARAMETER_SERVER,
         workload: Workload = CHARLM,
         lanes: int = 4,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._place = folder
+        self._place, self._environment = folder, dict(environment or {})
         self._data, self._storage = folder / "data", folder / "checkpoints"
         self.folder = self._data / JOB
         self.mode, self.strategy, self.workload = mode, strategy, workload
@@ -121,6 +122,7 @@ class Run:
             "SOAK_MODE": str(self.mode),
             "SOAK_TALLY": str(self._place / "tally"),
             self.workload.variable: str(self._place.parent / "text"),
+            **self._environment,
         }
         with (self._place / "out").open("wb") as out, (self._place / "err").open("ab") as err:
             self._began_at = err.tell()

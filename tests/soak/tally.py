@@ -1,7 +1,7 @@
 """A brake and a tally for scripts of the soak. No bit depends on either.
 
 Each minibatch takes the seconds longer that the file SOAK_BRAKE says. Each record that is computed is one line in a file of
-this process in SOAK_TALLY: its fingerprint and the time by the monotonic clock, the same for a whole minibatch.
+this process in SOAK_TALLY: its fingerprint and the time by the monotonic clock, the same for a whole minibatch. MOMENTS: see moments/.
 """
 
 from __future__ import annotations
@@ -11,6 +11,11 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+
+if os.environ.get("MOMENTS"):
+    from tests.soak.moments.hooks import install
+
+    install()
 
 BRAKE = Path(os.environ.get("SOAK_BRAKE", "no-brake"))
 TALLY = Path(os.environ.get("SOAK_TALLY", "no-tally")) / f"{os.getpid()}-{time.time_ns()}"

@@ -55,7 +55,7 @@ class CollectiveMember(Collective):
         server.directory, server.in_doubt = directory, lambda: membership.in_doubt
         server.on_torn = lambda torn: membership.set(torn=torn)
         self.on_lost = lambda: membership.set(holds=None)
-        server.giver = StateGiver(spec.job, compute, self.replica)
+        server.giver = StateGiver(spec.job, compute, self.replica, self._saved)
         place = etcd, directory, membership
         self.copies = ShareCopies(spec, *place, ports.background, compute, self.replica, self._saved)
         self._restorer = Restorer(

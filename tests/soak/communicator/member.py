@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from functools import partial
@@ -19,7 +18,8 @@ import numpy as np
 import torch
 
 import trireme
-from tests.soak.communicator.schedule import Fault, parse
+from tests.soak.cutting import cut_all
+from tests.soak.schedule import Fault, parse
 
 PACE_S = 0.01
 SIZES = (7, 3000, 200_000)
@@ -115,21 +115,6 @@ def digest(value) -> str:
     for array in value["values"] if isinstance(value, dict) else value:
         found.update(array.tobytes())
     return found.hexdigest()
-
-
-def cut_all() -> None:
-    """Every TCP connection of this process; etcd's is a UNIX socket."""
-    for name in os.listdir("/dev/fd"):  # noqa: PTH208
-        try:
-            taken = socket.socket(fileno=os.dup(int(name)))
-        except OSError:
-            continue
-        with taken:
-            try:
-                if taken.family == socket.AF_INET and taken.getpeername():
-                    taken.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class Follow(Protocol):
     """The mean gradients of all versions behind one, in order."""
 
     def begin(self, record: StepRecord, timeline: int) -> None:
-        """From the version behind `record` on."""
+        """From the version behind `record` on; `record` has the results of steps before it that may not be stored yet."""
         ...
 
     async def wait(self, version: int) -> None:
@@ -181,7 +181,7 @@ class CatchingUp:
             except (PeerError, StaleGeneration, BadFrame) as error:
                 problem = error
             else:
-                self._record = portion.head.record
+                self._record = portion.head.record.model_copy(update={"results": ()})
                 self._follow.begin(portion.head.record, self._timeline)
                 return
         raise NotReady(f"none of {len(self._donors)} trainers gives its parameters: {problem}")

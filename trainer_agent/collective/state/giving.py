@@ -9,13 +9,14 @@ versions pass too fast.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from xxhash import xxh3_128
 
 from shared.blocks.buffers import bytes_of
 from shared.errors import InvalidArgument, NotReady, StaleGeneration
+from shared.records.step import StepRecord
 from shared.runtime import clock, telemetry
 from trainer_agent.collective.replica import Replica
 from trainer_agent.collective.state.messages import Portion, StateHead, StatePart, StateRequest
@@ -32,10 +33,17 @@ log = telemetry.logger("collective.giving")
 
 
 class StateGiver:
-    """Of one trainer; `job`: its name."""
+    """Of one trainer; `job`: its name. `saved(record)`: with the results of steps before it that may not be stored yet: who joins may be the one that saves
+    or reports them."""
 
-    def __init__(self, job: str, compute: Compute, replica: Replica) -> None:
-        self._job, self._compute, self._replica = job, compute, replica
+    def __init__(
+        self,
+        job: str,
+        compute: Compute,
+        replica: Replica,
+        saved: Callable[[StepRecord], StepRecord] = lambda record: record,
+    ) -> None:
+        self._job, self._compute, self._replica, self._saved = job, compute, replica, saved
         self._blocks = tuple(compute.layout.blocks())
         self._turn = asyncio.Lock()
         self._askers = 0
@@ -55,7 +63,7 @@ class StateGiver:
         if not request.blocks:
             self._check_timeline(request)
             assert self._replica.record is not None
-            return Portion(StateHead(record=self._replica.record), ())
+            return Portion(StateHead(record=self._saved(self._replica.record)), ())
         if self._askers >= MOST_ASKERS:
             raise NotReady(f"{self._askers} trainers are asking for blocks already: ask another, or again")
         self._askers += 1

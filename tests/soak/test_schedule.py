@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.soak.communicator.schedule import KINDS, Fault, drawn, parse
+from tests.soak.schedule import KINDS, OF_JOBS, PHASES, Fault, drawn, drawn_of_jobs, parse
 
 
 def test_a_schedule_is_read_as_it_is_written():
@@ -20,6 +20,23 @@ def test_a_schedule_is_read_as_it_is_written():
 def test_what_is_no_schedule_is_refused(text):
     with pytest.raises(ValueError, match=r"."):
         parse(text)
+
+
+@pytest.mark.parametrize("text", ["1:40:allreduce:during:kill", "1:40:pull:before:size", "1:40:push:after:size"])
+def test_what_is_no_schedule_of_a_job_is_refused(text):
+    with pytest.raises(ValueError, match=r"form, push|wrong size"):
+        parse(text, OF_JOBS)
+
+
+def test_faults_of_jobs_are_drawn_of_all_operations_phases_and_kinds():
+    faults = drawn_of_jobs(1, 4, 300)
+    assert faults == drawn_of_jobs(1, 4, 300) != drawn_of_jobs(2, 4, 300)
+    assert parse(",".join(map(str, faults)), OF_JOBS) == faults
+    assert {(fault.operation, fault.phase) for fault in faults} == {
+        (name, phase) for name in OF_JOBS for phase in PHASES
+    }
+    assert {fault.kind for fault in faults} == set(KINDS)
+    assert faults[0].kind == "kill"
 
 
 def test_drawn_faults_are_of_members_that_live_and_of_all_kinds():
