@@ -7,7 +7,7 @@ import asyncio
 from functools import partial
 
 from tests.soak.communicator.run import Soak
-from tests.soak.schedule import drawn, parse
+from tests.soak.moments.schedule import drawn, parse
 
 say = partial(print, flush=True)
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 import trireme
-from tests.soak.cutting import cut_all
-from tests.soak.schedule import Fault, parse
+from tests.soak.moments.cutting import cut_all
+from tests.soak.moments.schedule import Fault, parse
 
 PACE_S = 0.01
 SIZES = (7, 3000, 200_000)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shared.etcd.embedded import EmbeddedEtcd
-from tests.soak.schedule import Fault
+from tests.soak.moments.schedule import Fault
 
 ROOT = Path(__file__).parents[3]
 STOP_S = 3.5  # longer than the lease

@@ -21,7 +21,7 @@ from shared.etcd.embedded import EmbeddedEtcd
 from shared.keys import Keys
 from shared.membership.etcd_access import EtcdAccess
 from tests.soak.communicator.run import Soak
-from tests.soak.schedule import drawn, parse
+from tests.soak.moments.schedule import drawn, parse
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[3]

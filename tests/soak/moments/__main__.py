@@ -20,8 +20,8 @@ from pathlib import Path
 from shared.errors import TriremeError
 from shared.runtime import telemetry
 from tests.soak.moments.run import TRAINERS, Soak, epochs_for
+from tests.soak.moments.schedule import OF_JOBS, drawn_of_jobs, parse
 from tests.soak.run import SoakError
-from tests.soak.schedule import OF_JOBS, drawn_of_jobs, parse
 from tests.soak.soak import undisturbed
 from tests.soak.verify import check_bits, check_records
 from tests.soak.workload import WORKLOADS

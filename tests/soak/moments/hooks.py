@@ -16,8 +16,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.soak.cutting import cut_all
-from tests.soak.schedule import OF_JOBS, Fault, parse
+from tests.soak.moments.cutting import cut_all
+from tests.soak.moments.schedule import OF_JOBS, Fault, parse
 
 DELAY_S = 0.5
 
@@ -76,7 +76,7 @@ def _wrap(moments: Moments) -> None:
     from trainer_agent.collective.replica import Replica
     from trainer_agent.collective.state.catching_up import CatchingUp
     from trainer_agent.collective.state.giving import StateGiver
-    from trainer_agent.data_plane.outbox import Outbox, _Stream
+    from trainer_agent.data_plane.outbox import Outbox
 
     reach = moments.reach
     _around(Collective, "_form", "form", reach, lambda self, *_: self.has)
@@ -89,7 +89,7 @@ def _wrap(moments: Moments) -> None:
     _around(CatchingUp, "run", "join", reach, lambda *_: None)
     _after(CatchingUp, "_take", lambda self, *_: reach("join", "during", self.version))
 
-    pushing, stepping, following = Collective.pushing, Replica.step, _Stream.__anext__
+    pushing, stepping, streaming = Collective.pushing, Replica.step, Outbox.stream
 
     @asynccontextmanager
     async def reaching(self: Any, header: Any, outboxes: Any, *more: Any) -> Any:
@@ -113,14 +113,27 @@ def _wrap(moments: Moments) -> None:
             self._optimizer.step = made
             reach("step", "after")
 
-    async def cut_short(self: Any) -> Any:
-        block, payload = await following(self)
-        if moments.wrong:
-            moments.wrong = False
+    def stream(self: Any) -> Any:
+        return _CutShort(streaming(self), moments)
+
+    Collective.pushing, Replica.step, Outbox.stream = reaching, step, stream  # type: ignore[method-assign,assignment]
+
+
+class _CutShort:
+    """The blocks of a push; if that is asked for, the next one lacks its last element."""
+
+    def __init__(self, stream: Any, moments: Moments) -> None:
+        self._stream, self._moments = stream, moments
+
+    def __aiter__(self) -> Any:
+        return self
+
+    async def __anext__(self) -> Any:
+        block, payload = await anext(self._stream)
+        if self._moments.wrong:
+            self._moments.wrong = False
             payload = memoryview(bytes(payload)[:-4])
         return block, payload
-
-    Collective.pushing, Replica.step, _Stream.__anext__ = reaching, step, cut_short  # type: ignore[method-assign,assignment]
 
 
 def _around(kind: type, name: str, operation: str, reach: Callable[..., None], step: Callable[..., int | None]) -> None:

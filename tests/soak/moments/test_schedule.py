@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.soak.schedule import KINDS, OF_JOBS, PHASES, Fault, drawn, drawn_of_jobs, parse
+from tests.soak.moments.schedule import KINDS, OF_JOBS, PHASES, Fault, drawn, drawn_of_jobs, parse
 
 
 def test_a_schedule_is_read_as_it_is_written():
