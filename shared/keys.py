@@ -46,6 +46,8 @@
     collective/lock          CommunicatorMember  member's    members                 create = 0; its create_revision is the term
     collective/epoch         Epoch               -           holder of that lock     lock + own mod_revision, which is the epoch's id
     collective/troubles/<id> Trouble             member's    member                  own create_revision
+    collective/unreached/<id> Unreached          member's    member                  own create_revision
+    collective/left_out/<id> LeftOut             decider's   holder of that lock     create_revision of collective/lock
     collective/<epoch>/...   Statement, bytes    member's    its members             mod_revision of collective/epoch = the epoch's id
 
 Values are UTF-8 JSON of the records in shared/records (integers as decimal text).
@@ -124,6 +126,7 @@ class Keys:
     collective_lock = _Key("collective/lock")
     collective_epoch = _Key("collective/epoch")
     collective_troubles = _Key("collective/troubles/")
+    collective_unreached = _Key("collective/unreached/")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefix", f"/{self.root}/{self.job}/")
@@ -221,6 +224,12 @@ class Keys:
 
     def collective_trouble(self, member: str) -> str:
         return self._of("collective", "troubles", member)
+
+    def collective_unreached_by(self, member: str) -> str:
+        return self._of("collective", "unreached", member)
+
+    def collective_left_out(self, member: str) -> str:
+        return self._of("collective", "left_out", member)
 
     def collective_of(self, epoch: int) -> str:
         """Prefix of what the members of one epoch tell each other."""

@@ -15,9 +15,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from shared.collective.decider import Decider
 from shared.collective.entering import Entering, Superseded, Unfit
-from shared.collective.lifeline import lifeline
+from shared.collective.members.decider import Decider
+from shared.collective.members.lifeline import lifeline
+from shared.collective.members.reach import Reach
 from shared.collective.mirror import Mirror
 from shared.collective.progress import Progress
 from shared.collective.records import Epoch, EpochMember, Trouble
@@ -30,7 +31,7 @@ from shared.keys import Keys
 from shared.membership.etcd_access import EtcdAccess
 from shared.membership.own_key import OwnKey
 from shared.records.members import CommunicatorMember
-from shared.runtime import ids, network, telemetry
+from shared.runtime import clock, ids, network, telemetry
 
 CLOSE_S = 5.0
 AGAIN_S = 0.1
@@ -51,6 +52,8 @@ class Background:
         self.fatal = ""
         self.why = f"this process is not registered in etcd at {access}"
         self._access = access
+        self._reach: Reach | None = None
+        self._entering_since: float | None = None  # no epoch has been entered since
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -66,7 +69,7 @@ class Background:
         self._thread.start()
         ready = self._started.wait(limit_s)
         if not ready or self.fatal:
-            why = self.fatal or f"{self.why} after {limit_s:g} s"
+            why = self.fatal or f"{self.obstacle()} after {limit_s:g} s"
             self.close()
             raise PeerError(f"no communicator: {why}", hint="is TRIREME_ETCD the address of a running etcd?")
 
@@ -77,6 +80,11 @@ class Background:
                 lambda: bool(self.fatal) or (self.session is not None and self.session.usable), max(0.0, limit_s)
             )
             return None if self.fatal else self.session if self.session and self.session.usable else None
+
+    def obstacle(self, trouble: str = "") -> str:
+        """Why there is no result, as far as is known. `trouble`: of the operation."""
+        far = self._reach.trouble if self._reach is not None else ""
+        return "; ".join(filter(None, (trouble or self.why, far)))
 
     def report(self, epoch: int, cause: str) -> None:
         """The group of `epoch` is of no use any more, here."""
@@ -150,6 +158,9 @@ class Background:
         self.mirror = Mirror(etcd, self.keys.collective)
         decider = Decider(etcd, self.keys, self.mirror, lambda: self.own, self.settings.min_members)
         entering = Entering(etcd, self.keys, self.mirror, lambda: self.own, self.settings, self.progress, self.me)
+        reach = self._reach = Reach(
+            etcd, self.keys, self.mirror, lambda: self.own, self.me, self.settings.lease_ttl_s, self._stuck_s
+        )
         async with asyncio.TaskGroup() as group:
             stopping = group.create_task(self._stop.wait())
             registered = asyncio.Event()
@@ -157,7 +168,8 @@ class Background:
                 group.create_task(part)
                 for part in (
                     self.mirror.follow(),
-                    self._stay_registered(etcd, registered),
+                    self._stay_registered(etcd, registered, reach),
+                    self._after(registered, reach.run),
                     self._after(registered, decider.run),
                     self._after(registered, lambda: self._enter_epochs(entering)),
                     self._after(registered, lambda: self._tell_troubles(etcd)),
@@ -172,9 +184,12 @@ class Background:
         await event.wait()
         await begin()
 
-    async def _stay_registered(self, etcd: Etcd, registered: asyncio.Event) -> None:
-        """Registered anew whenever the key was lost: this process was taken for dead, and is a new member then."""
+    async def _stay_registered(self, etcd: Etcd, registered: asyncio.Event, reach: Reach) -> None:
+        """Registered anew whenever the key was lost: this process was taken for dead or left out, and is a new member then. Not before it reaches
+        those who are members: with a process that some do not reach no group comes together."""
         while True:
+            await self.mirror.known.wait()
+            await reach.everybody()
             try:
                 claimed = await self.own.claim(
                     self.keys.collective_member(self.me.member), self.settings.lease_ttl_s, leaving=False
@@ -183,12 +198,11 @@ class Background:
                 self.why = f"etcd does not register this process: {error}"
                 claimed = False
             if claimed:
-                await self.mirror.known.wait()
                 self.why = "this process is in no epoch yet"
                 registered.set()
                 self._started.set()
                 await self.own.hold()
-                self.why = "this process was taken for dead, and registers anew"
+                self.why = "this process was taken for dead or left out, and registers anew"
                 self.own = OwnKey(etcd, self.own.record)
             await asyncio.sleep(ids.jitter(AGAIN_S))
 
@@ -205,6 +219,7 @@ class Background:
                 self.own.look()
                 continue
             self.why = f"members of epoch {number} have not come together yet"
+            self._entering_since = self._entering_since or clock.monotonic()
             try:
                 session = await entering.enter(number, epoch)
             except Superseded:
@@ -217,11 +232,18 @@ class Background:
                 log.warning("epoch_not_entered", epoch=number, cause=str(error))
                 self.report(number, str(error))
                 continue
+            self._entering_since = None
             session.on_free = lambda: self._soon(self.mirror.notify)
             with self.condition:
                 self.session = session
                 self.condition.notify_all()
             log.info("epoch_entered", epoch=number, rank=session.rank, size=session.size)
+
+    def _stuck_s(self) -> float:
+        """For how long no epoch could be entered, or an operation is under way."""
+        session = self.session
+        begun = [at for at in (self._entering_since, session.busy_since if session is not None else None) if at]
+        return clock.monotonic() - min(begun) if begun else 0.0
 
     def _newer(self, seen: int) -> tuple[int, Epoch] | None:
         found = self.mirror.values.get(self.keys.collective_epoch)

@@ -23,6 +23,20 @@ class Trouble(Record):
     cause: Message
 
 
+class Unreached(Record):
+    """`by` has not been able to connect to these members of its epoch for as long as a lease lasts, though their leases go on."""
+
+    by: EpochMember
+    members: tuple[EpochMember, ...]
+
+
+class LeftOut(Record):
+    """What a member is told whose lease is revoked because it and `members` do not reach each other."""
+
+    incarnation: Id
+    members: tuple[Id, ...]
+
+
 class Done(Record):
     """One operation of the group's history: its number, and the epoch in which it was done. Two members that name the same have the
     same result of it, and of all before."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from shared.collective.group import Group
 from shared.collective.progress import Progress, Result
 from shared.collective.records import Done, EpochMember
+from shared.runtime import clock
 
 
 @dataclass(slots=True)
@@ -29,6 +30,7 @@ class Session:
     root: int = 0
     broken: str = ""
     busy: bool = False
+    busy_since: float | None = None
     retiring: bool = False
     condition: threading.Condition = field(default_factory=threading.Condition)
     on_free: Callable[[], None] = lambda: None
@@ -46,12 +48,12 @@ class Session:
         with self.condition:
             if not self.usable:
                 return False
-            self.busy = True
+            self.busy, self.busy_since = True, clock.monotonic()
             return True
 
     def leave(self) -> None:
         with self.condition:
-            self.busy = False
+            self.busy, self.busy_since = False, None
             group, self.group = (self.group, None) if self.broken else (None, self.group)
         if group is not None:
             group.drop()

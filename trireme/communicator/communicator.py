@@ -208,10 +208,8 @@ class CollectiveCommunicator:
         background = self._background
         if background.fatal:
             return Status(succeeded=False, cause=Cause.CLOSED, reason=background.fatal)
-        why = trouble or background.why
-        return Status(
-            succeeded=False, cause=Cause.TIMEOUT, reason=f"not done within {self.settings.timeout_s:g} s: {why}"
-        )
+        reason = f"not done within {self.settings.timeout_s:g} s: {background.obstacle(trouble)}"
+        return Status(succeeded=False, cause=Cause.TIMEOUT, reason=reason)
 
     def _tried(self, session: Session, operation: Operation, deadline: float) -> tuple[Status, Any]:
         """Raises Broken."""

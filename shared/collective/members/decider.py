@@ -2,6 +2,7 @@
 
     candidate --lock--> decider: members' keys gone or new, trouble told ─► the next epoch, written with the lock as its fence
         └── the holder is proved dead: its lease is revoked, so that nobody waits for its end
+    decider: members that do not reach each other (reach.py) ─► those who have to go lose their leases
 
 An epoch's id is the revision of its write: no restart of anybody, and none of etcd, can give it again.
 """
@@ -14,9 +15,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 
-from shared.collective.lifeline import until_dead
+from shared.collective.members.lifeline import until_dead
+from shared.collective.members.reach import cut_off, words_s
 from shared.collective.mirror import Mirror
-from shared.collective.records import Epoch, EpochMember, Trouble
+from shared.collective.records import Epoch, EpochMember, LeftOut, Trouble, Unreached
 from shared.errors import PeerError, leaves
 from shared.etcd import Compare, Delete, Etcd, KeyValue, Lease, LeaseLost, Put
 from shared.etcd.lock import try_acquire
@@ -69,6 +71,8 @@ class Decider:
         self._last_came = self._published_at = 0.0
         self._in_doubt_at = -math.inf  # this process's lease was over then: those of others may have been, too
         self._lifelines: dict[str, asyncio.Task[None]] = {}
+        self._left_out: set[int] = set()  # leases
+        self._told_at: float | None = None  # since then members say whom they do not reach
 
     async def run(self) -> None:
         """Ends only by errors that are nobody's: WentBack, for example."""
@@ -121,6 +125,7 @@ class Decider:
                     self._hold_lifelines(group)
                     epoch_key = self._mirror.values.get(self._keys.collective_epoch)
                     epoch = self._read_epoch(epoch_key)
+                    again_s = self._leave_out(group, lease, token, epoch)
                     wanted, wait_s, seen = self._wanted(epoch, epoch_key, present), None, self._mirror.revision
                     if wanted is None:
                         changed_at = None
@@ -132,7 +137,7 @@ class Decider:
                             changed_at = None
                             continue
                     with suppress(TimeoutError):
-                        limit_s = min(RECHECK_S, wait_s) if wait_s is not None else RECHECK_S
+                        limit_s = min(each for each in (RECHECK_S, wait_s, again_s) if each is not None)
                         await self._mirror.until(partial(self._is_newer, seen), limit_s)
             finally:
                 for task in self._lifelines.values():
@@ -210,6 +215,46 @@ class Decider:
         found = self._mirror.values.get(self._keys.collective_member(member.member))
         now = read_record(CommunicatorMember, found.key, found.value) if found is not None else None
         return now.lease if now is not None and now.incarnation == member.incarnation else member.lease
+
+    def _leave_out(self, group: asyncio.TaskGroup, lease: Lease, token: int, epoch: Epoch | None) -> float | None:
+        """Members of the epoch that do not reach each other cannot be in one group. Not if too few would be left. Answers in how many seconds to look
+        again, since others may still say whom they do not reach."""
+        found = self._members()
+        present = [member for member in epoch.members if member in found] if epoch is not None else []
+        told = [
+            unreached
+            for kv in self._mirror.below(self._keys.collective_unreached)
+            if (unreached := read_record(Unreached, kv.key, kv.value)) is not None
+        ]
+        out = cut_off(present, told)
+        if not out or len(present) - len(out) < max(1, self._minimum):
+            self._told_at = None
+            return None
+        now = clock.monotonic()
+        self._told_at = now if self._told_at is None else self._told_at
+        if (left_s := self._told_at + words_s(len(present)) - now) > 0:
+            return left_s
+        for named, members in out.items():
+            member, _ = found[named]
+            current = self._current_lease(member)
+            if current not in self._left_out:
+                self._left_out.add(current)
+                names = tuple(other.member for other in members)
+                log.warning("member_left_out", member=named.member, host=member.host, unreached=names)
+                notice = LeftOut(incarnation=named.incarnation, members=names)
+                group.create_task(self._revoke_told(member.member, current, notice, lease, token))
+        return None
+
+    async def _revoke_told(self, member: str, revoked: int, notice: LeftOut, lease: Lease, token: int) -> None:
+        key, fence = self._keys.collective_left_out(member), [Compare.create(self._keys.collective_lock, "==", token)]
+        while True:
+            try:
+                if (await self._etcd.txn(fence, [Put(key, notice.to_bytes(), lease.id)])).succeeded:
+                    await self._etcd.revoke(revoked)
+                return
+            except PeerError as error:
+                log.warning("lease_not_revoked", member=member, cause=str(error))
+                await asyncio.sleep(ids.jitter(LOST_S))
 
     async def _publish(self, token: int, before: KeyValue | None, members: tuple[EpochMember, ...]) -> None:
         """Returns when the mirror shows the write. Raises PeerError, LeaseLost: the lock is lost, or it is not known."""

@@ -82,6 +82,23 @@ async def until_dead(member: CommunicatorMember) -> None:
         await asyncio.sleep(0.001)  # a peer that closes each connection at once shall not keep this process busy
 
 
+async def reaches(member: CommunicatorMember) -> bool:
+    """Whether a connection to that process is made and answered within CONNECT_S. A refused one counts: then the way is open, and the process is
+    dead, which is proved in another way."""
+    host, _, port = member.address.rpartition(":")
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=LINE_BYTES)
+            try:
+                return bool(await reader.readline())
+            finally:
+                writer.transport.abort()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError, ValueError):
+        return False
+
+
 async def _is_another(reader: asyncio.StreamReader, member: CommunicatorMember) -> bool:
     """Whether another process than `member` listens there by now. Waits as long as a frozen process says nothing."""
     line = await reader.readline()
