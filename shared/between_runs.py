@@ -15,7 +15,7 @@ FREE = frozenset(
         "task_timeout_floor_s", "task_timeout_ceiling_s", "max_task_failures", "max_discarded_fraction", "max_user_failures",
         "checkpoint_every_steps", "checkpoint_every_epochs", "checkpoint_every_seconds", "keep_checkpoints",
         "deltas_per_base", "snapshot_bytes", "checkpoint_checksum", "skip_after_seconds", "recovery_timeout_s", "grad_norm_every", "pre_tasks", "post_tasks",
-        "trackers", "strategy", "min_members", "restart_policy", "restart_delay_s",
+        "trackers", "strategy", "min_members", "exchange", "backend", "reduction", "bucket_bytes", "restart_policy", "restart_delay_s",
     }
 )  # fmt: skip
 GROWS = "epochs"

@@ -42,6 +42,7 @@
     checkpoints/latest/files/<id>    Paused             -          finish_lock       as latest
     checkpoints/finish_lock          text               holder's   pserver           create = 0
     checkpoints/latest               CheckpointLatest   -          finish_lock       lock + all parts + state + own mod_revision
+    exchange/<generation>/<attempt>/...  NativeStatement, bytes  trainer's  trainers with lanes  none: each writes its own, and a generation never repeats
     collective/members/<id>  CommunicatorMember  member's    member                  create = 0
     collective/lock          CommunicatorMember  member's    members                 create = 0; its create_revision is the term
     collective/epoch         Epoch               -           holder of that lock     lock + own mod_revision, which is the epoch's id
@@ -234,6 +235,10 @@ class Keys:
     def collective_of(self, epoch: int) -> str:
         """Prefix of what the members of one epoch tell each other."""
         return self._of("collective", epoch, "")
+
+    def exchange_of(self, generation: int) -> str:
+        """Prefix of what the trainers of a collective job tell each other to build a native group."""
+        return self._of("exchange", generation, "")
 
     def directory(self) -> tuple[str, str]:
         """[start, end) of the keys that members follow (init_ps … slots), without `tasks/` and `trainers/`, which change often."""

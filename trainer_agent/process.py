@@ -27,6 +27,7 @@ from shared.runtime import http, ids, malloc, service, telemetry
 from shared.runtime.network import own_network
 from shared.security.script_digests import ScriptChanged
 from trainer_agent.agent import FAILED, Agent
+from trainer_agent.collective.native.link import backend_of
 from trainer_agent.collective.ports import collective_ports
 from trainer_agent.data_plane.http import HttpPserver, PserverPort, socket_of
 from trainer_agent.data_plane.silence import call_limit_s
@@ -198,6 +199,8 @@ def _build(
     spec: JobSpec, script: Path, executor: ThreadPoolExecutor, shared: bool, number: int, initial: str
 ) -> TorchCompute:
     malloc.give_back()
+    if spec.exchange == "native":
+        backend_of(spec.backend)
     return TorchCompute(load(script), spec, executor, shared=shared, number=number, initial=initial)
 
 

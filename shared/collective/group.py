@@ -98,6 +98,19 @@ class Group:
         numbers = [len(data), *data, *bytes(limit - len(data))]
         return [bytes(each[1 : 1 + each[0]]).decode("utf-8", "replace") for each in self.exchange(numbers, timeout_s)]
 
+    def gather_bytes(self, mine: bytes, timeout_s: float) -> list[bytes]:
+        """What every member gives, by rank; of any length."""
+        lengths = [each[0] for each in self.exchange([len(mine)], timeout_s)]
+        longest = max(lengths)
+        if not longest:
+            return [b""] * self.size
+        given = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
+        taken = [torch.empty_like(given) for _ in range(self.size)]
+        options = c10d.AllgatherOptions()
+        options.timeout = timedelta(seconds=timeout_s)
+        self._await([lambda: self._gloo.allgather([taken], [given], options)])
+        return [each[:length].numpy().tobytes() for each, length in zip(taken, lengths, strict=True)]
+
     def tell(self, data: bytes | None, root: int, timeout_s: float) -> bytes:
         """The root's bytes, to all."""
         mine = len(data) if data is not None else 0
@@ -124,12 +137,19 @@ class Group:
         self._await([call for flat in flats for call in self._broadcasts(self._data, flat, root, timeout_s)], begun)
 
     def scatter_all(
-        self, given: torch.Tensor, taken: torch.Tensor, timeout_s: float, begun: Callable[[], None]
+        self,
+        given: torch.Tensor,
+        taken: torch.Tensor,
+        timeout_s: float,
+        begun: Callable[[], None],
+        sizes: Sequence[int] = (),
     ) -> None:
-        """`given` has a part for each member in order, `taken` gets the parts that are for this one, by rank."""
+        """`given` has a part for each member in order, all of one size; `taken` gets the parts that are for this one, by rank. `sizes`: elements of
+        each of those, if members give parts of different sizes."""
         options = c10d.AllToAllOptions()
         options.timeout = timedelta(seconds=timeout_s)
-        self._await([lambda: self._data.alltoall_base(taken, given, [], [], options)], begun)
+        own = [given.numel() // self.size] * self.size if sizes else []
+        self._await([lambda: self._data.alltoall_base(taken, given, list(sizes), own, options)], begun)
 
     def gather_all(self, given: torch.Tensor, taken: torch.Tensor, timeout_s: float) -> None:
         """`taken` gets the parts of all members by rank."""

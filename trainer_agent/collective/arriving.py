@@ -6,6 +6,11 @@ pull ─staging─► own memory of each block ─all blocks, the generation is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
+
+from shared.blocks.buffer_mean import bits_of
 from shared.blocks.buffers import Buffer, tensor_over
 from shared.errors import StaleGeneration
 from shared.records.job_spec import Narrow
@@ -50,6 +55,20 @@ class Arriving:
         state = self._store.blocks[block]
         values = state.kept.get(self.version - 1) if state.is_buffer else None
         self._put(block, values.retain() if values is not None else None)
+
+    def tensor(self, block: int) -> torch.Tensor:
+        """The same memory as `staging`, in the block's dtype."""
+        return self._buffer(block).tensor
+
+    def take_buffer(self, block: int, mean: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        """A block of buffers: its mean, made of its values at the version before; None: it stays as it is."""
+        before = self._store.blocks[block].kept[self.version - 1]
+        assert before is not None
+        value = mean(before.tensor)
+        if value is None or torch.equal(bits_of(value), bits_of(before.tensor)):
+            self.keep(block)
+        else:
+            self._buffer(block).tensor.copy_(value)
 
     def complete(self) -> dict[int, Buffer | None]:
         """All of it; the caller has the references now."""

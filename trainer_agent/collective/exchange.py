@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from shared.errors import BadFrame, Gone
+from shared.lanes import Interval
 from shared.records import JobSpec
 from shared.records.step import StepRecord, StepResult
 from shared.runtime import telemetry
 from shared.serving.core.clipping import Clipping
-from shared.wire.messages import PulledBlock, PullEnd, PullRequest
+from shared.wire.messages import PulledBlock, PullEnd, PullRequest, PushHeader
 from trainer_agent.collective.gathering import LAST_ASK_S, MeanGradients
 from trainer_agent.collective.groups import Group, GroupView
 from trainer_agent.collective.mean_blocks import released
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.collective.replica import Replica
+from trainer_agent.data_plane.outbox import Outbox
 from trainer_agent.data_plane.peers import Connect, Suspect
 from trainer_agent.data_plane.routing import Routes
 from trainer_agent.data_plane.step_norm import check_finite
+from trainer_agent.data_plane.verdicts import Verdict
 from trainer_agent.model.compute import Compute
+from trainer_agent.waiting.single_error import SingleErrorGroup
 
 LOOK_S = 0.1
 
@@ -77,6 +81,8 @@ class Collective(MeanGradients):
     async def _take_part(self, group: Group) -> None:
         try:
             await self._form(group)
+            if self.native is not None and group.owns:
+                await self.native.run(group)
         except Gone as error:
             self._lose(error.message)
 
@@ -146,7 +152,10 @@ class Collective(MeanGradients):
         await self.gather_to(version)
         await self._step_to(version)
         if results_from is not None and self.store is not None:
-            self._join_results(self.store.history.results.portion(results_from))
+            own = self.store.history.results.portion(results_from)
+            if self.native is not None and (not own or own[0].step > results_from):  # no pull has brought those of others
+                await self._ask_for_results(results_from)
+            self._join_results(own)
         return self.replica.stepped
 
     def _join_results(self, own: Sequence[StepResult]) -> None:
@@ -194,6 +203,30 @@ class Collective(MeanGradients):
     @property
     def grad_norm(self) -> float | None:
         return self._measured
+
+    # ------------------------------------------------------------ pushes
+
+    @asynccontextmanager
+    async def pushing(
+        self, header: PushHeader, outboxes: Mapping[int, Outbox], skip_after_s: float | None = None
+    ) -> AsyncIterator[dict[int, Verdict]]:
+        if self.native is None:
+            async with super().pushing(header, outboxes, skip_after_s) as verdicts:
+                yield verdicts
+            return
+        verdicts = {}
+        async with SingleErrorGroup() as group:
+            offer = group.create_task(self.native.offer(header, outboxes))
+            yield verdicts
+        verdicts[header.step] = offer.result()
+
+    async def missing(self, number: int, step: int) -> tuple[Interval, ...]:
+        """Native: none, because all lanes of a trainer come from itself."""
+        return () if self.native is not None else await super().missing(number, step)
+
+    async def beginning(self, step: int) -> None:
+        if self.native is not None:
+            await self.native.beginning(step)
 
     # ------------------------------------------------------------ steps
 

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from shared.errors import Gone, NotReady, PeerError, StaleGeneration
 from shared.records import JobSpec
+from shared.records.layout import Layout
 from shared.records.step import StepRecord
 from shared.runtime import telemetry
 from shared.wire.messages import PserverInfo
 from trainer_agent.collective.arriving import Arriving
 from trainer_agent.collective.groups import Group, GroupView
 from trainer_agent.collective.mean_blocks import MeanStore
+from trainer_agent.collective.native.exchange import NativeExchange
 from trainer_agent.collective.own_share import OwnShare
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.core.steps import agreed
@@ -33,6 +36,7 @@ from trainer_agent.waiting.single_error import SingleErrorGroup
 GRACE_S = 0.1  # for answers to calls of a generation that is over; then their connections are closed
 FIRST_ASK_S, LAST_ASK_S = 0.002, 0.1  # pauses between questions to a trainer that is not in the generation yet
 ANSWER_S = 5.0
+LOOK_S = 1.0
 
 T = TypeVar("T")
 log = telemetry.logger("exchange")
@@ -60,6 +64,7 @@ class MeanGradients(Transfer):
         self._compute, self._ports = compute, ports
         self._own = OwnShare(ports.server)
         self.store: MeanStore | None = None
+        self.native: NativeExchange | None = None  # of a job with native exchange
         self._gathering = asyncio.Lock()
         self._stepped = asyncio.Event()
         self._lost = ""
@@ -85,6 +90,10 @@ class MeanGradients(Transfer):
         self.server.drop(self.server.generation)
 
     @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    @property
     def has(self) -> int:
         """The version of which it has all mean gradients; -1: none."""
         return self.store.has if self.store is not None else -1
@@ -94,6 +103,8 @@ class MeanGradients(Transfer):
     def _regroup(self) -> None:
         """In the same instant in which the generation becomes known here."""
         group = self.view.group
+        if self.native is not None:
+            self.native.regroup(group)
         place, own = -1, frozenset[int]()
         if group is not None:
             place = group.place
@@ -121,6 +132,16 @@ class MeanGradients(Transfer):
         async with SingleErrorGroup() as tasks:
             asked = [tasks.create_task(self._ask_for_version(group, place)) for place in group.others]
         return [task.result() for task in asked]
+
+    async def look_for_dead(self, group: Group) -> None:
+        """Ask all others; who does not answer is suspected. It is not waited for."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await self._versions(group)
+
+    async def catch_up(self, group: Group) -> None:
+        """The next of the versions that others of the group have. Raises Gone."""
+        await self._gather(group, group.newest)
 
     async def _while_it_lasts(self, group: Group, work: Coroutine[Any, Any, T]) -> T | None:
         """None: another generation came first."""
@@ -185,6 +206,9 @@ class MeanGradients(Transfer):
 
     async def _gather(self, group: Group, version: int) -> None:
         """All blocks of the next version, unless this trainer has `version`, or the generation ends before. Raises Gone: nobody can give it."""
+        if self.native is not None and group.owns and self.has >= group.newest:
+            await self.native.reached(group, version)
+            return
         async with self._gathering:
             store = self.store
             if store is None or store.has >= version or self.view.group is not group:

@@ -18,6 +18,7 @@ from shared.runtime import clock, telemetry
 from trainer_agent.collective.exchange import Collective, with_norm
 from trainer_agent.collective.groups import GroupView
 from trainer_agent.collective.mean_blocks import released
+from trainer_agent.collective.native.exchange import NativeExchange
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.collective.state.catching_up import Step
 from trainer_agent.collective.state.following import Following
@@ -51,6 +52,8 @@ class CollectiveMember(Collective):
         me, slot_count = membership.record.trainer, compute.layout.slot_count
         view = GroupView(directory, etcd, me, slot_count)
         super().__init__(view, connect, compute, suspect, membership.certain, spec, ports)
+        if spec.exchange == "native" and ports.native is not None:
+            self.native = NativeExchange(self, spec, me, etcd, lambda: membership.lease_id, ports.native)
         server = ports.server
         server.directory, server.in_doubt = directory, lambda: membership.in_doubt
         server.on_torn = lambda torn: membership.set(torn=torn)

@@ -24,6 +24,8 @@ from shared.records import Exchange, JobSpec, Strategy, TrainerMember
 from shared.serving.data_plane.server import make_app, serving, socket_path
 from shared.wire.region_allocator import RegionAllocator
 from trainer_agent.collective.groups import pserver_of
+from trainer_agent.collective.native.exchange import NativePlace
+from trainer_agent.collective.native.link import backend_of
 from trainer_agent.collective.server import ShareServer
 from trainer_agent.collective.state.catching_up import Donor
 from trainer_agent.collective.state.serving import HttpDonor, add_route
@@ -46,7 +48,7 @@ def no_donors(member: TrainerMember) -> Donor:
 @dataclass(frozen=True)
 class CollectivePorts:
     """`exchange`: where the others reach `server`. `step_in`: where the replica is stepped. `forget_peers`: closes connections to all but these trainers.
-    `connect_donor`: to one that gives its state. `background`: where checkpoints are written and read."""
+    `connect_donor`: to one that gives its state. `background`: where checkpoints are written and read. `native`: where native groups listen."""
 
     server: ShareServer
     exchange: Exchange
@@ -54,6 +56,7 @@ class CollectivePorts:
     forget_peers: Callable[[Collection[str]], None] = lambda _: None
     connect_donor: Callable[[TrainerMember], Donor] = no_donors
     background: Offload = at_once
+    native: NativePlace | None = None
 
     def with_peers(self, forget_peers: Callable[[Collection[str]], None]) -> CollectivePorts:
         return replace(self, forget_peers=forget_peers)
@@ -87,7 +90,10 @@ async def collective_ports(settings: Settings, spec: JobSpec, trainer: str) -> A
             async with serving(app, settings.host, settings.exchange_port, uds, tls.server()) as listening:
                 url = f"{tls.scheme}://{settings.advertised}:{listening.port}"
                 exchange = Exchange(url=url, uds=listening.uds)
-                yield CollectivePorts(server, exchange, step_in, connect_donor=connect_donor, background=background)
+                place = NativePlace(settings.advertised.strip("[]"), backend_of(spec.backend)) if spec.exchange == "native" else None
+                yield CollectivePorts(
+                    server, exchange, step_in, connect_donor=connect_donor, background=background, native=place
+                )
     finally:
         background.close()
         sys.setswitchinterval(before)

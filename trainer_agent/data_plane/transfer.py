@@ -74,6 +74,9 @@ class Transfer(Pulls):
     async def settled(self, version: int) -> None:
         """Until `version` cannot be lost any more."""
 
+    async def beginning(self, step: int) -> None:
+        """This trainer begins a step, maybe once more: the memory of its gradients is written anew."""
+
     async def reached(self) -> None:
         """Another version is in use, or the one that this trainer begins with."""
 

@@ -101,6 +101,7 @@ class SyncLoop:
             await self._readers.announce_stop(first, self._spec.epochs, version)
         step = Step(version.version, positions, self._joiner.begin_step(version), clock.monotonic())
         if self._transfer.makes_steps_again:
+            await self._transfer.beginning(step.number)
             self._compute.forget_nodes()
         with self._repair.contributing():
             async with asyncio.TaskGroup() as group:

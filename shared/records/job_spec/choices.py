@@ -15,6 +15,7 @@ Narrow = Literal["bfloat16", "float16"]
 Precision = Literal["fp32", "bf16"]
 Nonfinite = Literal["fail", "skip", "ignore"]
 Transported = Literal["float32", "bfloat16", "float16"]
+Backend = Literal["auto", "gloo", "nccl"]
 RestartPolicy = Literal["always", "on_failure", "never"]
 EvaluateEvery = Annotated[int, Field(ge=1, lt=2**63)] | Literal["epoch"]
 

@@ -16,6 +16,7 @@ from shared.records.job_spec.choices import (
     MAX_TASKS,
     RENAMED,
     SNAPSHOT_BYTES,
+    Backend,
     Dispatch,
     EvaluateEvery,
     JobTask,
@@ -27,6 +28,7 @@ from shared.records.job_spec.choices import (
     Strategy,
     Transported,
 )
+from shared.records.job_spec.strategy import check_strategy
 from shared.records.record import Record
 from shared.trackers import MAX_TRACKERS, Tracker
 
@@ -69,6 +71,23 @@ class JobSettings(Record):
         ge=1,
         le=MAX_MEMBERS,
         description="Collective: training begins, and goes on, with at least so many trainers that hold the parameters.",
+    )
+    exchange: Literal["direct", "native"] = Field(
+        default="direct",
+        description="Collective: trainers send each other gradients themselves, or by groups of torch.distributed (native).",
+    )
+    backend: Backend = Field(
+        default="auto", description="Native exchange: Gloo, NCCL, or NCCL where the trainers have GPUs (auto)."
+    )
+    reduction: Literal["canonical", "fast"] = Field(
+        default="canonical",
+        description="Native exchange: canonical gives the bits of every other number of trainers; those of fast depend on the trainers.",
+    )
+    bucket_bytes: int = Field(
+        default=25 << 20,
+        ge=4096,
+        le=1 << 30,
+        description="Native exchange: so many bytes of gradients travel in one operation.",
     )
     restart_policy: RestartPolicy = Field(
         default="always",
@@ -251,7 +270,7 @@ class JobSettings(Record):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        self._check_strategy()
+        check_strategy(self)
         if self.lanes & (self.lanes - 1):
             below = 1 << (self.lanes.bit_length() - 1)
             msg = f"lanes must be a power of two, got {self.lanes}; use {below} or {below * 2}"
@@ -289,23 +308,6 @@ class JobSettings(Record):
             msg = f"block_bytes must be a multiple of 64, got {self.block_bytes}"
             raise ValueError(msg)
         return self
-
-    def _check_strategy(self) -> None:
-        if self.strategy is Strategy.COLLECTIVE and self.mode is not Mode.SYNC:
-            msg = f"strategy is collective, which only synchronous jobs can have, and mode is {self.mode}; use mode sync, or strategy parameter_server"
-            raise ValueError(msg)
-        if self.strategy is Strategy.COLLECTIVE and self.pservers:
-            msg = f"pservers is {self.pservers}, but a job with strategy collective has no parameter servers; leave it out, or use strategy parameter_server"
-            raise ValueError(msg)
-        if self.strategy is Strategy.COLLECTIVE and self.parameter_dtype != "float32":
-            msg = f"parameter_dtype is {self.parameter_dtype}, but with strategy collective no parameters travel in a step; leave it out (gradient_dtype is for gradients, both ways)"
-            raise ValueError(msg)
-        if self.strategy is Strategy.PARAMETER_SERVER and not self.pservers:
-            msg = "pservers is 0: a job needs one at least, which hold its parameters; only strategy collective does without"
-            raise ValueError(msg)
-        if self.strategy is Strategy.PARAMETER_SERVER and self.min_members > 1:
-            msg = f"min_members is {self.min_members}, which only jobs with strategy collective can have; leave it out, or use that strategy"
-            raise ValueError(msg)
 
     def _check_plateau_metric(self) -> None:
         if self.plateau_metric is not None and self.mode is Mode.ASYNC:

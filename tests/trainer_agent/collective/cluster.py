@@ -17,6 +17,7 @@ from shared.wire.messages import PushHeader
 from tests.equipment.cluster.direct_ports import DirectPserver
 from tests.trainer_agent.cluster import TorchCluster
 from trainer_agent.agent import Agent
+from trainer_agent.collective.native.exchange import NativePlace
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.collective.server import ShareServer
 from trainer_agent.collective.state.messages import Portion, StateRequest
@@ -111,6 +112,7 @@ class CollectiveCluster(TorchCluster):
                 exchange,
                 connect_donor=lambda member: DirectDonor(self, member.trainer),
                 background=self.offload,
+                native=NativePlace("127.0.0.1", "gloo"),
             ),
         )
         self.computes[name] = compute

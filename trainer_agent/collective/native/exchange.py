@@ -1,0 +1,387 @@
+"""Mean gradients of a collective job made by a native group, in place of pushes to owners and pulls from them.
+
+a generation is formed ─► the trainers with lanes build a group ─► for each step:
+    all say which nodes they give ─► buckets, as backward finishes them ─► buffers ─► (fast: all have everything) ─► the version is there
+an error, or a step that begins again: the group is cut and built anew; another generation: the same, with its trainers
+
+Versions, statements, what is kept for those who lack a version, spares, joiners and checkpoints stay as in direct exchange: only how the members of
+one generation make the next version differs. With the fast reduction its bits depend on who they are. So nobody uses a version before all have
+received it: whoever is left has it then, and no other one is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shared.blocks.buffers import Buffer
+from shared.collective.group import Broken
+from shared.errors import InvalidArgument, TriremeError
+from shared.etcd import Etcd
+from shared.lanes import Interval
+from shared.records import JobSpec
+from shared.records.step import StepRecord
+from shared.runtime import telemetry
+from shared.runtime.network import own_network
+from shared.wire.messages import PROTOCOL_VERSION, PushHeader
+from trainer_agent.collective.arriving import Arriving
+from trainer_agent.collective.groups import Group
+from trainer_agent.collective.mean_blocks import MeanStore, released
+from trainer_agent.collective.native.buckets import buckets_of, buffers_of
+from trainer_agent.collective.native.given import ChosenNode, Given, chosen, read_told
+from trainer_agent.collective.native.link import Link, Meeting, NativeStatement, Overtaken, check_alike
+from trainer_agent.collective.native.reducing import OPERATION_S, canonical, fast, mean_of_buffer
+from trainer_agent.data_plane.outbox import Outbox
+from trainer_agent.data_plane.verdicts import Verdict
+from trainer_agent.waiting.single_error import SingleErrorGroup
+
+if TYPE_CHECKING:
+    from trainer_agent.collective.gathering import MeanGradients
+
+AGAIN_S = 0.05
+LOOK_S = 1.0  # between two looks whether a trainer that is waited for lives
+
+log = telemetry.logger("native")
+
+
+@dataclass(frozen=True, slots=True)
+class NativePlace:
+    """Of this process. `host`: the address at which others reach it. `backend`: gloo or nccl."""
+
+    host: str
+    backend: str
+
+
+@dataclass(slots=True)
+class Received:
+    """A version that this trainer has received whole, and does not know yet whether all others have, too."""
+
+    store: MeanStore
+    generation: int
+    version: int
+    arrived: dict[int, Buffer | None]
+    record: StepRecord
+
+
+class NativeExchange:
+    """Of one trainer. `host`: its mean gradients. Run `run` in each generation in which it has lanes."""
+
+    def __init__(
+        self, host: MeanGradients, spec: JobSpec, trainer: str, etcd: Etcd, lease_id: Callable[[], int], place: NativePlace
+    ) -> None:
+        self._host, self._spec, self._trainer, self._place = host, spec, trainer, place
+        self._etcd, self._lease_id = etcd, lease_id
+        self._layout = host.layout
+        payloads = self._layout.payloads(spec.gradient_dtype)
+        self._buckets = buckets_of(self._layout, payloads, spec.bucket_bytes)
+        self._buffers = buffers_of(self._layout)
+        self._canonical = spec.reduction == "canonical"
+        self._given: Given | None = None
+        self._link: Link | None = None
+        self._received: Received | None = None
+        self._attempts = (-1, 0)
+        self._changed = asyncio.Event()
+        self._failure: Exception | None = None
+
+    def __repr__(self) -> str:
+        return f"<NativeExchange, {self._spec.reduction}, {len(self._buckets)} buckets: {self._link!r}>"
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # ------------------------------------------------------------ generations
+
+    def regroup(self, group: Group | None) -> None:
+        """In the instant in which another generation is known here. What was received whole counts if this trainer is among those that say what they
+        have: else they make that version again without knowing it."""
+        if self._link is not None:
+            self._link.cut()
+        if self._given is not None:
+            self._given.end()
+        self._given = None
+        received = self._received
+        if received is not None and group is not None:
+            follows = 0 <= group.generation - received.generation <= 1
+            self._settle(counts=follows and group.place >= 0)
+        self._notify()
+
+    def _settle(self, *, counts: bool) -> None:
+        """What was received whole becomes the version that this trainer has, or is thrown away."""
+        received, self._received = self._received, None
+        if received is None:
+            return
+        store, version = received.store, received.version
+        if not counts or self._host.store is not store or store.has != version - 1:
+            released(received.arrived)
+            return
+        store.complete(version, received.arrived, received.record)
+        for number in store.own:
+            self._host.server.stepped(number, version)
+        self._notify()
+
+    async def run(self, group: Group) -> None:
+        """Build the group and make versions with it, again and again. Until cancelled. Whoever waits for a version is told if there can be none."""
+        try:
+            await self._run(group)
+        except InvalidArgument as error:
+            self._failure = error
+            self._notify()
+
+    async def _run(self, group: Group) -> None:
+        while True:
+            attempt = self._next_attempt(group.generation)
+            try:
+                async with self._entered(group, attempt) as link:
+                    while True:
+                        await self._step(group, link)
+            except Overtaken as error:
+                self._attempts = group.generation, error.attempt
+            except Broken as error:
+                log.warning("group_broken", generation=group.generation, attempt=attempt, cause=str(error))
+                self._settle(counts=True)
+                await self._host.look_for_dead(group)
+            await asyncio.sleep(AGAIN_S)
+
+    def _next_attempt(self, generation: int) -> int:
+        before, following = self._attempts
+        attempt = following if before == generation else 0
+        self._attempts = generation, attempt + 1
+        return attempt
+
+    @asynccontextmanager
+    async def _entered(self, group: Group, attempt: int) -> AsyncIterator[Link]:
+        """Raises Broken, InvalidArgument."""
+        link = self._link = Link(self._place.host, self._place.backend, self._spec.threads_per_trainer)
+        size = group.trainers.owner_count
+        try:
+            if size > 1:
+                await self._meet(group, attempt, link, size)
+            yield link
+        finally:
+            link.cut()
+            await link.idle()
+            link.close()
+            self._link = None
+
+    async def _meet(self, group: Group, attempt: int, link: Link, size: int) -> None:
+        base = self._host.view.keys.exchange_of(group.generation)
+        meeting = Meeting(self._etcd, base, attempt, self._lease_id, group.place, size)
+        mine = NativeStatement(
+            trainer=self._trainer,
+            version=self._host.has,
+            listener=await link.listen(),
+            network=own_network(),
+            manifest=self._manifest(size),
+        )
+        async with SingleErrorGroup() as tasks:
+            looking = tasks.create_task(self._look_for_dead(group))
+            statements = await meeting.statements(mine)
+            looking.cancel()
+        check_alike(statements)
+        versions = [each.version for each in statements]
+        group.newest = max(group.newest, *versions)
+        group.givers = [place for place, version in enumerate(versions) if version == group.newest != self._host.has]
+        self._notify()
+        while self._host.has < group.newest:
+            await self._host.catch_up(group)
+        await link.connect(meeting, statements)
+        assert link.group is not None
+        await link.call(link.group.exchange, [group.generation, attempt], OPERATION_S)
+        if group.place == 0:
+            await meeting.forget()
+        log.info("group_built", generation=group.generation, attempt=attempt, rank=group.place, trainers=size)
+
+    async def _look_for_dead(self, group: Group) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self._host.look_for_dead(group)
+
+    def _manifest(self, size: int) -> dict[str, str]:
+        return {
+            "protocol": str(PROTOCOL_VERSION),
+            "trainers": str(size),
+            "layout": self._layout.digest,
+            "backend": self._place.backend,
+            "reduction": self._spec.reduction,
+            "buckets": str([bucket.described() for bucket in self._buckets]),
+        }
+
+    # ------------------------------------------------------------ the loop's calls
+
+    async def offer(self, header: PushHeader, boxes: Mapping[int, Outbox]) -> Verdict:
+        """Take all blocks of a push, as they are finished. They are read until the step is over, or begins again."""
+        async with SingleErrorGroup() as tasks:
+            taking = [tasks.create_task(self._take(header, box)) for box in boxes.values()]
+        verdicts = {task.result() for task in taking}
+        if verdicts != {Verdict.ACKNOWLEDGED}:
+            return next(iter(verdicts - {Verdict.ACKNOWLEDGED}), Verdict.ACKNOWLEDGED)
+        for box in boxes.values():
+            box.first = tuple(position.lane for position in header.positions)
+        return Verdict.ACKNOWLEDGED
+
+    async def _take(self, header: PushHeader, box: Outbox) -> Verdict:
+        place, push = 0, None
+        while (found := await box.at(place)) is not None:
+            place += 1
+            item, payload = found
+            store = self._host.store
+            if store is None or header.generation != self._host.view.generation:
+                return Verdict.STALE
+            if header.step < store.has:
+                continue  # the version is there already
+            push = push or store.admit(header)
+            if store.judge(push, item.lanes) is not None:
+                return Verdict.FENCED
+            if item.lanes not in push.noted:
+                push.noted.add(item.lanes)
+                store.history.note(header, push.positions, item.lanes, item.result)
+            self._given_to(header).add(header, item, payload)
+        return Verdict.ACKNOWLEDGED if header.generation == self._host.view.generation else Verdict.STALE
+
+    def _given_to(self, header: PushHeader) -> Given:
+        given = self._given
+        if given is None or (given.step, given.generation) != (header.step, header.generation):
+            given = self._given = Given(header.step, header.generation)
+            self._notify()
+        return given
+
+    async def beginning(self, step: int) -> None:
+        """This trainer begins a step, and uses the memory of its gradients. If it had begun that step before, the group, which may be reading it, is cut."""
+        given = self._given
+        if given is None or given.step != step:
+            if self._link is not None and self._link.is_cut:
+                await self._link.idle()
+            return
+        given.end()
+        self._given = None
+        if self._link is not None:
+            self._link.cut()
+            await self._link.idle()
+
+    async def reached(self, group: Group, version: int) -> None:
+        """Until this trainer has it, or another one of the group has what this one lacks, or the generation is over. Raises InvalidArgument: there can be
+        none."""
+        while self._host.has < version and self._host.has >= group.newest and self._host.view.group is group:
+            if self._failure is not None:
+                raise self._failure
+            await self._changed.wait()
+
+    # ------------------------------------------------------------ one step
+
+    async def _step(self, group: Group, link: Link) -> None:
+        """The next version of this trainer, once all have its gradients. Raises Broken, OverflowError."""
+        store = self._host.store
+        while store is None or self._given is None or self._given.step != store.has:
+            await self._changed.wait()
+            store = self._host.store
+        given = self._given
+        await given.begun(group.trainers.lanes_of(self._trainer))
+        nodes = await self._all_told(link, given)
+        self._note(store, nodes)
+        arriving = Arriving(self._host.server, store)
+        try:
+            digests = await self._parameters(link, given, nodes, arriving)
+            await self._buffer_values(link, given, nodes, arriving)
+            arriving.check()
+        except BaseException:
+            link.cut()
+            await link.idle()
+            arriving.release()
+            raise
+        store.history.fix(arriving.version)
+        record = store.history.record(arriving.version)
+        assert record is not None
+        self._received = Received(store, group.generation, arriving.version, arriving.complete(), record)
+        if not self._canonical and link.group is not None:
+            await self._all_have(link, arriving.version, digests)
+        self._settle(counts=True)
+
+    async def _all_told(self, link: Link, given: Given) -> list[ChosenNode]:
+        mine = given.told().to_bytes()
+        told = [mine]
+        if link.group is not None:
+            told = await link.call(link.group.gather_bytes, mine, OPERATION_S)
+        return chosen(read_told(told, given.step), self._spec.lanes)
+
+    def _note(self, store: MeanStore, nodes: Sequence[ChosenNode]) -> None:
+        """What belongs to the step beside its gradients. Raises Broken: a trainer gives data of other records than this one knows of."""
+        for node in nodes:
+            push = store.admit(node.header)
+            if store.judge(push, node.lanes) is not None:
+                cause = f"{node.header.trainer} gives lanes {node.lanes} of step {node.header.step} of other records"
+                self._host.server.tear(cause)
+                raise Broken(cause)
+            store.history.note(node.header, push.positions, node.lanes, node.result)
+            store.history.results.forget(node.header.stored)
+
+    async def _parameters(
+        self, link: Link, given: Given, nodes: Sequence[ChosenNode], arriving: Arriving
+    ) -> list[int]:
+        """Answers a digest of each bucket, if the reduction is the fast one."""
+        if not any(node.count for node in nodes):
+            for bucket in self._buckets:
+                for number in bucket.numbers:
+                    arriving.keep(number)
+            return []
+        mine = [node.lanes for node in nodes if node.rank == link.rank and node.count]
+        digests = []
+        for bucket in self._buckets:
+            await given.finished(mine, bucket.numbers)
+            payloads = {lanes: given.payloads(lanes, bucket.numbers) for lanes in mine}
+            outs = [arriving.tensor(number) for number in bucket.numbers]
+            reduce = canonical if self._canonical else fast
+            try:
+                digests.append(await link.call(reduce, link.group, bucket, nodes, payloads, outs))
+            except OverflowError as error:
+                hint = f"gradient_dtype is {self._spec.gradient_dtype}; start the job with another"
+                raise InvalidArgument(f"the mean gradient of step {given.step}: {error}", hint=hint) from None
+        return [] if self._canonical else [each for each in digests if each is not None]
+
+    async def _buffer_values(
+        self, link: Link, given: Given, nodes: Sequence[ChosenNode], arriving: Arriving
+    ) -> None:
+        """Of blocks that are no parameters: all get those of all, and make the same mean of them."""
+        if not self._buffers:
+            return
+        numbers = [block.number for block in self._buffers]
+        mine = [node.lanes for node in nodes if node.rank == link.rank and node.count]
+        await given.finished(mine, numbers)
+        parts = [bytes(payload) for lanes in mine for payload in given.payloads(lanes, numbers)]
+        sizes = b"".join(len(part).to_bytes(8, "big") for part in parts)
+        all_of_them = [sizes + b"".join(parts)]
+        if link.group is not None:
+            all_of_them = await link.call(link.group.gather_bytes, all_of_them[0], OPERATION_S)
+        found: dict[int, dict[Interval, bytes]] = {number: {} for number in numbers}
+        for rank, data in enumerate(all_of_them):
+            theirs = [node.lanes for node in nodes if node.rank == rank and node.count]
+            read = taken_apart(data, len(theirs) * len(numbers))
+            for place, lanes in enumerate(theirs):
+                for position, number in enumerate(numbers):
+                    found[number][lanes] = read[place * len(numbers) + position]
+        for block in self._buffers:
+            arriving.take_buffer(block.number, lambda now, at=block: mean_of_buffer(at, now, nodes, found[at.number]))  # type: ignore[misc]
+
+    async def _all_have(self, link: Link, version: int, digests: list[int]) -> None:
+        """Raises Broken; TriremeError: the trainers have different bits."""
+        assert link.group is not None
+        said = await link.call(link.group.exchange, [version, *digests], OPERATION_S)
+        if any(each != said[0] for each in said):
+            rank = next(rank for rank, each in enumerate(said) if each != said[0])
+            msg = f"{self._spec.backend} gave trainer {rank} another mean gradient of step {version - 1} than trainer 0"
+            raise TriremeError(msg, hint="use reduction canonical, or exchange direct; is the memory of a host damaged?")
+
+
+def taken_apart(data: bytes, count: int) -> list[bytes]:
+    """`count` parts behind their sizes, of 8 bytes each. Raises Broken."""
+    sizes = [int.from_bytes(data[8 * place : 8 * place + 8], "big") for place in range(count)]
+    if len(data) != 8 * count + sum(sizes):
+        raise Broken(f"{len(data)} bytes of buffers came, {8 * count + sum(sizes)} were told")
+    found, first = [], 8 * count
+    for size in sizes:
+        found.append(data[first : first + size])
+        first += size
+    return found

@@ -1,0 +1,155 @@
+"""The mean gradients of a bucket in one native group, two ways. These functions block: they run in the group's own thread.
+
+canonical  all to all: each trainer gets its part of all nodes ─► the canonical tree ─► all gather: the same bits whoever trains
+fast       each trainer adds up its nodes, weighted ─► all reduce: all trainers have the same bits, which depend on who they are
+
+Memory of results is the caller's; nodes are only read. `group` None: this trainer is alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from xxhash import xxh3_64
+
+from shared.blocks.buffer_mean import combine_buffers
+from shared.blocks.buffers import bytes_of, tensor_over
+from shared.blocks.narrow import DTYPES, cast_into, round_to
+from shared.collective.group import Group
+from shared.lanes import Interval, combine
+from shared.records.layout import Block
+from trainer_agent.collective.native.buckets import Bucket
+from trainer_agent.collective.native.given import ChosenNode
+
+OPERATION_S = 300.0  # members may compute for so long before the others' operation fails, and is begun again
+
+Payloads = Mapping[Interval, Sequence[memoryview]]
+"""Of this trainer's chosen nodes: each block of a bucket."""
+Value = tuple[torch.Tensor | None, int]
+
+
+def _nothing() -> None:
+    """No phase."""
+
+
+def canonical(
+    group: Group | None, bucket: Bucket, nodes: Sequence[ChosenNode], payloads: Payloads, outs: Sequence[torch.Tensor]
+) -> None:
+    """Write the mean of each block into `outs`. Raises Broken, OverflowError."""
+    size, travels = (1, bucket.travels) if group is None else (group.size, bucket.travels)
+    part = -(-bucket.elements // size)
+    rank = 0 if group is None else group.rank
+    mine = [node for node in nodes if node.rank == rank and node.count]
+    given = torch.empty(size, len(mine), part, dtype=travels)
+    for place, node in enumerate(mine):
+        flat = torch.zeros(size * part, dtype=travels)
+        pack(bucket, payloads[node.lanes], flat)
+        given[:, place] = flat.view(size, part)
+    full = [node for node in nodes if node.count]
+    by_rank = [sum(node.rank == each for node in full) for each in range(size)]
+    taken = torch.empty(len(full), part, dtype=travels)
+    if group is None:
+        taken = given.view(len(full), part)
+    else:
+        there = group.data_device
+        bytes_of_part = part * travels.itemsize
+        moved = _raw(taken).to(there)
+        sizes = [count * bytes_of_part for count in by_rank]
+        group.scatter_all(_raw(given).to(there), moved, OPERATION_S, _nothing, sizes)
+        taken = moved.to("cpu").view(travels).view(len(full), part)
+    order = sorted(full, key=lambda node: (node.rank, node.lanes))
+    found: dict[Interval, Value] = {node.lanes: (None, 0) for node in nodes}
+    for node, value in zip(order, taken, strict=True):
+        found[node.lanes] = value.to(DTYPES[bucket.dtype]), node.count
+    root = (0, max(node.lanes[1] for node in nodes))
+    narrow = DTYPES[bucket.narrow] if bucket.narrow is not None else None
+    whole, _ = mean_over(found, root, combine, narrow)
+    assert whole is not None
+    share = whole
+    if narrow is not None:
+        share = torch.empty(part, dtype=narrow)
+        cast_into(share, whole)
+    result = share
+    if group is not None:
+        gathered = torch.empty(size * part * travels.itemsize, dtype=torch.uint8, device=group.data_device)
+        group.gather_all(_raw(share).to(group.data_device), gathered, OPERATION_S)
+        result = gathered.to("cpu").view(travels)
+    unpack(result, outs)
+
+
+def fast(
+    group: Group | None, bucket: Bucket, nodes: Sequence[ChosenNode], payloads: Payloads, outs: Sequence[torch.Tensor]
+) -> int:
+    """As `canonical`; answers a digest of the result as it came. Raises Broken, OverflowError."""
+    rank = 0 if group is None else group.rank
+    total = sum(node.count for node in nodes)
+    wide = DTYPES[bucket.dtype]
+    flat = torch.zeros(bucket.elements, dtype=wide)
+    scratch = torch.empty(bucket.elements, dtype=bucket.travels)
+    for node in nodes:
+        if node.rank == rank and node.count:
+            pack(bucket, payloads[node.lanes], scratch)
+            flat.add_(scratch.to(wide), alpha=node.count / total)
+    result = flat
+    if bucket.narrow is not None:
+        result = scratch
+        cast_into(result, flat)
+    if group is not None:
+        moved = result.to(group.data_device)
+        group.allreduce([moved], OPERATION_S, _nothing)
+        result = moved.to("cpu")
+    unpack(result, outs)
+    return xxh3_64(bytes_of(result)).intdigest() >> 1
+
+
+def mean_over(
+    nodes: Mapping[Interval, Value], root: Interval, mean: Callable[..., Any], narrow: torch.dtype | None = None
+) -> Value:
+    """Over the canonical tree, as Accumulator: the same order, the same rounding. In place: nodes are overwritten. `narrow`: what every node is rounded to."""
+    if root in nodes:
+        return nodes[root]
+    middle = (root[0] + root[1]) // 2
+    left, left_count = mean_over(nodes, (root[0], middle), mean, narrow)
+    right, right_count = mean_over(nodes, (middle, root[1]), mean, narrow)
+    if left is None or right is None:
+        return (left, left_count) if right is None else (right, right_count)
+    value, count = mean(left, left_count, right, right_count)
+    if narrow is not None:
+        round_to(value, torch.empty_like(value, dtype=narrow))
+    return value, count
+
+
+def mean_of_buffer(
+    block: Block, current: torch.Tensor, nodes: Sequence[ChosenNode], payloads: Mapping[Interval, bytes]
+) -> torch.Tensor | None:
+    """Of one block of buffers; None: no lane had data. An empty payload: as it is."""
+    found: dict[Interval, Value] = {}
+    for node in nodes:
+        value = None
+        if node.count:
+            data = payloads[node.lanes]
+            value = tensor_over(memoryview(bytearray(data)), block.dtype) if data else current.clone()
+        found[node.lanes] = value, node.count
+    return mean_over(found, (0, max(node.lanes[1] for node in nodes)), combine_buffers)[0]
+
+
+def pack(bucket: Bucket, payloads: Sequence[memoryview], flat: torch.Tensor) -> None:
+    """The blocks of one node, one behind the other."""
+    first = 0
+    for block, payload in zip(bucket.blocks, payloads, strict=True):
+        flat[first : first + block.elements] = tensor_over(payload, bucket.narrow or bucket.dtype)
+        first += block.elements
+
+
+def unpack(flat: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
+    first = 0
+    for out in outs:
+        out.copy_(flat[first : first + out.numel()])
+        first += out.numel()
+
+
+def _raw(values: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes: what is moved keeps every bit, and every backend has bytes."""
+    return values.contiguous().view(-1).view(torch.uint8)
