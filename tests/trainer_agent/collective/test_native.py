@@ -7,19 +7,109 @@ import asyncio
 import pytest
 import torch
 
+from shared.collective.group import Group
 from shared.records import Phase, Strategy
-from tests.trainer_agent.collective.cluster import cluster, trained
+from tests.trainer_agent.collective.cluster import CollectiveCluster, cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, write_script
+from trainer_agent.collective.native.exchange import NativeExchange
 
-COLLECTIVE = {"strategy": Strategy.COLLECTIVE, "pservers": 0, "lanes": 4, "global_batch_size": 12, "records_per_task": 6}
+COLLECTIVE = {
+    "strategy": Strategy.COLLECTIVE,
+    "pservers": 0,
+    "lanes": 4,
+    "global_batch_size": 12,
+    "records_per_task": 6,
+    "epochs": 1,
+    "trainers": 3,
+}
 NATIVE = {**COLLECTIVE, "exchange": "native", "bucket_bytes": 4096}
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_dtype": "bfloat16"}])
-async def test_canonical_reduction_gives_the_bits_of_direct_exchange_to_three_trainers_with_uneven_lanes(
-    tmp_path, options
-):
+def exchange_of(made: CollectiveCluster, name: str) -> NativeExchange:
+    member = made.agents[name]._collective  # noqa: SLF001
+    assert member is not None
+    assert member.native is not None
+    return member.native
+
+
+async def test_canonical_reduction_gives_the_bits_of_direct_exchange_whoever_trains(tmp_path):
+    """Three trainers of four lanes, so one has more nodes than the others; a model with buffers; a step without data in most lanes at the end."""
     script = write_script(tmp_path)
-    direct = await trained(spec_for(script, epochs=1, **COLLECTIVE, **options, storage=str(tmp_path / "a")), 1)
-    native = await trained(spec_for(script, epochs=1, **NATIVE, **options, storage=str(tmp_path / "b")), 3)
+    direct = await trained(spec_for(script, **COLLECTIVE, storage=str(tmp_path / "a")), 1)
+    native = await trained(spec_for(script, **NATIVE, storage=str(tmp_path / "b")), 3)
     assert differing(direct, native) == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("options", [{"gradient_dtype": "bfloat16"}, {"clip_grad_norm": 0.3}, {"lanes": 8}])
+async def test_narrow_and_clipped_gradients_have_the_bits_of_direct_exchange(tmp_path, options):
+    script = write_script(tmp_path)
+    size = {"global_batch_size": 16, **options}
+    direct = await trained(spec_for(script, **COLLECTIVE | size, storage=str(tmp_path / "a")), 2)
+    native = await trained(spec_for(script, **NATIVE | size, storage=str(tmp_path / "b")), 3)
+    assert differing(direct, native) == []
+
+
+@pytest.mark.soak
+async def test_fast_reduction_gives_all_trainers_the_same_bits_and_nearly_those_of_direct_exchange(tmp_path):
+    script = write_script(tmp_path)
+    direct = await trained(spec_for(script, **COLLECTIVE, storage=str(tmp_path / "a")), 1)
+    async with cluster(spec_for(script, **NATIVE, reduction="fast", storage=str(tmp_path / "b")), 3) as made:
+        await made.version(4)
+        stores = {name: made.shares[name].store for name in made.running}
+        both = [store for store in stores.values() if store is not None and store.has >= 3]
+        values = [store.blocks[0].kept[3] for store in both if 3 in store.blocks[0].kept]
+        assert len(values) > 1
+        assert all(torch.equal(each.tensor, values[0].tensor) for each in values)
+        assert (await made.ended()).phase is Phase.COMPLETED
+        native = made.exported()
+    assert direct.keys() == native.keys()
+    for name, value in direct.items():
+        torch.testing.assert_close(native[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.soak
+async def test_trainers_that_die_and_come_do_not_show_in_the_bits(tmp_path):
+    script = write_script(tmp_path)
+    undisturbed = await trained(spec_for(script, **COLLECTIVE | {"epochs": 6}, storage=str(tmp_path / "a")), 1)
+    async with cluster(spec_for(script, **NATIVE | {"epochs": 6}, storage=str(tmp_path / "b")), 3) as made:
+        await made.version(3)
+        await made.kill("trainer-0-x")
+        await made.version(7)
+        made.add_trainer("trainer-3-x")
+        await made.version(16)
+        await made.kill("trainer-1-x")
+        assert (await made.ended()).phase is Phase.COMPLETED
+        assert differing(undisturbed, made.exported()) == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("reduction", ["canonical", "fast"])
+async def test_a_group_that_breaks_without_a_death_is_built_again_in_the_same_generation(tmp_path, reduction):
+    script = write_script(tmp_path)
+    settings = {"epochs": 6, "reduction": reduction}
+    undisturbed = await trained(spec_for(script, **NATIVE | settings, storage=str(tmp_path / "a")), 3)
+    async with cluster(spec_for(script, **NATIVE | settings, storage=str(tmp_path / "b")), 3) as made:
+        for version in (2, 5, 8, 11):
+            await made.version(version)
+            link = exchange_of(made, f"trainer-{version % 3}-x")._link  # noqa: SLF001
+            if link is not None and isinstance(link.group, Group):
+                link.group.cut()
+        generation = made.directory.known_state.generation
+        assert (await made.ended()).phase is Phase.COMPLETED
+        assert made.directory.known_state.generation == generation
+        assert exchange_of(made, "trainer-0-x")._attempts[1] > 1  # noqa: SLF001
+        assert differing(undisturbed, made.exported()) == []
+
+
+@pytest.mark.soak
+async def test_trainers_that_are_told_different_things_end_the_job_with_a_sentence(tmp_path):
+    script = write_script(tmp_path)
+    async with cluster(spec_for(script, **NATIVE)) as made:
+        made.add_trainer("trainer-0-x")
+        made.spec = made.spec.model_copy(update={"bucket_bytes": 8192, "reduction": "fast"})
+        made.add_trainer("trainer-1-x")
+        state = await made.ended()
+        assert state.phase is Phase.FAILED
+        assert "reduction is" in state.reason
+        await asyncio.sleep(0)
