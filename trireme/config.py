@@ -30,6 +30,10 @@ class Config:
     trainers: int | None = None
     pservers: int | str | None = None
     min_members: int | None = None
+    exchange: str | None = None
+    backend: str | None = None
+    reduction: str | None = None
+    bucket_bytes: int | None = None
     restart_policy: str | None = None
     restart_delay_s: float | None = None
     records_per_task: int | None = None

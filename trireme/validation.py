@@ -15,7 +15,9 @@ from shared.security.hidden import hidden
 AUTO = "auto"
 _DATASET = {"kind": "text_lines", "urls": ("-",)}
 _PLACEHOLDERS = {"job": "job", "script": "-", "storage": "-", "dataset": _DATASET, "evaluation_dataset": _DATASET}
-_SYNCHRONOUS = ("mode", "strategy", "min_members", "evaluate_every", "keep_best", "stop_early", "plateau_metric")
+_NATIVE = ("backend", "reduction", "bucket_bytes")
+_COLLECTIVE = ("min_members", "exchange", *_NATIVE)
+_SYNCHRONOUS = ("mode", "strategy", *_COLLECTIVE, "evaluate_every", "keep_best", "stop_early", "plateau_metric")
 
 
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
@@ -40,7 +42,9 @@ def field_problems(values: Mapping[str, Any], origins: Mapping[str, str] = Mappi
     alone = {name: values[name] for name in _SYNCHRONOUS if name in values}
     if not alone.keys().isdisjoint(("keep_best", "stop_early", "plateau_metric")):
         alone.setdefault("evaluate_every", "epoch")  # it may be set elsewhere
-    if "min_members" in alone:  # so may the strategy
+    if not alone.keys().isdisjoint(_NATIVE):
+        alone.setdefault("exchange", "native")
+    if not alone.keys().isdisjoint(_COLLECTIVE):  # so may the strategy
         alone = {"strategy": "collective", **alone}
     others = {name: value for name, value in values.items() if name not in _SYNCHRONOUS}
     if values.get("strategy") == Strategy.COLLECTIVE and "pservers" in others:

@@ -153,7 +153,9 @@ class Collective(MeanGradients):
         await self._step_to(version)
         if results_from is not None and self.store is not None:
             own = self.store.history.results.portion(results_from)
-            if self.native is not None and (not own or own[0].step > results_from):  # no pull has brought those of others
+            if self.native is not None and (
+                not own or own[0].step > results_from
+            ):  # no pull has brought those of others
                 await self._ask_for_results(results_from)
             self._join_results(own)
         return self.replica.stepped

@@ -90,7 +90,11 @@ async def collective_ports(settings: Settings, spec: JobSpec, trainer: str) -> A
             async with serving(app, settings.host, settings.exchange_port, uds, tls.server()) as listening:
                 url = f"{tls.scheme}://{settings.advertised}:{listening.port}"
                 exchange = Exchange(url=url, uds=listening.uds)
-                place = NativePlace(settings.advertised.strip("[]"), backend_of(spec.backend)) if spec.exchange == "native" else None
+                place = (
+                    NativePlace(settings.advertised.strip("[]"), backend_of(spec.backend))
+                    if spec.exchange == "native"
+                    else None
+                )
                 yield CollectivePorts(
                     server, exchange, step_in, connect_donor=connect_donor, background=background, native=place
                 )

@@ -87,6 +87,34 @@ MinMembers = Annotated[
     int | None,
     typer.Option(help="Collective: train only while so many trainers have the parameters. Default: 1.", metavar="N"),
 ]
+OF_EXCHANGE = ("exchange", "backend", "reduction", "bucket_bytes")
+ExchangeOfJob = Annotated[
+    str | None,
+    typer.Option(
+        "--exchange",
+        help="Collective: trainers send each other gradients themselves, or by groups of torch.distributed. Default: direct.",
+        metavar="direct|native",
+    ),
+]
+Backend = Annotated[
+    str | None,
+    typer.Option(help="Native exchange: auto is NCCL on GPUs, else Gloo.", metavar="auto|gloo|nccl"),
+]
+Reduction = Annotated[
+    str | None,
+    typer.Option(
+        help="Native exchange: the same bits whoever trains (canonical, the default), or those of an allreduce.",
+        metavar="canonical|fast",
+    ),
+]
+BucketBytes = Annotated[
+    int | None,
+    typer.Option(
+        "--bucket-bytes",
+        help="Native exchange: bytes of gradients in one operation. Default: 26214400.",
+        metavar="N",
+    ),
+]
 Restarts = Annotated[
     str | None,
     typer.Option(

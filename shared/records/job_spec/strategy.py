@@ -24,7 +24,9 @@ def check_strategy(spec: JobSettings) -> None:
         msg = f"parameter_dtype is {spec.parameter_dtype}, but with strategy collective no parameters travel in a step; leave it out (gradient_dtype is for gradients, both ways)"
         raise ValueError(msg)
     if spec.strategy is Strategy.PARAMETER_SERVER and not spec.pservers:
-        msg = "pservers is 0: a job needs one at least, which hold its parameters; only strategy collective does without"
+        msg = (
+            "pservers is 0: a job needs one at least, which hold its parameters; only strategy collective does without"
+        )
         raise ValueError(msg)
     if spec.strategy is Strategy.PARAMETER_SERVER and spec.min_members > 1:
         msg = f"min_members is {spec.min_members}, which only jobs with strategy collective can have; leave it out, or use that strategy"

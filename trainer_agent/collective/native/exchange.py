@@ -70,7 +70,13 @@ class NativeExchange:
     """Of one trainer. `host`: its mean gradients. Run `run` in each generation in which it has lanes."""
 
     def __init__(
-        self, host: MeanGradients, spec: JobSpec, trainer: str, etcd: Etcd, lease_id: Callable[[], int], place: NativePlace
+        self,
+        host: MeanGradients,
+        spec: JobSpec,
+        trainer: str,
+        etcd: Etcd,
+        lease_id: Callable[[], int],
+        place: NativePlace,
     ) -> None:
         self._host, self._spec, self._trainer, self._place = host, spec, trainer, place
         self._etcd, self._lease_id = etcd, lease_id
@@ -141,9 +147,10 @@ class NativeExchange:
             except Overtaken as error:
                 self._attempts = group.generation, error.attempt
             except Broken as error:
-                log.warning("group_broken", generation=group.generation, attempt=attempt, cause=str(error))
-                self._settle(counts=True)
-                await self._host.look_for_dead(group)
+                if self._host.view.group is group:
+                    log.warning("group_broken", generation=group.generation, attempt=attempt, cause=str(error))
+                    self._settle(counts=True)
+                    await self._host.look_for_dead(group)
             await asyncio.sleep(AGAIN_S)
 
     def _next_attempt(self, generation: int) -> int:
@@ -318,9 +325,7 @@ class NativeExchange:
             store.history.note(node.header, push.positions, node.lanes, node.result)
             store.history.results.forget(node.header.stored)
 
-    async def _parameters(
-        self, link: Link, given: Given, nodes: Sequence[ChosenNode], arriving: Arriving
-    ) -> list[int]:
+    async def _parameters(self, link: Link, given: Given, nodes: Sequence[ChosenNode], arriving: Arriving) -> list[int]:
         """Answers a digest of each bucket, if the reduction is the fast one."""
         if not any(node.count for node in nodes):
             for bucket in self._buckets:
@@ -341,9 +346,7 @@ class NativeExchange:
                 raise InvalidArgument(f"the mean gradient of step {given.step}: {error}", hint=hint) from None
         return [] if self._canonical else [each for each in digests if each is not None]
 
-    async def _buffer_values(
-        self, link: Link, given: Given, nodes: Sequence[ChosenNode], arriving: Arriving
-    ) -> None:
+    async def _buffer_values(self, link: Link, given: Given, nodes: Sequence[ChosenNode], arriving: Arriving) -> None:
         """Of blocks that are no parameters: all get those of all, and make the same mean of them."""
         if not self._buffers:
             return
@@ -372,7 +375,9 @@ class NativeExchange:
         if any(each != said[0] for each in said):
             rank = next(rank for rank, each in enumerate(said) if each != said[0])
             msg = f"{self._spec.backend} gave trainer {rank} another mean gradient of step {version - 1} than trainer 0"
-            raise TriremeError(msg, hint="use reduction canonical, or exchange direct; is the memory of a host damaged?")
+            raise TriremeError(
+                msg, hint="use reduction canonical, or exchange direct; is the memory of a host damaged?"
+            )
 
 
 def taken_apart(data: bytes, count: int) -> list[bytes]:
