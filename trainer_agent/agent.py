@@ -52,7 +52,7 @@ log = telemetry.logger("agent")
 
 
 class Agent:
-    """`run` returns the process's exit code. `directory.run()` must run beside it."""
+    """`run` returns the process's exit code. `directory.run()` must run beside it. `collective`: of a collective job, what it is to the others."""
 
     def __init__(
         self,
@@ -76,10 +76,10 @@ class Agent:
         self._reports = reports = Reports(master, member.trainer, self._held, self._pace)
         source = TaskSource(spec, master, member.trainer, offload)
         transfer: Transfer
-        self._collective: CollectiveMember | None = None
+        self.collective: CollectiveMember | None = None
         if collective is not None:
             job = spec, etcd, directory, self._membership, compute
-            transfer = self._collective = CollectiveMember(*job, connect, reports.suspect, collective)
+            transfer = self.collective = CollectiveMember(*job, connect, reports.suspect, collective)
         else:
             transfer = Transfer(
                 directory,
@@ -131,8 +131,8 @@ class Agent:
         view.observers.append(lambda: self._membership.follow(listed=name in view.trainers))
         async with SingleErrorGroup() as group:
             beside = [group.create_task(self._reports.run()), group.create_task(self._evaluator.run())]
-            if self._collective is not None:
-                beside.append(group.create_task(self._collective.run()))
+            if self.collective is not None:
+                beside.append(group.create_task(self.collective.run()))
             if self._spec.mode is Mode.ASYNC:
                 beside.append(group.create_task(self._pauses.run()))
             work = group.create_task(self._work())
@@ -148,8 +148,8 @@ class Agent:
                 code = next((code for task, code in ends.items() if task.done()), OK)
                 if work.done() and not work.cancelled() and work.exception() is None:
                     code = work.result()
-                if self._collective is not None and code == OK:
-                    await self._collective.until_saved(LEAVE_S)
+                if self.collective is not None and code == OK:
+                    await self.collective.until_saved(LEAVE_S)
                 await self._membership.leave(asked=self._stopping.is_set())
             finally:
                 await end_tasks((*beside, work, *ends))
@@ -203,8 +203,8 @@ class Agent:
     async def _has_values(self) -> bool:
         """False: only a new process can train."""
         job = self._spec, self._directory, self._etcd, self._membership, self._compute
-        if self._collective is not None:
-            return await begin_together(*job, self._collective)
+        if self.collective is not None:
+            return await begin_together(*job, self.collective)
         return await ensure_initialised(*job, self._connect)
 
     def _duty(self) -> Duty:

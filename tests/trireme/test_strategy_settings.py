@@ -54,6 +54,12 @@ def test_jobs_have_parameter_servers_unless_they_say_otherwise():
             "parameter_dtype is bfloat16, but with strategy collective no parameters travel in a step; leave it out",
         ),
         ({"min_members": 2}, {}, "min_members is 2, which only jobs with strategy collective can have"),
+        ({"exchange": "native"}, {}, "exchange is native, which only jobs with strategy collective can have; leave it out"),
+        (COLLECTIVE, {"reduction": "fast"}, "reduction is fast, which only native exchange has, and exchange is direct; leave it out"),
+        (COLLECTIVE, {"bucket_bytes": 1 << 20}, "bucket_bytes is 1048576, which only native exchange has"),
+        ({**COLLECTIVE, "backend": "gloo"}, {}, "backend is gloo, which only native exchange has"),
+        ({**COLLECTIVE, "exchange": "native", "backend": "mpi"}, {}, "--backend = 'mpi'"),
+        ({**COLLECTIVE, "exchange": "native", "bucket_bytes": 10}, {}, "--bucket-bytes = 10"),
         ({"strategy": "gossip"}, {}, "--strategy = 'gossip': input should be 'parameter_server' or 'collective'"),
         ({"restart_policy": "sometimes"}, {}, "--restart-policy = 'sometimes'"),
         ({"restart_delay_s": -1}, {}, "--restart-delay-s = -1"),
@@ -72,6 +78,8 @@ def test_a_problem_names_where_each_setting_was_given():
 
 def test_settings_alone_are_refused_only_if_no_other_could_make_them_possible():
     for possible in ({"min_members": 5}, {"min_members": 5, "trainers": 5}, {**COLLECTIVE, "pservers": 0}, COLLECTIVE):
+        trireme.Config(**possible)
+    for possible in ({"exchange": "native"}, {"reduction": "fast"}, {"backend": "nccl"}, {"bucket_bytes": 1 << 20}):
         trireme.Config(**possible)
     with pytest.raises(ConfigError, match="min_members"):
         trireme.Config(min_members=0)

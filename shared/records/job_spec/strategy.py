@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from shared.records.job_spec.choices import Mode, Strategy
 
-if TYPE_CHECKING:
-    from shared.records.job_spec.settings import JobSettings
-
-OF_NATIVE = ("backend", "reduction", "bucket_bytes")
+OF_NATIVE = {"backend": "auto", "reduction": "canonical", "bucket_bytes": 25 << 20}
+"""Settings that only native exchange has, and their defaults."""
 
 
-def check_strategy(spec: JobSettings) -> None:
+class Settings(Protocol):
+    """Those of JobSettings that are compared here."""
+
+    @property
+    def strategy(self) -> Strategy: ...
+
+    @property
+    def mode(self) -> Mode: ...
+
+    @property
+    def pservers(self) -> int: ...
+
+    @property
+    def parameter_dtype(self) -> str: ...
+
+    @property
+    def min_members(self) -> int: ...
+
+    @property
+    def exchange(self) -> str: ...
+
+
+def check_strategy(spec: Settings) -> None:
     """Raises ValueError."""
     if spec.strategy is Strategy.COLLECTIVE and spec.mode is not Mode.SYNC:
         msg = f"strategy is collective, which only synchronous jobs can have, and mode is {spec.mode}; use mode sync, or strategy parameter_server"
@@ -34,12 +54,12 @@ def check_strategy(spec: JobSettings) -> None:
     _check_exchange(spec)
 
 
-def _check_exchange(spec: JobSettings) -> None:
+def _check_exchange(spec: Settings) -> None:
     if spec.strategy is Strategy.PARAMETER_SERVER and spec.exchange != "direct":
         msg = f"exchange is {spec.exchange}, which only jobs with strategy collective can have; leave it out, or use that strategy"
         raise ValueError(msg)
     if spec.exchange == "direct":
-        for name in OF_NATIVE:
-            if (value := getattr(spec, name)) != type(spec).model_fields[name].default:
+        for name, default in OF_NATIVE.items():
+            if (value := getattr(spec, name)) != default:
                 msg = f"{name} is {value}, which only native exchange has, and exchange is direct; leave it out, or use exchange native"
                 raise ValueError(msg)

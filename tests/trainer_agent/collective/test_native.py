@@ -26,7 +26,7 @@ NATIVE = {**COLLECTIVE, "exchange": "native", "bucket_bytes": 4096}
 
 
 def exchange_of(made: CollectiveCluster, name: str) -> NativeExchange:
-    member = made.agents[name]._collective
+    member = made.agents[name].collective
     assert member is not None
     assert member.native is not None
     return member.native
@@ -92,13 +92,13 @@ async def test_a_group_that_breaks_without_a_death_is_built_again_in_the_same_ge
     async with cluster(spec_for(script, **NATIVE | settings, storage=str(tmp_path / "b")), 3) as made:
         for version in (2, 5, 8, 11):
             await made.version(version)
-            link = exchange_of(made, f"trainer-{version % 3}-x")._link
+            link = exchange_of(made, f"trainer-{version % 3}-x").link
             if link is not None and isinstance(link.group, Group):
                 link.group.cut()
         generation = made.directory.known_state.generation
         assert (await made.ended()).phase is Phase.COMPLETED
         assert made.directory.known_state.generation == generation
-        assert exchange_of(made, "trainer-0-x")._attempts[1] > 1
+        assert exchange_of(made, "trainer-0-x").attempts[1] > 1
         assert differing(undisturbed, made.exported()) == []
 
 

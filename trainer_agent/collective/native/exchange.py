@@ -12,34 +12,31 @@ received it: whoever is left has it then, and no other one is made.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from shared.blocks.buffers import Buffer
 from shared.collective.group import Broken
-from shared.errors import InvalidArgument, TriremeError
+from shared.errors import InvalidArgument
 from shared.etcd import Etcd
-from shared.lanes import Interval
 from shared.records import JobSpec
+from shared.records.layout import Layout
 from shared.records.step import StepRecord
 from shared.runtime import telemetry
 from shared.runtime.network import own_network
 from shared.wire.messages import PROTOCOL_VERSION, PushHeader
-from trainer_agent.collective.arriving import Arriving
-from trainer_agent.collective.groups import Group
+from trainer_agent.collective.groups import Group, GroupView
 from trainer_agent.collective.mean_blocks import MeanStore, released
-from trainer_agent.collective.native.buckets import buckets_of, buffers_of
-from trainer_agent.collective.native.given import ChosenNode, Given, chosen, read_told
+from trainer_agent.collective.native.given import Given
 from trainer_agent.collective.native.link import Link, Meeting, NativeStatement, Overtaken, check_alike
-from trainer_agent.collective.native.reducing import OPERATION_S, canonical, fast, mean_of_buffer
+from trainer_agent.collective.native.reducing import OPERATION_S
+from trainer_agent.collective.native.step import StepMaker
+from trainer_agent.collective.server import ShareServer
 from trainer_agent.data_plane.outbox import Outbox
 from trainer_agent.data_plane.verdicts import Verdict
 from trainer_agent.waiting.single_error import SingleErrorGroup
-
-if TYPE_CHECKING:
-    from trainer_agent.collective.gathering import MeanGradients
 
 AGAIN_S = 0.05
 LOOK_S = 1.0  # between two looks whether a trainer that is waited for lives
@@ -66,12 +63,31 @@ class Received:
     record: StepRecord
 
 
+class Means(Protocol):
+    """The mean gradients that a trainer has, see MeanGradients."""
+
+    view: GroupView
+    server: ShareServer
+    store: MeanStore | None
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def has(self) -> int: ...
+
+    async def look_for_dead(self, group: Group) -> None: ...
+
+    async def catch_up(self, group: Group) -> None: ...
+
+
 class NativeExchange:
-    """Of one trainer. `host`: its mean gradients. Run `run` in each generation in which it has lanes."""
+    """Of one trainer. `host`: its mean gradients. Run `run` in each generation in which it has lanes. `link`: to its group, if there is one; `attempts`: the last
+    generation, and how often its group was begun."""
 
     def __init__(
         self,
-        host: MeanGradients,
+        host: Means,
         spec: JobSpec,
         trainer: str,
         etcd: Etcd,
@@ -81,19 +97,17 @@ class NativeExchange:
         self._host, self._spec, self._trainer, self._place = host, spec, trainer, place
         self._etcd, self._lease_id = etcd, lease_id
         self._layout = host.layout
-        payloads = self._layout.payloads(spec.gradient_dtype)
-        self._buckets = buckets_of(self._layout, payloads, spec.bucket_bytes)
-        self._buffers = buffers_of(self._layout)
+        self._maker = StepMaker(spec, host.layout)
         self._canonical = spec.reduction == "canonical"
         self._given: Given | None = None
-        self._link: Link | None = None
+        self.link: Link | None = None
         self._received: Received | None = None
-        self._attempts = (-1, 0)
+        self.attempts = (-1, 0)
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
 
     def __repr__(self) -> str:
-        return f"<NativeExchange, {self._spec.reduction}, {len(self._buckets)} buckets: {self._link!r}>"
+        return f"<NativeExchange, {self._spec.reduction}, {len(self._maker.buckets)} buckets: {self.link!r}>"
 
     def _notify(self) -> None:
         self._changed.set()
@@ -104,8 +118,8 @@ class NativeExchange:
     def regroup(self, group: Group | None) -> None:
         """In the instant in which another generation is known here. What was received whole counts if this trainer is among those that say what they
         have: else they make that version again without knowing it."""
-        if self._link is not None:
-            self._link.cut()
+        if self.link is not None:
+            self.link.cut()
         if self._given is not None:
             self._given.end()
         self._given = None
@@ -145,7 +159,7 @@ class NativeExchange:
                     while True:
                         await self._step(group, link)
             except Overtaken as error:
-                self._attempts = group.generation, error.attempt
+                self.attempts = group.generation, error.attempt
             except Broken as error:
                 if self._host.view.group is group:
                     log.warning("group_broken", generation=group.generation, attempt=attempt, cause=str(error))
@@ -154,15 +168,15 @@ class NativeExchange:
             await asyncio.sleep(AGAIN_S)
 
     def _next_attempt(self, generation: int) -> int:
-        before, following = self._attempts
+        before, following = self.attempts
         attempt = following if before == generation else 0
-        self._attempts = generation, attempt + 1
+        self.attempts = generation, attempt + 1
         return attempt
 
     @asynccontextmanager
     async def _entered(self, group: Group, attempt: int) -> AsyncIterator[Link]:
         """Raises Broken, InvalidArgument."""
-        link = self._link = Link(self._place.host, self._place.backend, self._spec.threads_per_trainer)
+        link = self.link = Link(self._place.host, self._place.backend, self._spec.threads_per_trainer)
         size = group.trainers.owner_count
         try:
             if size > 1:
@@ -172,7 +186,7 @@ class NativeExchange:
             link.cut()
             await link.idle()
             link.close()
-            self._link = None
+            self.link = None
 
     async def _meet(self, group: Group, attempt: int, link: Link, size: int) -> None:
         base = self._host.view.keys.exchange_of(group.generation)
@@ -214,7 +228,7 @@ class NativeExchange:
             "layout": self._layout.digest,
             "backend": self._place.backend,
             "reduction": self._spec.reduction,
-            "buckets": str([bucket.described() for bucket in self._buckets]),
+            "buckets": str([bucket.described() for bucket in self._maker.buckets]),
         }
 
     # ------------------------------------------------------------ the loop's calls
@@ -260,14 +274,14 @@ class NativeExchange:
         """This trainer begins a step, and uses the memory of its gradients. If it had begun that step before, the group, which may be reading it, is cut."""
         given = self._given
         if given is None or given.step != step:
-            if self._link is not None and self._link.is_cut:
-                await self._link.idle()
+            if self.link is not None and self.link.is_cut:
+                await self.link.idle()
             return
         given.end()
         self._given = None
-        if self._link is not None:
-            self._link.cut()
-            await self._link.idle()
+        if self.link is not None:
+            self.link.cut()
+            await self.link.idle()
 
     async def reached(self, group: Group, version: int) -> None:
         """Until this trainer has it, or another one of the group has what this one lacks, or the generation is over. Raises InvalidArgument: there can be
@@ -280,113 +294,15 @@ class NativeExchange:
     # ------------------------------------------------------------ one step
 
     async def _step(self, group: Group, link: Link) -> None:
-        """The next version of this trainer, once all have its gradients. Raises Broken, OverflowError."""
+        """The next version of this trainer, once all have its gradients. Raises Broken, InvalidArgument."""
         store = self._host.store
         while store is None or self._given is None or self._given.step != store.has:
             await self._changed.wait()
             store = self._host.store
         given = self._given
         await given.begun(group.trainers.lanes_of(self._trainer))
-        nodes = await self._all_told(link, given)
-        self._note(store, nodes)
-        arriving = Arriving(self._host.server, store)
-        try:
-            digests = await self._parameters(link, given, nodes, arriving)
-            await self._buffer_values(link, given, nodes, arriving)
-            arriving.check()
-        except BaseException:
-            link.cut()
-            await link.idle()
-            arriving.release()
-            raise
-        store.history.fix(arriving.version)
-        record = store.history.record(arriving.version)
-        assert record is not None
-        self._received = Received(store, group.generation, arriving.version, arriving.complete(), record)
+        made = await self._maker.made(link, given, store, self._host.server)
+        self._received = Received(store, group.generation, made.version, made.arrived, made.record)
         if not self._canonical and link.group is not None:
-            await self._all_have(link, arriving.version, digests)
+            await self._maker.all_have(link, made)
         self._settle(counts=True)
-
-    async def _all_told(self, link: Link, given: Given) -> list[ChosenNode]:
-        mine = given.told().to_bytes()
-        told = [mine]
-        if link.group is not None:
-            told = await link.call(link.group.gather_bytes, mine, OPERATION_S)
-        return chosen(read_told(told, given.step), self._spec.lanes)
-
-    def _note(self, store: MeanStore, nodes: Sequence[ChosenNode]) -> None:
-        """What belongs to the step beside its gradients. Raises Broken: a trainer gives data of other records than this one knows of."""
-        for node in nodes:
-            push = store.admit(node.header)
-            if store.judge(push, node.lanes) is not None:
-                cause = f"{node.header.trainer} gives lanes {node.lanes} of step {node.header.step} of other records"
-                self._host.server.tear(cause)
-                raise Broken(cause)
-            store.history.note(node.header, push.positions, node.lanes, node.result)
-            store.history.results.forget(node.header.stored)
-
-    async def _parameters(self, link: Link, given: Given, nodes: Sequence[ChosenNode], arriving: Arriving) -> list[int]:
-        """Answers a digest of each bucket, if the reduction is the fast one."""
-        if not any(node.count for node in nodes):
-            for bucket in self._buckets:
-                for number in bucket.numbers:
-                    arriving.keep(number)
-            return []
-        mine = [node.lanes for node in nodes if node.rank == link.rank and node.count]
-        digests = []
-        for bucket in self._buckets:
-            await given.finished(mine, bucket.numbers)
-            payloads = {lanes: given.payloads(lanes, bucket.numbers) for lanes in mine}
-            outs = [arriving.tensor(number) for number in bucket.numbers]
-            reduce = canonical if self._canonical else fast
-            try:
-                digests.append(await link.call(reduce, link.group, bucket, nodes, payloads, outs))
-            except OverflowError as error:
-                hint = f"gradient_dtype is {self._spec.gradient_dtype}; start the job with another"
-                raise InvalidArgument(f"the mean gradient of step {given.step}: {error}", hint=hint) from None
-        return [] if self._canonical else [each for each in digests if each is not None]
-
-    async def _buffer_values(self, link: Link, given: Given, nodes: Sequence[ChosenNode], arriving: Arriving) -> None:
-        """Of blocks that are no parameters: all get those of all, and make the same mean of them."""
-        if not self._buffers:
-            return
-        numbers = [block.number for block in self._buffers]
-        mine = [node.lanes for node in nodes if node.rank == link.rank and node.count]
-        await given.finished(mine, numbers)
-        parts = [bytes(payload) for lanes in mine for payload in given.payloads(lanes, numbers)]
-        sizes = b"".join(len(part).to_bytes(8, "big") for part in parts)
-        all_of_them = [sizes + b"".join(parts)]
-        if link.group is not None:
-            all_of_them = await link.call(link.group.gather_bytes, all_of_them[0], OPERATION_S)
-        found: dict[int, dict[Interval, bytes]] = {number: {} for number in numbers}
-        for rank, data in enumerate(all_of_them):
-            theirs = [node.lanes for node in nodes if node.rank == rank and node.count]
-            read = taken_apart(data, len(theirs) * len(numbers))
-            for place, lanes in enumerate(theirs):
-                for position, number in enumerate(numbers):
-                    found[number][lanes] = read[place * len(numbers) + position]
-        for block in self._buffers:
-            arriving.take_buffer(block.number, lambda now, at=block: mean_of_buffer(at, now, nodes, found[at.number]))  # type: ignore[misc]
-
-    async def _all_have(self, link: Link, version: int, digests: list[int]) -> None:
-        """Raises Broken; TriremeError: the trainers have different bits."""
-        assert link.group is not None
-        said = await link.call(link.group.exchange, [version, *digests], OPERATION_S)
-        if any(each != said[0] for each in said):
-            rank = next(rank for rank, each in enumerate(said) if each != said[0])
-            msg = f"{self._spec.backend} gave trainer {rank} another mean gradient of step {version - 1} than trainer 0"
-            raise TriremeError(
-                msg, hint="use reduction canonical, or exchange direct; is the memory of a host damaged?"
-            )
-
-
-def taken_apart(data: bytes, count: int) -> list[bytes]:
-    """`count` parts behind their sizes, of 8 bytes each. Raises Broken."""
-    sizes = [int.from_bytes(data[8 * place : 8 * place + 8], "big") for place in range(count)]
-    if len(data) != 8 * count + sum(sizes):
-        raise Broken(f"{len(data)} bytes of buffers came, {8 * count + sum(sizes)} were told")
-    found, first = [], 8 * count
-    for size in sizes:
-        found.append(data[first : first + size])
-        first += size
-    return found
