@@ -1,7 +1,7 @@
 """Moments at which a generation of a collective job ends, each chosen for one safeguard: `play` runs a short job that has it.
 
 torn    a trainer has a version, two lack it: one of those dies, with blocks that the other may not have got
-acked   an owner has data of others, its version is not whole: it dies
+acked   an owner has data of others, who know that it has, and its version is not whole: it dies
 late    a trainer is about to have a version and reads the end of the generation late; only a spare has died
 """
 
@@ -21,9 +21,12 @@ from tests.simulation.compute import Speed
 from tests.simulation.nodes import Node
 from tests.simulation.plans import Plan
 from tests.simulation.run import Outcome, simulate
+from trainer_agent.collective.mean_blocks import MeanStore
 
 FIRST = 2  # version from which on something happens
 LATE_S = 0.6
+MOST_DELAY_S = 0.1  # of a message
+ANSWERED_S = MOST_DELAY_S + 0.02
 LATE_CHANCE = 0.05
 ENOUGH_S = 8.0
 """A job without faults takes half of it; without the safeguard it waits until trainers are evicted because they do nothing."""
@@ -45,16 +48,16 @@ class Once:
         cluster.report_dead(node.name)
 
 
-def _short(seed: int, *, lanes: int, trainers: int) -> Plan:
+def _short(seed: int, *, lanes: int, trainers: int, slowest_s: float) -> Plan:
     drawn = collective_plan(seed)
     job = replace(drawn.job, files=(24, 20), task_records=4, minibatch=2, lanes=lanes, epochs=1)
-    conditions = replace(STEADY, low_s=0.005, high_s=0.1)
+    conditions = replace(STEADY, low_s=0.005, high_s=MOST_DELAY_S)
     return replace(
         drawn,
         job=job,
         trainers=trainers,
         masters=1,
-        speed=Speed(0.01, 0.03),
+        speed=Speed(0.01, slowest_s),
         conditions=conditions,
         faults=(),
         slow=1.0,
@@ -80,11 +83,26 @@ def _acked(cluster: SimulatedCluster, once: Once) -> None:
     for node, share in _owners(cluster):
         store = share.store
         assert store is not None
-        own = [store.blocks[number] for number in store.own]
-        waits = all(block.version == store.has and block.tree.nodes for block in own)
-        if store.has >= FIRST and waits:
-            once.kill(cluster, node)
+        if store.has >= FIRST and _has_some(store, store.has):
+            once.busy = True
+            cluster.launcher.spawn(_kill_when_acknowledged(cluster, node, share, store.has, once))
             return
+
+
+def _has_some(store: MeanStore, version: int) -> bool:
+    """Whether each of its own blocks has data of the step after `version`, of more lanes than one trainer has, and lacks some."""
+    own = [store.blocks[number] for number in store.own]
+    lanes = [sum(last - first for first, last in block.tree.nodes) for block in own]
+    return store.has == version and all(block.version == version for block in own) and min(lanes) > store.lanes // 2
+
+
+async def _kill_when_acknowledged(
+    cluster: SimulatedCluster, node: Node, share: CheckedShare, version: int, once: Once
+) -> None:
+    await asyncio.sleep(ANSWERED_S)
+    if node.alive and node.share is share and share.store is not None and _has_some(share.store, version):
+        once.kill(cluster, node)
+    once.busy = False
 
 
 def _late(cluster: SimulatedCluster, once: Once) -> None:
@@ -111,17 +129,17 @@ def _owns(node: Node) -> bool:
     return node.share.store is not None and bool(node.share.store.own)
 
 
-MOMENTS: dict[str, tuple[Moment, int, int, int]] = {
-    "torn": (_torn, 4, 3, 1),
-    "acked": (_acked, 4, 3, 1),
-    "late": (_late, 2, 5, 3),
+MOMENTS: dict[str, tuple[Moment, int, int, int, float]] = {
+    "torn": (_torn, 4, 3, 1, 0.03),
+    "acked": (_acked, 4, 3, 1, 0.1),
+    "late": (_late, 2, 5, 3, 0.03),
 }
-"""By name: what happens, lanes, trainers, and how often."""
+"""By name: what happens, lanes, trainers, how often, and for how long a trainer computes at most, in seconds."""
 
 
 def play(name: str, seed: int) -> Outcome:
     """`violations` says also if the job takes longer than ENOUGH_S."""
-    moment, lanes, trainers, most = MOMENTS[name]
+    moment, lanes, trainers, most, slowest_s = MOMENTS[name]
     once, check = Once(most), collective.check_complete
     look = SimulatedCluster.check_versions
 
@@ -137,7 +155,7 @@ def play(name: str, seed: int) -> Outcome:
         look(cluster)
         act(cluster)
 
-    plan = _short(seed, lanes=lanes, trainers=trainers)
+    plan = _short(seed, lanes=lanes, trainers=trainers, slowest_s=slowest_s)
     with (
         replaced(collective, "check_complete", completed),
         replaced(SimulatedCluster, "check_versions", looked),

@@ -10,13 +10,13 @@ from tests.simulation.collective_ablations import ABLATIONS
 from tests.simulation.collective_moments import MOMENTS, play
 from tests.simulation.run import simulate
 
-FEW, MANY = 4, 300
+FEW, MANY = 2, 300
 
 # the moment, and seeds known to show what is missing; a seed may change its meaning when the product changes, so more are tried
 SHOWN = {
-    "kept means": ("torn", 15),
-    "statements": ("torn", 16),
-    "fence before statements": ("late", 11),
+    "kept means": ("torn", 19),
+    "statements": ("torn", 19),
+    "fence before statements": ("late", 17),
     "steps made again": ("acked", 4),
     "generation": ("torn", 0),
     "pulls thrown away": ("torn", 0),
@@ -50,7 +50,7 @@ def test_the_simulation_misses_the_safeguard(name):
     moment, first = SHOWN[name]
     for seed in range(first, first + MOST_SEEDS):
         with ABLATIONS[name]():
-            broken = play(moment, seed).violations
+            broken = [line for line in play(moment, seed).violations if line != "nothing has happened"]
         if broken and not play(moment, seed).violations:
             return
     pytest.fail(f"{MOST_SEEDS} seeds ran without the safeguard {name!r}, and no promise was broken for lack of it")
