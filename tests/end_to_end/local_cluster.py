@@ -99,9 +99,11 @@ async def cluster_of(spec: JobSpec, folder: Path, **options):
 
 
 async def reach_step(cluster: LocalCluster, step: int, token: str = "") -> None:
-    """Wait until the job has done that many steps."""
+    """Wait until the job has done that many steps. Raises ClusterError if it cannot."""
     async with asyncio.timeout(END_S):
         while True:
+            if cluster.final.done():
+                cluster.final.result()
             with suppress(PeerError, DeadlineExceeded):  # a busy machine
                 async with Client(await cluster.master_url(), token=token) as client:
                     job = await client.job()

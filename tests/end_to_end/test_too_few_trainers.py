@@ -17,14 +17,12 @@ BUSY_S = 1.0  # a busy machine
 
 
 def collective(folder, **changes):
-    return spec_of(
-        folder, strategy=Strategy.COLLECTIVE, pservers=0, trainers=3, lease_ttl_s=LEASE_S, slow_s=0.06, **changes
-    )
+    return spec_of(folder, strategy=Strategy.COLLECTIVE, pservers=0, trainers=3, slow_s=0.06, **changes)
 
 
 @pytest.mark.parametrize("dispatch", ["master", "etcd"])
 async def test_a_frozen_trainer_and_too_few_of_them_change_no_bit(tmp_path, undisturbed, dispatch):
-    spec = collective(tmp_path, min_members=3, dispatch=dispatch)
+    spec = collective(tmp_path, min_members=3, dispatch=dispatch, lease_ttl_s=LEASE_S)
     async with cluster_of(spec, tmp_path) as cluster:
         view = cluster.directory
         await view.wait_for(lambda seen: len(seen.trainers.names) == 3, END_S, "all to train")
@@ -43,7 +41,9 @@ async def test_a_frozen_trainer_and_too_few_of_them_change_no_bit(tmp_path, undi
 
 
 async def test_a_run_that_starts_nobody_again_ends_once_too_few_are_left(tmp_path):
-    async with cluster_of(collective(tmp_path, min_members=3, restart_policy="never"), tmp_path) as cluster:
+    """Its lease is long: who loses it on a busy machine is ended, and not started again either."""
+    spec = collective(tmp_path, min_members=3, restart_policy="never", lease_ttl_s=30.0)
+    async with cluster_of(spec, tmp_path) as cluster:
         await reach_step(cluster, STEPS // 10)
         cluster.kill("trainer-0")
         told = r"trainer-0 ended \(SIGKILL\), and restart_policy is never: 2 of the job's trainers are left, and it needs 3"
