@@ -4,8 +4,9 @@ push (lr_staleness_modulation) and bounded staleness (max_staleness).
     python -m benchmarks.staleness [--seeds 1,2,3] [--epochs 6] [--rate 0.1] [--bound 6] [--markdown | --json]
 
 4 trainers, 2 parameter servers, as `trireme run` starts them. From the first minibatch on trainer-3 is stopped and continued (SIGSTOP, SIGCONT), so
-that it runs a fifth of the time. A minibatch sleeps 20 times 1 ms (scripts/digits_waiting.py): the processors are not the limit. At the end the
-ledgers in the newest checkpoint are read: each block must have had each minibatch of each epoch once, or the command fails.
+that it runs a fifth of the time. A minibatch sleeps 20 times 1 ms (scripts/digits_waiting.py): the processors are not the limit. At the end each
+parameter server is asked for its ledger: each block must have had each minibatch of each epoch once, or the command fails. (Not a checkpoint: the job
+may be over before that of the end of training is written.)
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.parquet as pq
 
 from benchmarks.stragglers import SLOW, slowed
-from pserver_service.checkpoints.ledger_text import LEDGER, from_text
-from shared.checkpoints import stored
 from shared.records import JobSpec, Mode, Phase
 from shared.records.datasets import Parquet
 from shared.runtime import telemetry
+from shared.wire.messages import EpochLedger
+from trainer_agent.data_plane.http import HttpPserver
 from trireme.launch.cluster import LocalCluster
 
 ROOT = Path(__file__).parents[1]
@@ -101,30 +102,38 @@ async def measure(folder: Path, way: Way, seed: int, epochs: int, rate: float, b
         async with slowed(cluster, SLOW):
             state = await cluster.wait(LIMIT_S)
         ended = time.monotonic()
+        ledgers = await ledgers_of(cluster) if state.phase is Phase.COMPLETED else {}
     if state.phase is not Phase.COMPLETED or state.result is None:
         raise SystemExit(f"the job failed after {ended - began:.0f} s: {state.reason}")
     if state.result.discarded_records or any((state.result.losses.lost, state.result.losses.skipped)):
         raise SystemExit(f"records were lost: {state.result}")
-    minibatches, duplicates = checked_ledgers(spec)
+    minibatches, duplicates = checked_ledgers(spec, ledgers)
     metrics = state.result.metrics
     return Found(metrics["accuracy"], metrics["test_loss"], ended - trained, minibatches, duplicates)
 
 
-def checked_ledgers(spec: JobSpec) -> tuple[int, int]:
-    """Minibatches that each block has had, and duplicates, by the ledgers in the newest checkpoint. Raises SystemExit: some are missing, or there twice."""
+async def ledgers_of(cluster: LocalCluster) -> dict[int, tuple[EpochLedger, ...]]:
+    """By index of the parameter server. They live until the cluster is closed."""
+    found = {}
+    for index, member in cluster.directory.pservers.items():
+        pserver = HttpPserver(member, "")
+        try:
+            found[index] = (await pserver.info()).ledger
+        finally:
+            await pserver.close()
+    return found
+
+
+def checked_ledgers(spec: JobSpec, ledgers: Mapping[int, Sequence[EpochLedger]]) -> tuple[int, int]:
+    """Minibatches that each block has had, and duplicates. Raises SystemExit: some are missing, or there twice."""
+    if sorted(ledgers) != list(range(spec.pservers)):
+        raise SystemExit(f"{sorted(ledgers)} of {spec.pservers} parameter servers have answered")
     expected = dict.fromkeys(range(spec.epochs), minibatches_of_an_epoch())
-    refs, _ = stored.found(spec.storage)
-    manifest = stored.read_manifest(spec.storage, spec.job, refs[0])
-    duplicates = 0
-    for part in manifest.parts:
-        text = stored.read_part(spec.storage, refs[0], part, lambda _: None).metadata[LEDGER]
-        ledger, _ = from_text(text)
-        had = {entry.epoch: {entry.applied_lowest, entry.applied_highest} for entry in ledger.old}
-        had |= {epoch: set(saved.applied) for epoch, saved in ledger.epochs.items()}
+    for index, ledger in ledgers.items():
+        had = {entry.epoch: {entry.applied_lowest, entry.applied_highest} for entry in ledger}
         if had != {epoch: {number} for epoch, number in expected.items()}:
-            raise SystemExit(f"pserver-{part.pserver} has applied {had} minibatches by epoch; expected {expected}")
-        duplicates += sum(entry.duplicates for entry in ledger.old)
-        duplicates += sum(saved.duplicates for saved in ledger.epochs.values())
+            raise SystemExit(f"pserver-{index} has applied {had} minibatches by epoch; expected {expected}")
+    duplicates = sum(entry.duplicates for ledger in ledgers.values() for entry in ledger)
     return sum(expected.values()), duplicates
 
 
