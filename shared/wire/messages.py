@@ -262,7 +262,8 @@ class PserverInfo(Record):
     """`ready`: initialised. `lowest`/`highest`: block versions. `missing` (sync): the lanes [first, last) of step `lowest` that some
     block still lacks. `updates`: optimizer steps over all blocks. `timeline`: of its parameters (0: never rolled back).
     `checkpoint_error`: why its last part could not be written. `slots`: version of the slot map by which it has its blocks. `kept`: of a trainer of a
-    collective job, the first version whose mean gradients it can give to others, up to `highest`."""
+    collective job, the first version whose mean gradients it can give to others, up to `highest`. `made_of`: of a trainer of a collective job, by version,
+    the last ones: a digest of which records its step was made of."""
 
     job: str
     index: int
@@ -283,6 +284,7 @@ class PserverInfo(Record):
     checkpoint_error: str = ""
     slots: int = 0
     kept: int | None = None
+    made_of: tuple[tuple[int, str], ...] = Field(default=(), max_length=8)
 
 
 class HandedNotes(Record):

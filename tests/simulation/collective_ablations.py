@@ -32,8 +32,8 @@ def no_kept_means() -> Any:
 def no_statements() -> Any:
     """In a new generation each trainer goes on from what it has itself."""
 
-    def learn(self: Group, _: Iterable[PserverInfo], own: int) -> None:
-        self.newest, self.givers = own, []
+    def learn(self: Group, _: Iterable[PserverInfo], own: PserverInfo) -> None:
+        self.newest, self.givers = own.highest, []
 
     return replaced(Group, "learn", learn)
 

@@ -118,10 +118,16 @@ class MeanGradients(Transfer):
     async def _form(self, group: Group) -> None:
         """Learn what the trainers of the group have, and get what this one lacks. Raises Gone: nobody can give that."""
         await self.view.learn_addresses(group)
-        group.learn(await self._versions(group), self.has)
+        said = await self._versions(group)
+        if self.store is None:
+            raise Gone("this trainer has no version to go on from")
+        group.learn(said, self.server.stated(self.store))
         log.info("versions_known", generation=group.generation, newest=group.newest, own=self.has)
         if self.has > group.newest:  # whoever knew this version is gone, and it may be made of other records
             msg = f"no trainer of generation {group.generation} has version {self.has}"
+            raise Gone(msg)
+        if group.other_records:
+            msg = f"version {self.has} of this trainer is made of other records than that of generation {group.generation}"
             raise Gone(msg)
         while self.has < group.newest:
             await self._gather(group, group.newest)

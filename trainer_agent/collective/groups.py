@@ -29,7 +29,8 @@ log = telemetry.logger("groups")
 
 class Group:
     """The trainers of one generation. `place`: this trainer's, -1: it is not listed. `newest`: the highest version that one of them has, `givers`: the
-    places of those that have it; known once it is `formed`: then this trainer has that version, too. `members`: the others whose address is known."""
+    places of those that this trainer can get it from, `other_records`: this trainer's version is made of other records than that one; known once it is
+    `formed`: then this trainer has the newest version, too. `members`: the others whose address is known."""
 
     def __init__(self, trainers: TrainerList, me: str, slot_count: int) -> None:
         self.trainers, self.generation = trainers, trainers.generation
@@ -38,6 +39,7 @@ class Group:
         self.members: dict[int, PserverMember] = {}
         self.newest = -1
         self.givers: list[int] = []
+        self.other_records = False
         self.formed = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -54,13 +56,20 @@ class Group:
         """Whether this trainer has lanes, and a share of the blocks."""
         return 0 <= self.place < self.trainers.owner_count
 
-    def learn(self, infos: Iterable[PserverInfo], own: int) -> None:
-        """What the others have, and this one: version `own`, which counts if it is listed."""
-        versions = {info.index: info.highest for info in infos}
-        self.newest = max(versions.values(), default=-1)
-        if self.place >= 0:
-            self.newest = max(self.newest, own)
-        self.givers = sorted(place for place, version in versions.items() if version == self.newest)
+    def learn(self, infos: Iterable[PserverInfo], own: PserverInfo) -> None:
+        """What the others have, and this one, which counts if it is listed. Versions of one number are not always the same: a trainer that was frozen may
+        have one of which the others have made the step again, and a record was discarded meanwhile. Then that of the first in the list holds."""
+        said = {info.index: info for info in infos}
+        listed = {**said, self.place: own} if self.place >= 0 else said
+        self.newest = max((info.highest for info in listed.values()), default=-1)
+        basis = next((info for _, info in sorted(listed.items()) if info.highest == self.newest), own)
+        made_of = dict(basis.made_of).get(self.newest)
+        having = {place: info for place, info in said.items() if info.highest == self.newest}
+        same = {place: info for place, info in having.items() if dict(info.made_of).get(self.newest) == made_of}
+        able = [place for place, info in same.items() if info.kept is not None and info.kept <= own.highest + 1]
+        self.givers = sorted(able or same)
+        known = dict(basis.made_of).get(own.highest)
+        self.other_records = known is not None and known != dict(own.made_of).get(own.highest)
 
 
 class GroupView:

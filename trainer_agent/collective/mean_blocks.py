@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from xxhash import xxh3_64
 
 from shared.blocks.accumulator import Node
 from shared.blocks.buffer_mean import bits_of
@@ -31,6 +32,8 @@ from shared.wire.verdict import Verdict
 
 if TYPE_CHECKING:
     from shared.serving.core.table.rows import TableRows  # loads numba
+
+STATED = 3  # versions that a trainer says what they are made of: as far as trainers with lanes are apart, and the one that it has
 
 Arrived = Mapping[int, Buffer | None]
 """By block: its mean gradient, or its values if it is a buffer, with a reference; None: there is none."""
@@ -195,6 +198,11 @@ class MeanStore(Store):
             version -= 1
         return version
 
+    def made_of(self) -> tuple[tuple[int, str], ...]:
+        """By version, the last ones up to `has`: a digest of the positions of the lanes' readers behind it, so of which records its last step had."""
+        records = [self.history.record(version) for version in range(self.has - STATED + 1, self.has + 1)]
+        return tuple((record.version, digest_of(record)) for record in records if record is not None)
+
     def retained(self, version: int) -> dict[int, Buffer | None]:
         """All blocks at a version that it has; the caller releases them."""
         found = {number: block.kept[version] for number, block in self.blocks.items()}
@@ -226,6 +234,15 @@ class MeanStore(Store):
     @property
     def highest(self) -> int:
         return self.has
+
+
+def digest_of(record: StepRecord) -> str:
+    """Of the lanes' positions."""
+    places = [
+        (each.lane, each.epoch, each.index, each.offset, each.exhausted)
+        for each in sorted(record.positions, key=lambda each: each.lane)
+    ]
+    return xxh3_64(repr(places).encode()).hexdigest()
 
 
 def released(found: Arrived) -> None:

@@ -123,13 +123,15 @@ class ShareServer(Pserver):
         return super().begin_pull(request, arrived)
 
     async def info(self) -> PserverInfo:
-        common: dict[str, Any] = {"job": self.job, "index": self.index, "incarnation": self.incarnation}
-        common |= {"generation": self.generation, "term": self.term, "timeline": self.timeline}
         store = self.store
         if store is None or self.in_doubt():
-            return PserverInfo(**common, ready=False)
+            return PserverInfo(**self._common(), ready=False)
+        return self.stated(store)
+
+    def stated(self, store: MeanStore) -> PserverInfo:
+        """What it says to trainers of its generation that it has."""
         return PserverInfo(
-            **common,
+            **self._common(),
             ready=True,
             mode=Mode.SYNC,
             digest=store.layout.digest,
@@ -140,7 +142,12 @@ class ShareServer(Pserver):
             missing=_missing(store),
             slots=store.slots.version if store.slots is not None else 0,
             kept=store.first_kept,
+            made_of=store.made_of(),
         )
+
+    def _common(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"job": self.job, "index": self.index, "incarnation": self.incarnation}
+        return found | {"generation": self.generation, "term": self.term, "timeline": self.timeline}
 
     def check_generation(self, header: MessageHeader) -> None:
         """Only calls of the generation that this trainer is in are answered. Raises StaleGeneration, NotReady."""

@@ -21,10 +21,11 @@ from xxhash import xxh3_128
 
 from shared.blocks.buffers import bytes_of, tensor_over
 from shared.blocks.narrow import DTYPES
-from shared.errors import BadFrame, NotReady, PeerError, StaleGeneration
+from shared.errors import BadFrame, Gone, NotReady, PeerError, StaleGeneration
 from shared.records.step import StepRecord
 from shared.runtime import ids, telemetry
 from shared.serving.core.optimizers import options_of
+from trainer_agent.collective.mean_blocks import digest_of
 from trainer_agent.collective.replica import Replica
 from trainer_agent.collective.replica_optimizer import Gradients
 from trainer_agent.collective.state.messages import MOST_HURRY, Portion, StateRequest
@@ -119,6 +120,7 @@ class CatchingUp:
         self._missing = deque(range(len(self._wanted)))
         self._pieces: dict[int, Piece] = {}
         self._record: StepRecord | None = None
+        self._made_of: dict[int, str] = {}  # by version that something came of
         self._kept: deque[Step] = deque()
         self._kept_bytes = 0
         self._factors: dict[int, float | None] = {}
@@ -182,6 +184,7 @@ class CatchingUp:
                 problem = error
             else:
                 self._record = portion.head.record.model_copy(update={"results": ()})
+                self._compare(self._record)
                 self._follow.begin(portion.head.record, self._timeline)
                 return
         raise NotReady(f"none of {len(self._donors)} trainers gives its parameters: {problem}")
@@ -272,9 +275,18 @@ class CatchingUp:
         if set(portion.head.given) != found.keys() or any("" not in names for names in found.values()):
             raise BadFrame(f"blocks {portion.head.given[:4]} … were announced, {sorted(found)[:4]} … came")
 
+    def _compare(self, record: StepRecord) -> None:
+        """All that is collected has to be of one history. Raises Gone: a donor has a version that is made of other records."""
+        made_of = digest_of(record)
+        if self._made_of.setdefault(record.version, made_of) != made_of:
+            msg = f"two trainers have a version {record.version}, made of different records"
+            raise Gone(msg)
+
     def _take(self, portion: Portion, came: Sequence[int]) -> None:
-        """`came`: pieces that are whole. Those that are not too old are kept up with from now on."""
+        """`came`: pieces that are whole. Those that are not too old are kept up with from now on. Raises Gone."""
         version = portion.head.record.version
+        if came:
+            self._compare(portion.head.record)
         states: dict[int, dict[str, torch.Tensor]] = {number: {} for number in portion.head.given}
         values: dict[int, torch.Tensor] = {}
         for part, payload in portion.parts:
@@ -314,6 +326,7 @@ class CatchingUp:
             await self._follow.wait(version)
             step = self._follow.take(version)
             self._kept.append(step)
+            self._compare(step.record)
             self._kept_bytes += step.bytes
             self._stepping = True
             try:
@@ -331,6 +344,7 @@ class CatchingUp:
             oldest = self._kept.popleft()
             self._kept_bytes -= oldest.bytes
             del self._factors[oldest.record.version]
+            self._made_of.pop(oldest.record.version - 1, None)  # what comes of it is too late
             oldest.release()
 
     def _step_newest(self) -> None:
