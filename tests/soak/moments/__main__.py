@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=12, help="faults for each seed")
     parser.add_argument("--workload", choices=list(WORKLOADS), default="digits")
     parser.add_argument("--transport", default="auto", help="TRIREME_TRANSPORT")
+    parser.add_argument("--folder", type=Path, help="keep what the runs leave here; must not exist")
     given = parser.parse_args()
     try:
         schedules = {f"seed {seed}": drawn_of_jobs(seed, TRAINERS, given.count) for seed in given.seed}
@@ -43,7 +44,7 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     telemetry.configure(level="ERROR", json=False)
-    workload, folder = WORKLOADS[given.workload], Path(tempfile.mkdtemp(prefix="trireme-moments-"))
+    workload, folder = WORKLOADS[given.workload], given.folder or Path(tempfile.mkdtemp(prefix="trireme-moments-"))
     epochs = max(epochs_for(faults, workload) for faults in schedules.values())
     left_alone = asyncio.run(undisturbed(folder / "undisturbed", epochs, workload=workload))
     failed = 0
@@ -63,7 +64,7 @@ def main() -> int:
             say(
                 f"{name}: {len(faults)} faults in {taken:.0f} s; every bit is the undisturbed run's, each record counted once an epoch"
             )
-    if failed:
+    if failed or given.folder:
         say(f"what the runs left is in {folder}")
     else:
         shutil.rmtree(folder)
