@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 import torch
 
-from shared.collective.group import Group
+from shared.collective.group import Broken, Group
 from shared.records import Phase, Strategy
+from shared.records.step import StepRecord
 from tests.trainer_agent.collective.cluster import CollectiveCluster, cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, write_script
+from trainer_agent.collective.mean_blocks import MeanStore, released
 from trainer_agent.collective.native.exchange import NativeExchange
+from trainer_agent.collective.native.given import Given
+from trainer_agent.collective.native.link import Link
+from trainer_agent.collective.native.step import Made, StepMaker
+from trainer_agent.collective.server import ShareServer
 
 COLLECTIVE = {
     "strategy": Strategy.COLLECTIVE,
@@ -100,6 +107,67 @@ async def test_a_group_that_breaks_without_a_death_is_built_again_in_the_same_ge
         assert made.directory.known_state.generation == generation
         assert exchange_of(made, "trainer-0-x").attempts[1] > 1
         assert differing(undisturbed, made.exported()) == []
+
+
+Versions = dict[int, list[bytes]]
+
+
+def versions_of(monkeypatch: pytest.MonkeyPatch) -> Versions:
+    """By version: with which bits trainers took it into use."""
+    found: Versions = {}
+    complete = MeanStore.complete
+
+    def recorded(store: MeanStore, version: int, arrived: Any, record: StepRecord) -> None:
+        complete(store, version, arrived, record)
+        kept = [block.kept[version] for _, block in sorted(store.blocks.items())]
+        bits = b"".join(bytes(buffer.view) for buffer in kept if buffer is not None)
+        found.setdefault(version, []).append(bits)
+
+    monkeypatch.setattr(MeanStore, "complete", recorded)
+    return found
+
+
+async def nobody_waits(self: StepMaker, link: Link, made: Made) -> None:
+    """The ablation of `all_have`."""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ablated", [False, True])
+@pytest.mark.parametrize("dies", ["when it has it", "when it has received it"])
+async def test_with_the_fast_reduction_no_version_is_used_with_two_kinds_of_bits(tmp_path, monkeypatch, ablated, dies):
+    """At version 4 the last operation of the group ends well in one trainer alone, which then dies."""
+    if ablated and dies != "when it has it":
+        pytest.skip("the same as the other one")
+    script = write_script(tmp_path)
+    versions, moment = versions_of(monkeypatch), asyncio.Event()
+    made_by = StepMaker.made
+    failed: set[int] = set()
+
+    async def made(self: StepMaker, link: Link, given: Given, store: MeanStore, server: ShareServer) -> Made:
+        result = await made_by(self, link, given, store, server)
+        if result.version != 4 or server.trainer in failed or server.generation > 1:
+            return result
+        failed.add(server.trainer)
+        if server.trainer == "trainer-0-x":
+            if dies == "when it has received it":
+                moment.set()
+            return result
+        released(result.arrived)
+        raise Broken("the connection was closed")
+
+    monkeypatch.setattr(StepMaker, "made", made)
+    if ablated:
+        monkeypatch.setattr(StepMaker, "all_have", nobody_waits)
+    async with cluster(spec_for(script, **NATIVE, reduction="fast"), 3) as made_cluster:
+        if dies == "when it has received it":
+            await moment.wait()
+        else:
+            await made_cluster.version(4)
+        await made_cluster.kill("trainer-0-x")
+        assert (await made_cluster.ended()).phase is Phase.COMPLETED
+    assert len(failed) == 3
+    different = [version for version, taken in versions.items() if len(set(taken)) > 1]
+    assert bool(different) is ablated
 
 
 @pytest.mark.soak

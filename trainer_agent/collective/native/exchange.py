@@ -17,20 +17,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from shared.blocks.buffers import Buffer
 from shared.collective.group import Broken
 from shared.errors import InvalidArgument
 from shared.etcd import Etcd
 from shared.records import JobSpec
 from shared.records.layout import Layout
-from shared.records.step import StepRecord
 from shared.runtime import telemetry
 from shared.runtime.network import own_network
 from shared.wire.messages import PROTOCOL_VERSION, PushHeader
 from trainer_agent.collective.groups import Group, GroupView
-from trainer_agent.collective.mean_blocks import MeanStore, released
+from trainer_agent.collective.mean_blocks import MeanStore
 from trainer_agent.collective.native.given import Given
 from trainer_agent.collective.native.link import Link, Meeting, NativeStatement, Overtaken, check_alike
+from trainer_agent.collective.native.received import Received
 from trainer_agent.collective.native.reducing import OPERATION_S
 from trainer_agent.collective.native.step import StepMaker
 from trainer_agent.collective.server import ShareServer
@@ -39,7 +38,8 @@ from trainer_agent.data_plane.verdicts import Verdict
 from trainer_agent.waiting.single_error import SingleErrorGroup
 
 AGAIN_S = 0.05
-LOOK_S = 1.0  # between two looks whether a trainer that is waited for lives
+LOOK_S = 1.0  # between two looks whether a trainer that is waited for lives, and whether the others begin anew
+LAST_LOOK_S = 5.0
 
 log = telemetry.logger("native")
 
@@ -50,17 +50,6 @@ class NativePlace:
 
     host: str
     backend: str
-
-
-@dataclass(slots=True)
-class Received:
-    """A version that this trainer has received whole, and does not know yet whether all others have, too."""
-
-    store: MeanStore
-    generation: int
-    version: int
-    arrived: dict[int, Buffer | None]
-    record: StepRecord
 
 
 class Means(Protocol):
@@ -116,32 +105,37 @@ class NativeExchange:
     # ------------------------------------------------------------ generations
 
     def regroup(self, group: Group | None) -> None:
-        """In the instant in which another generation is known here. What was received whole counts if this trainer is among those that say what they
-        have: else they make that version again without knowing it."""
+        """In the instant in which another generation is known here. What was received whole is kept: the trainers with lanes tell each other of it. One that
+        has none any more says in its own way what it has."""
         if self.link is not None:
             self.link.cut()
         if self._given is not None:
             self._given.end()
         self._given = None
         received = self._received
-        if received is not None and group is not None:
-            follows = 0 <= group.generation - received.generation <= 1
-            self._settle(counts=follows and group.place >= 0)
+        spare = group is not None and group.place >= 0 and not group.owns
+        if spare and received is not None and self._host.view.generation == received.generation + 1:
+            self._settle()  # later than that it may have been made once more
         self._notify()
 
-    def _settle(self, *, counts: bool) -> None:
-        """What was received whole becomes the version that this trainer has, or is thrown away."""
+    def _settle(self) -> None:
+        """What was received whole is the version that this trainer has, from now on."""
         received, self._received = self._received, None
         if received is None:
             return
         store, version = received.store, received.version
-        if not counts or self._host.store is not store or store.has != version - 1:
-            released(received.arrived)
+        if not received.follows(self._host.store):
+            received.release()
             return
         store.complete(version, received.arrived, received.record)
         for number in store.own:
             self._host.server.stepped(number, version)
         self._notify()
+
+    def _keep(self, received: Received | None) -> None:
+        before, self._received = self._received, received
+        if before is not None:
+            before.release()
 
     async def run(self, group: Group) -> None:
         """Build the group and make versions with it, again and again. Until cancelled. Whoever waits for a version is told if there can be none."""
@@ -155,7 +149,9 @@ class NativeExchange:
         while True:
             attempt = self._next_attempt(group.generation)
             try:
-                async with self._entered(group, attempt) as link:
+                async with self._entered(group, attempt) as (link, meeting), SingleErrorGroup() as tasks:
+                    if meeting is not None:
+                        tasks.create_task(self._until_overtaken(meeting))
                     while True:
                         await self._step(group, link)
             except Overtaken as error:
@@ -163,7 +159,6 @@ class NativeExchange:
             except Broken as error:
                 if self._host.view.group is group:
                     log.warning("group_broken", generation=group.generation, attempt=attempt, cause=str(error))
-                    self._settle(counts=True)
                     await self._host.look_for_dead(group)
             await asyncio.sleep(AGAIN_S)
 
@@ -174,26 +169,41 @@ class NativeExchange:
         return attempt
 
     @asynccontextmanager
-    async def _entered(self, group: Group, attempt: int) -> AsyncIterator[Link]:
+    async def _entered(self, group: Group, attempt: int) -> AsyncIterator[tuple[Link, Meeting | None]]:
         """Raises Broken, InvalidArgument."""
         link = self.link = Link(self._place.host, self._place.backend, self._spec.threads_per_trainer)
         size = group.trainers.owner_count
         try:
+            meeting = None
             if size > 1:
-                await self._meet(group, attempt, link, size)
-            yield link
+                base = self._host.view.keys.exchange_of(group.generation)
+                meeting = Meeting(self._etcd, base, attempt, self._lease_id, group.place, size)
+                await self._meet(group, link, meeting)
+            self._settle()
+            yield link, meeting
         finally:
             link.cut()
             await link.idle()
             link.close()
             self.link = None
 
-    async def _meet(self, group: Group, attempt: int, link: Link, size: int) -> None:
-        base = self._host.view.keys.exchange_of(group.generation)
-        meeting = Meeting(self._etcd, base, attempt, self._lease_id, group.place, size)
+    async def _until_overtaken(self, meeting: Meeting) -> None:
+        """A trainer that computes, or has nothing more to do, notices by no operation that the others begin anew. Raises Overtaken."""
+        pause_s, before = LOOK_S, self._host.has
+        while True:
+            await asyncio.sleep(pause_s)
+            has, pause_s = self._host.has, min(2 * pause_s, LAST_LOOK_S)
+            if has != before:
+                before, pause_s = has, LOOK_S
+                continue
+            await meeting.check()
+
+    async def _meet(self, group: Group, link: Link, meeting: Meeting) -> None:
+        attempt, size = meeting.attempt, meeting.size
         mine = NativeStatement(
             trainer=self._trainer,
             version=self._host.has,
+            received=self._kept_of(),
             listener=await link.listen(),
             network=own_network(),
             manifest=self._manifest(size),
@@ -212,9 +222,35 @@ class NativeExchange:
         await link.connect(meeting, statements)
         assert link.group is not None
         await link.call(link.group.exchange, [group.generation, attempt], OPERATION_S)
+        await self._spread(link, statements, group.newest)
         if group.place == 0:
             await meeting.forget()
         log.info("group_built", generation=group.generation, attempt=attempt, rank=group.place, trainers=size)
+
+    def _kept_of(self) -> int:
+        if self._received is not None and not self._received.follows(self._host.store):
+            self._keep(None)
+        return self._received.generation if self._received is not None else -1
+
+    async def _spread(self, link: Link, statements: list[NativeStatement], newest: int) -> None:
+        """What some have received whole, to all: of what was made in several generations, the last. All have it then, or nobody counts on it."""
+        having = [
+            (each.received, -rank)
+            for rank, each in enumerate(statements)
+            if each.version == newest and each.received >= 0
+        ]
+        if not having or link.group is None:
+            self._keep(None)
+            return
+        generation, rank = max(having)
+        mine = self._received if self._kept_of() == generation else None
+        data = mine.to_bytes() if mine is not None and link.rank == -rank else None
+        told = await link.call(link.group.tell, data, -rank, OPERATION_S)
+        store = self._host.store
+        if mine is None and store is not None:
+            self._keep(Received.read(told, store, generation))
+        await link.call(link.group.exchange, [newest + 1], OPERATION_S)
+        log.info("received_elsewhere", version=newest + 1, made_in=generation, had=mine is not None)
 
     async def _look_for_dead(self, group: Group) -> None:
         while True:
@@ -302,7 +338,7 @@ class NativeExchange:
         given = self._given
         await given.begun(group.trainers.lanes_of(self._trainer))
         made = await self._maker.made(link, given, store, self._host.server)
-        self._received = Received(store, group.generation, made.version, made.arrived, made.record)
+        self._keep(Received(store, group.generation, made.version, made.arrived, made.record))
         if not self._canonical and link.group is not None:
             await self._maker.all_have(link, made)
-        self._settle(counts=True)
+        self._settle()

@@ -36,10 +36,11 @@ log = telemetry.logger("native")
 
 
 class NativeStatement(Record):
-    """`version`: the one that the trainer has. `listener`: where its group listens. `network`: see own_network. `manifest`: what all must have alike."""
+    """`version`: the one that the trainer has. `received`: the generation in which the next one was made, which it has received whole (-1: none). `listener`: where its group listens. `network`: see own_network. `manifest`: what all must have alike."""
 
     trainer: str
     version: int
+    received: int = -1
     listener: tuple[str, int] | None
     network: str
     manifest: dict[str, str]
@@ -84,10 +85,7 @@ class Meeting:
         """Raises Overtaken."""
         pause_s, told = FIRST_LOOK_S, clock.monotonic()
         while True:
-            there = await self._there()
-            attempts = [int(number) for key in there if (number := key.partition("/")[0]).isdecimal()]
-            if (newest := max(attempts, default=0)) > self.attempt:
-                raise Overtaken(newest)
+            there = await self.check()
             found = [there.get(f"{self.attempt}/{name}") for name in names]
             read = [value for value in found if value is not None]
             if len(read) == len(names):
@@ -99,12 +97,17 @@ class Meeting:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_LOOK_S)
 
-    async def _there(self) -> dict[str, bytes]:
+    async def check(self) -> dict[str, bytes]:
+        """What is there of all attempts of the generation; nothing if etcd does not answer. Raises Overtaken."""
         try:
             kvs = (await self.etcd.range(self.base, prefix=True, timeout_s=LIMIT_S)).kvs
         except PeerError:
             return {}  # asked again
-        return {kv.key.removeprefix(self.base): kv.value for kv in kvs}
+        there = {kv.key.removeprefix(self.base): kv.value for kv in kvs}
+        attempts = [int(number) for key in there if (number := key.partition("/")[0]).isdecimal()]
+        if (newest := max(attempts, default=0)) > self.attempt:
+            raise Overtaken(newest)
+        return there
 
     async def put(self, name: str, value: bytes) -> None:
         """Raises Broken: etcd does not take it; a later attempt may succeed."""
