@@ -146,7 +146,10 @@ class NativeExchange:
             self._notify()
 
     async def _run(self, group: Group) -> None:
-        while True:
+        task = asyncio.current_task()
+        assert task is not None
+        cancels = task.cancelling()
+        while self._host.view.group is group:
             attempt = self._next_attempt(group.generation)
             try:
                 async with self._entered(group, attempt) as (link, meeting), SingleErrorGroup() as tasks:
@@ -160,6 +163,10 @@ class NativeExchange:
                 if self._host.view.group is group:
                     log.warning("group_broken", generation=group.generation, attempt=attempt, cause=str(error))
                     await self._host.look_for_dead(group)
+            if (
+                task.cancelling() > cancels
+            ):  # in the moment of the error: a task group raises the error then (until Python 3.13)
+                raise asyncio.CancelledError
             await asyncio.sleep(AGAIN_S)
 
     def _next_attempt(self, generation: int) -> int:
@@ -183,9 +190,11 @@ class NativeExchange:
             yield link, meeting
         finally:
             link.cut()
-            await link.idle()
-            link.close()
-            self.link = None
+            try:
+                await link.idle()
+            finally:
+                link.close()
+                self.link = None
 
     async def _until_overtaken(self, meeting: Meeting) -> None:
         """A trainer that computes, or has nothing more to do, notices by no operation that the others begin anew. Raises Overtaken."""

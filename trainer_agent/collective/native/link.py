@@ -183,12 +183,17 @@ class Link:
         return result
 
     async def idle(self) -> None:
-        """Until nothing runs in the thread, which reads and writes memory of others. It cannot be cancelled."""
+        """Until nothing runs in the thread, which reads and writes memory of others. If cancelled, it raises that when nothing runs any more."""
+        cancelled: asyncio.CancelledError | None = None
         while self._running is not None and not self._running.done():
-            with suppress(asyncio.CancelledError):
+            try:
                 await asyncio.wait([self._running])
+            except asyncio.CancelledError as error:
+                cancelled = error
         if self._running is not None and not self._running.cancelled():
             self._running.exception()  # whoever waited for it knows
+        if cancelled is not None:
+            raise cancelled
 
     async def listen(self) -> tuple[str, int] | None:
         self._device = await self.call(Device, self._host)

@@ -54,8 +54,10 @@ class StepMaker:
             arriving.check()
         except BaseException:
             link.cut()
-            await link.idle()  # it writes there
-            arriving.release()
+            try:
+                await link.idle()  # it writes there
+            finally:
+                arriving.release()
             raise
         store.history.fix(arriving.version)
         record = store.history.record(arriving.version)
