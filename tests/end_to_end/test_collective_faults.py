@@ -45,6 +45,7 @@ async def test_five_faults_change_no_bit(tmp_path, undisturbed, exchange):
         cluster.kill("trainer-0")
         await reach_step(cluster, 2 * STEPS // 8)
 
+        await until(lambda: any(name.startswith("trainer-1") for name in cluster.directory.trainers.names), "trainer-1")
         pid, listed = cluster.children["trainer-1"].pid, set(cluster.directory.trainers.names)
         os.kill(pid, signal.SIGSTOP)
         frozen = next(name for name in listed if name.startswith("trainer-1"))
