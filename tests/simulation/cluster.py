@@ -27,6 +27,7 @@ from tests.equipment.cluster.network import STEADY, Conditions, Network
 from tests.equipment.cluster.network_ports import SimulatedHandoff, SimulatedMaster
 from tests.equipment.virtual_loop import Process
 from tests.simulation import collective
+from tests.simulation.block_versions import versions_apart
 from tests.simulation.checked_etcd import CheckedEtcd
 from tests.simulation.compute import Trace
 from tests.simulation.job_spec import spec_of
@@ -351,9 +352,9 @@ class SimulatedCluster(Cluster):
             self.failures.append(f"blocks {sorted(twice)} are served by two parameter servers")
         if self.plan.job.mode is not Mode.SYNC or self.plan.strategy is Strategy.COLLECTIVE:
             return
-        versions = [state.version for _, store in self.stores() for state in store.blocks.values()]
-        if versions and max(versions) - min(versions) > 1 and len(self.failures) < 5:
-            self.failures.append(f"block versions are {sorted(versions)}: more than one apart")
+        versions = versions_apart(tuple(self.stores()), self.owner_of)
+        if versions and len(self.failures) < 5:
+            self.failures.append(f"block versions are {versions}: more than one apart")
 
     def digest(self) -> str:
         """Of the whole history of etcd and the final parameters."""
