@@ -352,8 +352,7 @@ class SimulatedCluster(Cluster):
             self.failures.append(f"blocks {sorted(twice)} are served by two parameter servers")
         if self.plan.job.mode is not Mode.SYNC or self.plan.strategy is Strategy.COLLECTIVE:
             return
-        versions = versions_apart(tuple(self.stores()), self.owner_of)
-        if versions and len(self.failures) < 5:
+        if (versions := versions_apart(tuple(self.stores()), self.owner_of)) and len(self.failures) < 5:
             self.failures.append(f"block versions are {versions}: more than one apart")
 
     def digest(self) -> str:
