@@ -122,7 +122,9 @@ def drive_by_our_own(trireme: Command, target: Target, script: Path) -> None:
 async def cancelled_while_followed(url: str, token: str) -> None:
     async with AsyncClient(url, token=token) as client:
         followed = asyncio.ensure_future(names_of_events(client))
-        member = await anext(client.list_members("ours"))
+        async with asyncio.timeout(60):  # the job has just been resumed
+            while (member := await anext(client.list_members("ours"), None)) is None:
+                await asyncio.sleep(0.1)
         assert (await client.get_member("ours", member.member_id)).pid == member.pid
         await client.cancel_job("ours")
         assert (await client.wait_for_job("ours")).standing == "CANCELLED"
