@@ -215,13 +215,16 @@ class LocalCluster(SupervisedProcesses[JobState]):
             return True
         return self._all_over or (end.code == 0 and await self._is_final())
 
+    def _is_unwanted(self, child: Child) -> bool:
+        return super()._is_unwanted(child) or self.numbers.has_left(child)
+
     @property
     def _all_over(self) -> bool:
         return _is_final(self.directory.state)
 
     async def _grow(self, role: str) -> None:
         """One more of a kind: one that left before, or a new one."""
-        child = self.numbers.comes_back(role)
+        child = self.numbers.comes_back(role, self._supervised)
         if child is None:
             await self._add(role, self._pserver_settings if role == "pserver" else None)
             return

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from shared.errors import PeerError
 from shared.etcd import Etcd
@@ -61,11 +61,14 @@ class MemberNumbers:
         found = [child for name, child in self._children.items() if name.startswith(f"{role}-")]
         return [child for child in found if child.name not in self._left]
 
-    def comes_back(self, role: str) -> Child | None:
-        """One that left and has ended; it counts again."""
+    def has_left(self, child: Child) -> bool:
+        return child.name in self._left
+
+    def comes_back(self, role: str, supervised: Collection[str]) -> Child | None:
+        """One that left and has ended, unless its end is still being seen to: who is `supervised` may be about to be started. It counts again."""
         for name in sorted(self._left):
             child = self._children[name]
-            if name.startswith(f"{role}-") and not child.alive:
+            if name.startswith(f"{role}-") and not child.alive and name not in supervised:
                 self._left.discard(name)
                 return child
         return None

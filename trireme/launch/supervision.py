@@ -56,6 +56,7 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         self._events = EventFile(folder)
         self._numbers: Counter[str] = Counter()  # of the children of each role
         self._removed: set[str] = set()
+        self._supervised: set[str] = set()
         self._not_again: set[str] = set()  # children that have ended and are not started again
         self._stopping = self._events_lost = False
         self._opened = contextlib.AsyncExitStack()
@@ -152,7 +153,18 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         del child
         return ""
 
+    def _is_unwanted(self, child: Child) -> bool:
+        """Whether a child that has ended is not to be started again after all."""
+        return self._stopping or child.name in self._removed
+
     async def _supervise(self, child: Child) -> None:
+        self._supervised.add(child.name)
+        try:
+            await self._until_it_stays_away(child)
+        finally:
+            self._supervised.discard(child.name)
+
+    async def _until_it_stays_away(self, child: Child) -> None:
         policy = self._restarts(child)
         while True:
             end = await child.wait()
@@ -181,7 +193,7 @@ class SupervisedProcesses(ABC, Generic[Ended]):
                 self._fail(child.name, message, child.log)
                 return
             await asyncio.sleep(delay_s)
-            if self._stopping or self._all_over or child.name in self._removed:
+            if self._all_over or self._is_unwanted(child):
                 return
             await child.start()
             self._record(ChildEvent(child.name, "restarted", str(end), child.pid))

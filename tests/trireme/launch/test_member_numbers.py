@@ -14,7 +14,8 @@ from tests.end_to_end.scripts import write_script
 from trireme.cli.run import RunRequest, run_command
 from trireme.config import Config, ConfigError
 from trireme.launch.child import Child
-from trireme.launch.member_numbers import pservers_for, threads_for
+from trireme.launch.member_numbers import MemberNumbers, pservers_for, threads_for
+from trireme.launch.processes import spawn
 
 MIB = 1 << 20
 LONGER_THAN_AN_ELECTION_S = 1.0
@@ -62,6 +63,21 @@ async def test_parameter_servers_are_started_with_the_threads_of_the_environment
     async with cluster_of(spec_of(tmp_path, trainers=1, pservers=1), tmp_path) as cluster:
         threads = {name: child.environment.get("TRIREME_THREADS") for name, child in cluster.children.items()}
     assert threads == {"master-0": None, "pserver-0": "3", "trainer-0": None}
+
+
+async def test_who_left_comes_back_once_its_end_has_been_seen_to(tmp_path):
+    """A resize to fewer and one to more right after it: who had just left was started twice, and the run ended by an AssertionError."""
+    child = Child("trainer-0", ["true"], {}, tmp_path / "log", spawn)
+    numbers = MemberNumbers(spec_with(1, 1), {child.name: child})
+
+    async def leave(_: Child) -> None:
+        pass
+
+    numbers._end(child, leave)
+    assert numbers.has_left(child)
+    assert numbers.comes_back("trainer", {child.name}) is None
+    assert numbers.comes_back("trainer", ()) is child
+    assert not numbers.has_left(child)
 
 
 async def test_a_slow_start_is_not_taken_for_a_resize(tmp_path, monkeypatch):

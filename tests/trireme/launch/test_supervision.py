@@ -26,6 +26,7 @@ class Processes(SupervisedProcesses[None]):
         self.events: list[tuple[float, ChildEvent]] = []
         super().__init__(folder, spawn, lambda event: self.events.append((clock.monotonic(), event)))
         self._module, self._policy, self._needed = module, policy, needed
+        self.left: set[str] = set()
 
     async def _start(self) -> None:
         await self._add_child("trainer", self._module, {})
@@ -38,6 +39,9 @@ class Processes(SupervisedProcesses[None]):
 
     async def _is_over(self, child: Child, end: Exit) -> bool:
         return False
+
+    def _is_unwanted(self, child: Child) -> bool:
+        return super()._is_unwanted(child) or child.name in self.left
 
     async def _mourn(self, child: Child, end: Exit) -> None:
         pass
@@ -71,3 +75,12 @@ async def test_a_child_is_started_again_after_the_jobs_delay_at_the_earliest(tmp
     async with Processes(tmp_path, "this", RestartPolicy("always", DELAY_S)) as processes:
         await processes.until("restarted")
         assert processes.seen("restarted")[0] - processes.seen("died")[0] >= DELAY_S
+
+
+async def test_a_child_that_leaves_while_it_waits_to_be_started_again_is_not_started(tmp_path):
+    """It had just died when a resize chose it; it stayed as one too many."""
+    async with Processes(tmp_path, "this", RestartPolicy("always", DELAY_S)) as processes:
+        await processes.until("died")
+        processes.left.add("trainer-0")
+        await asyncio.sleep(2 * DELAY_S)
+        assert processes.seen("restarted") == []
