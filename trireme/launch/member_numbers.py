@@ -104,14 +104,15 @@ class MemberNumbers:
                 for _ in range(len(self.kept("trainer")), trainers):
                     await grow("trainer")
                 for child in self.kept("trainer")[trainers:]:
-                    self._end(child, leave)
+                    self.end(child, leave)
             placed = _pids(directory)
             surplus = [child for child in self.kept("pserver") if child.alive and child.pid not in placed]
             for child in surplus[: max(0, len(self.kept("pserver")) - wanted)] if wanted is not None else ():
-                self._end(child, leave)
+                self.end(child, leave)
             await directory.changed(revision, LOOK_S)
 
-    def _end(self, child: Child, leave: Callable[[Child], Awaitable[None]]) -> None:
+    def end(self, child: Child, leave: Callable[[Child], Awaitable[None]]) -> None:
+        """It is not needed any more; `leave` ends it."""
         self._left.add(child.name)
         ending = asyncio.ensure_future(leave(child))
         self._leaving.add(ending)

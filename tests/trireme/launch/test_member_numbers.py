@@ -73,7 +73,7 @@ async def test_who_left_comes_back_once_its_end_has_been_seen_to(tmp_path):
     async def leave(_: Child) -> None:
         pass
 
-    numbers._end(child, leave)
+    numbers.end(child, leave)
     assert numbers.has_left(child)
     assert numbers.comes_back("trainer", {child.name}) is None
     assert numbers.comes_back("trainer", ()) is child
