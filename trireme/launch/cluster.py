@@ -216,7 +216,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
         return self._all_over or (end.code == 0 and await self._is_final())
 
     def _is_unwanted(self, child: Child) -> bool:
-        return super()._is_unwanted(child) or self.numbers.has_left(child)
+        return self.numbers.has_left(child)
 
     @property
     def _all_over(self) -> bool:

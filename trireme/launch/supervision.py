@@ -155,7 +155,8 @@ class SupervisedProcesses(ABC, Generic[Ended]):
 
     def _is_unwanted(self, child: Child) -> bool:
         """Whether a child that has ended is not to be started again after all."""
-        return self._stopping or child.name in self._removed
+        del child
+        return False
 
     async def _supervise(self, child: Child) -> None:
         self._supervised.add(child.name)
@@ -193,7 +194,7 @@ class SupervisedProcesses(ABC, Generic[Ended]):
                 self._fail(child.name, message, child.log)
                 return
             await asyncio.sleep(delay_s)
-            if self._all_over or self._is_unwanted(child):
+            if self._stopping or self._all_over or child.name in self._removed or self._is_unwanted(child):
                 return
             await child.start()
             self._record(ChildEvent(child.name, "restarted", str(end), child.pid))

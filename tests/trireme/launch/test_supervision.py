@@ -41,7 +41,7 @@ class Processes(SupervisedProcesses[None]):
         return False
 
     def _is_unwanted(self, child: Child) -> bool:
-        return super()._is_unwanted(child) or child.name in self.left
+        return child.name in self.left
 
     async def _mourn(self, child: Child, end: Exit) -> None:
         pass
