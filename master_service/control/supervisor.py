@@ -1,7 +1,7 @@
 """What the leader of a job does beside deciding on tasks: a master, or the trainer that sweeps a masterless job.
 
 members change -> membership (generation, lanes, phase) -> lost trainers' tasks go back     joins: within a window, together
-               |  etcd was silent: who is missing has the time of a lease to come back, before anything follows from it
+               |  etcd was silent: who is missing has the time of a lease to come back, before anything follows from it, unless it refuses connections
                `-> a rollback advances (recovery.py); members join meanwhile, however slow the storage is
 every second   -> tasks past their deadline -> requeued, discarded, or (lanes) their trainer evicted; late ones are marked
 rebalance_s    -> lanes follow the measured speed
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 
 from master_service.control.evaluation_runner import EvaluationRunner
 from master_service.control.evictions import Evictions
@@ -29,13 +30,16 @@ from master_service.storage.job_storage import JobStorage
 from master_service.store.writer import HeldLock, Writer
 from shared.errors import NotLeader, PeerError
 from shared.membership.own_key import may_return_s
-from shared.records import Phase, Strategy
+from shared.records import Phase, PserverMember, Strategy, TrainerMember
 from shared.runtime import clock, ids, telemetry
+from shared.runtime.network import tells
 from shared.runtime.waiting import event_within
 
 SWEEP_S = 1.0
 PAUSE_S = 0.5
 SHORTEST_WAIT_S = 0.01
+PROBE_S = 0.5  # a process that is dead is refused at once
+PROBE_AGAIN_S = 0.5
 
 log = telemetry.logger("supervisor")
 
@@ -57,6 +61,8 @@ class Supervisor:
         self._writer, self._etcd, self._events = writer, etcd, service.events
         self._on_late = on_late or (lambda _: None)
         self._awaited = -math.inf  # the silence of etcd whose members were awaited last
+        self._service = service
+        self._known: dict[str, TrainerMember | PserverMember] = {}  # members that are there, and those that are awaited
         self._changed, self._recoverable = asyncio.Event(), asyncio.Event()
         self._window_ends = 0.0
         self.recovery = Recovery(etcd, keys, writer, storage, service.metrics, self.evictions)
@@ -131,15 +137,41 @@ class Supervisor:
         job, silent_at = self._writer.job, self._etcd.silent_at
         away = set(membership.missing(job.spec, job.trainers, job.slots, job.members)) - self.evictions.ended
         left_s = may_return_s(silent_at, job.spec.lease_ttl_s)
+        known: dict[str, TrainerMember | PserverMember] = dict(job.members.trainers)
+        known |= {f"pserver-{index}": member for index, member in job.members.pservers.items()}
+        self._known = {name: self._known[name] for name in away & self._known.keys()} | known
         if not away or left_s <= 0 or job.state.phase.final:
             return False
+        if await self._find_dead(away):
+            self._changed.set()
+            return True
         if self._awaited != silent_at:
             message = f"etcd was silent: {', '.join(sorted(away)[:4])} may come back within {left_s:.1f} s"
             self._events.add([Event("members_awaited", message, {"members": len(away)})])
         self._awaited = silent_at
-        await event_within(self._changed, max(SHORTEST_WAIT_S, left_s))
+        await event_within(self._changed, max(SHORTEST_WAIT_S, min(left_s, PROBE_AGAIN_S)))
         self._changed.set()
         return True
+
+    async def _find_dead(self, away: Collection[str]) -> bool:
+        """Whether some of them do not come back: nobody listens where they did. Their keys may be gone since the launcher saw them die."""
+        suspects = {name: self._known[name] for name in sorted(away) if name in self._known}
+
+        async def is_dead(member: TrainerMember | PserverMember) -> bool:
+            if not tells(member.url, member.network, self._service.network):
+                return False
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PROBE_S):
+                    return await self._service.probe(member.url)
+            return False
+
+        found = await asyncio.gather(*map(is_dead, suspects.values()))
+        dead = {name for name, refused in zip(suspects, found, strict=True) if refused}
+        for name in dead:
+            message = f"{name} refuses connections at {suspects[name].url}: it is dead"
+            self._events.add([Event("member_dead", message, {"member": name, "url": suspects[name].url})])
+        self.evictions.ended |= dead
+        return bool(dead)
 
     async def _recover(self) -> None:
         """Beside the members: reading a manifest may take long."""
