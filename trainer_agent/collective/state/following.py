@@ -125,7 +125,9 @@ class Following:
         try:
             if self._versions.has <= version:
                 wait = self._versions.wait(version + 1)
-                await self._while_true(lambda: self._is_current(state) and self._is_spare(), wait)
+                await self._while_true(
+                    lambda: self._has_version(state) and self._is_current(state) and self._is_spare(), wait
+                )
             async with self._versions.in_use:
                 stands = self._replica.version == version and self._has_version(state) and self._is_spare()
                 if stands and self._versions.has > version:
