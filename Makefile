@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
-PYTEST_WORKERS ?= 3
+PYTEST_WORKERS ?= 4
 FAULTS ?= 30
 
 .PHONY: help setup demo test lint tools types pytest clients openapi dashboard soak compose-test format clean

@@ -59,7 +59,7 @@ def test_lanes_leave_a_slow_trainer(dispatch):
     assert on_s * 2 <= off_s, (on_s, off_s)
 
 
-@pytest.mark.parametrize("dispatch", list(Dispatch))
+@pytest.mark.parametrize("dispatch", [Dispatch.MASTER, pytest.param(Dispatch.ETCD, marks=pytest.mark.soak)])
 def test_others_compute_late_lanes_while_nothing_moves(dispatch):
     plans = [plan_with_a_slow_trainer(0, Mode.SYNC, dispatch, stragglers=on) for on in (True, False)]
     (on, told), (off, not_told) = (run(replace(plan, rebalance_s=3600.0), Mode.SYNC) for plan in plans)
@@ -71,8 +71,9 @@ def test_others_compute_late_lanes_while_nothing_moves(dispatch):
 
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("dispatch", list(Dispatch))
-def test_every_promise_is_kept_with_a_slow_trainer_whatever_fails(mode, dispatch):
-    for seed in range(3):
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 10), marks=pytest.mark.soak)], ids=str)
+def test_every_promise_is_kept_with_a_slow_trainer_whatever_fails(mode, dispatch, seeds):
+    for seed in seeds:
         plan = plan_with_a_slow_trainer(seed, mode, dispatch, stragglers=True)
         drawn = plan_of(seed, mode, dispatch)
         deaths = (Fault(2.0 + seed / 3, FaultKind.KILL_TRAINER, 0.3 * (seed % 3), 0.5, noticed=True),)
