@@ -91,7 +91,7 @@ class ShareServer(Pserver):
         self.opened = generation
 
     def tear(self, cause: str) -> None:
-        """The step begins again in the next generation: `on_torn` asks for it."""
+        """The step cannot be finished: `on_torn` tells the master, and the job goes back to its newest checkpoint."""
         log.error("step_torn", trainer=self.trainer, generation=self.generation, cause=cause)
         self.on_torn(Torn(timeline=self.timeline, cause=f"{self.trainer}: {cause}"))
 
