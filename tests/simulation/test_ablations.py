@@ -23,7 +23,7 @@ SHOWN = {
     "term": (Mode.ASYNC, Dispatch.MASTER, 0.2, 3),
     "commit chain": (Mode.ASYNC, Dispatch.ETCD, 0.0, 0),
     "attempt": (Mode.SYNC, Dispatch.ETCD, 0.3, 0),
-    "generation": (Mode.SYNC, Dispatch.MASTER, 0.2, 7),
+    "generation": (Mode.SYNC, Dispatch.MASTER, 0.2, 16),
     "tree": (Mode.SYNC, Dispatch.MASTER, 0.6, 34),
     "ledger": (Mode.ASYNC, Dispatch.MASTER, 0.0, 8),
     "saved ledger": (Mode.ASYNC, Dispatch.MASTER, 0.0, 10),
@@ -34,7 +34,7 @@ SHOWN = {
     "pushes without rows": (Mode.ASYNC, Dispatch.MASTER, 0.0, 1),
     "rows in checkpoints": (Mode.SYNC, Dispatch.MASTER, 0.0, 20),
     "wait for rows": (Mode.SYNC, Dispatch.MASTER, 0.0, 0),
-    "rows of the version before": (Mode.SYNC, Dispatch.MASTER, 0.0, 79),
+    "rows of the version before": (Mode.SYNC, Dispatch.MASTER, 0.0, 85),
     "roll-back of rows": (Mode.SYNC, Dispatch.MASTER, 0.0, 1),
     "kept chains": (Mode.SYNC, Dispatch.MASTER, 0.0, 4),
 }
