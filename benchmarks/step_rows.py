@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -276,6 +276,29 @@ class ProbedForks(ForkServer):
 
 
 Row = TorchRow | OurRow
+
+
+async def stopped(stack: AsyncExitStack, row: Row) -> Row:
+    """Started, and stopped until `in_turns` lets it go on."""
+    await stack.enter_async_context(row)
+    stack.callback(send, row, signal.SIGCONT)
+    send(row, signal.SIGSTOP)
+    return row
+
+
+async def in_turns(
+    rows: Mapping[str, Row], rounds: int, seconds: float, told: Callable[[int, str, Window], None]
+) -> dict[str, list[Window]]:
+    """Windows of rows that are stopped: in each round one after the other goes on, every second round in the opposite order. `told`: of each window."""
+    windows: dict[str, list[Window]] = {name: [] for name in rows}
+    for number in range(rounds):
+        for name in rows if number % 2 == 0 else reversed(list(rows)):
+            send(rows[name], signal.SIGCONT)
+            await asyncio.sleep(SETTLE_S)
+            windows[name].append(await rows[name].window(seconds))
+            send(rows[name], signal.SIGSTOP)
+            told(number, name, windows[name][-1])
+    return windows
 
 
 def send(row: Row, number: signal.Signals) -> None:

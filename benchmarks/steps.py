@@ -52,7 +52,9 @@ from benchmarks.step_rows import (
     Window,
     activations_mib,
     bind,
+    in_turns,
     send,
+    stopped,
 )
 from shared.runtime import telemetry
 from trainer_agent.script import user_module
@@ -105,24 +107,19 @@ async def measure(
     model: str, names: Sequence[str], rounds: int, seconds: float, folder: Path, *, bound: bool
 ) -> list[Measured]:
     user_module.load(SCRIPTS[model]).dataset()  # writes the data, once
-    windows: dict[str, list[Window]] = {name: [] for name in names}
     inside: dict[str, Inside] = {}
+
+    def told(number: int, name: str, window: Window) -> None:
+        rate = f"{window.steps_per_s:.2f} steps/s"
+        print(f"{model} round {number + 1}/{rounds}: {TITLES[name]}: {rate}", file=sys.stderr)
+
     async with AsyncExitStack() as stack:
         rows: dict[str, Row] = {}
         for name in names:
-            rows[name] = await stack.enter_async_context(row_of(name, model, folder / f"{model}-{name}"))
-            stack.callback(send, rows[name], signal.SIGCONT)
+            rows[name] = await stopped(stack, row_of(name, model, folder / f"{model}-{name}"))
             if bound:
                 bind(rows[name])
-            send(rows[name], signal.SIGSTOP)
-        for number in range(rounds):
-            for name in names if number % 2 == 0 else reversed(names):
-                send(rows[name], signal.SIGCONT)
-                await asyncio.sleep(SETTLE_S)
-                windows[name].append(await rows[name].window(seconds))
-                send(rows[name], signal.SIGSTOP)
-                rate = windows[name][-1].steps_per_s
-                print(f"{model} round {number + 1}/{rounds}: {TITLES[name]}: {rate:.2f} steps/s", file=sys.stderr)
+        windows = await in_turns(rows, rounds, seconds, told)
         for name, row in rows.items():
             if isinstance(row, OurRow):
                 send(row, signal.SIGCONT)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from benchmarks.collective.exchange import progress
 from benchmarks.collective.spread import spread
-from benchmarks.step_rows import SETTLE_S, OurRow, Row, TorchRow, Window, send
+from benchmarks.step_rows import OurRow, Row, TorchRow, Window, in_turns, stopped
 from benchmarks.steps import BATCHES, SCRIPTS
 from trainer_agent.script import user_module
 
@@ -28,23 +26,16 @@ def row_of(name: str, model: str, members: int, folder: Path) -> Row:
 async def measure(model: str, members: int, rounds: int, seconds: float, folder: Path) -> dict[str, list[Window]]:
     """All rows are started once and stopped; a round lets one after the other go on."""
     user_module.load(SCRIPTS[model]).dataset()  # writes the data, once
-    found: dict[str, list[Window]] = {name: [] for name in TITLES}
+
+    def told(number: int, name: str, _: Window) -> None:
+        progress(f"{model}, {members} members, round {number + 1}/{rounds}: {TITLES[name]}")
+
     async with AsyncExitStack() as stack:
-        rows: dict[str, Row] = {}
-        for name in TITLES:
-            rows[name] = await stack.enter_async_context(
-                row_of(name, model, members, folder / f"{model}-{name}-{members}")
-            )
-            stack.callback(send, rows[name], signal.SIGCONT)
-            send(rows[name], signal.SIGSTOP)
-        for number in range(rounds):
-            for name in TITLES if number % 2 == 0 else reversed(TITLES):
-                send(rows[name], signal.SIGCONT)
-                await asyncio.sleep(SETTLE_S)
-                found[name].append(await rows[name].window(seconds))
-                send(rows[name], signal.SIGSTOP)
-            progress(f"{model}, {members} members, round {number + 1}/{rounds}")
-    return found
+        rows = {
+            name: await stopped(stack, row_of(name, model, members, folder / f"{model}-{name}-{members}"))
+            for name in TITLES
+        }
+        return await in_turns(rows, rounds, seconds, told)
 
 
 def table(model: str, members: int, found: dict[str, list[Window]]) -> str:
