@@ -34,13 +34,17 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 step = 0
 
 communicator = trireme.CollectiveCommunicator()
-while step < STEPS:
+while True:
     if communicator.joined:  # somebody is new: the oldest member's state for everybody
         status, state = communicator.broadcast([step, model.state_dict(), optimizer.state_dict()])
         if status == trireme.SUCCEEDED:
             step = state[0]
             model.load_state_dict(state[1])
             optimizer.load_state_dict(state[2])
+        continue
+    if step == STEPS:
+        if communicator.barrier() == trireme.SUCCEEDED:  # everybody has the last step
+            break
         continue
     rows = torch.randint(len(label), (32,))
     optimizer.zero_grad()
@@ -51,7 +55,8 @@ while step < STEPS:
             parameter.grad = gradient
         optimizer.step()
         step += 1
-communicator.barrier()  # so that everybody has the last step
+        if step % 100 == 0 and communicator.rank == 0:
+            print(f"step {step} of {STEPS}, {communicator.size} members", flush=True)
 communicator.close()
 
 label, pixels = tensors(read(DATA, "test.parquet"))
