@@ -1,13 +1,16 @@
 """The collective strategy against its peers, as ratios within one run; a part of it with --parts.
 
-    python -m benchmarks.collective [--parts exchange,jobs,joining,rebuilds] [--members 2,4] [--rounds 11] [--mib 64] [--buckets 16] [--block-kib 1024]
+    python -m benchmarks.collective [--parts exchange,jobs,joining,rebuilds,kills] [--members 2,4] [--rounds 11] [--mib 64] [--buckets 16] [--block-kib 1024]
                                     [--models charlm,mlp] [--seconds 3] [--rebuilds 200]
                                     [--joining 1,2] [--state-mib 256] [--joins 5]
+                                    [--kills 100] [--freezes 20] [--instants 250] [--gloo-kills 250] [--seed 1]
 
 exchange    gradients of --mib, no model: direct exchange with the code of trainers, and Gloo's all_reduce of the same gradients in --buckets
 jobs        steps/s of whole jobs, and of DistributedDataParallel at its best with the same model, global batch and threads
 joining     what a trainer that joins with --state-mib of parameters and momentum costs the others, of which there are --joining
 rebuilds    what so many generations leave behind: a trainer is killed again and again
+kills       of four trainers one is killed (--kills) or frozen (--freezes): the others' next step; killed at random instants (--instants, with spares beside
+            them; --gloo-kills of processes in a plain all_reduce): whether survivors have the same versions, with the bits of a job left alone
 
 Rounds of all rows are interleaved, and ratios taken round by round: medians, and quartiles in brackets. All processes get memory as `trireme run` lets its
 members have it.
@@ -21,13 +24,13 @@ import os
 import tempfile
 from pathlib import Path
 
-from benchmarks.collective import exchange, jobs, joining, rebuilds
+from benchmarks.collective import exchange, jobs, joining, kills, rebuilds
 from shared.runtime import malloc, telemetry
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="exchange,jobs,joining,rebuilds")
+    parser.add_argument("--parts", default="exchange,jobs,joining,rebuilds,kills")
     parser.add_argument("--members", default="2,4")
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--buckets", type=int, default=16, help="of Gloo; ours are blocks of --block-kib")
@@ -40,6 +43,11 @@ def main() -> int:
     parser.add_argument("--joining", default="1,2", help="of joins: members before")
     parser.add_argument("--state-mib", type=int, default=256)
     parser.add_argument("--joins", type=int, default=5)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--freezes", type=int, default=20)
+    parser.add_argument("--instants", type=int, default=250)
+    parser.add_argument("--gloo-kills", type=int, default=250)
+    parser.add_argument("--seed", type=int, default=1, help="of kills: which trainer, and when")
     given = parser.parse_args()
     os.environ.update(malloc.tunables(os.environ))
     telemetry.configure(level="ERROR", json=False)  # stdout is the table's; stopped jobs have stopped etcds
@@ -70,6 +78,9 @@ def main() -> int:
         if "rebuilds" in parts:
             seen = asyncio.run(rebuilds.measure(given.rebuilds, Path(folder)))
             print(f"\n{rebuilds.HEAD}\n{rebuilds.table(seen)}")
+        if "kills" in parts:
+            counts_of = kills.Counts(given.kills, given.freezes, given.instants, given.gloo_kills)
+            right = kills.report(counts_of, given.seed, Path(folder)) and right
     return 0 if right else 1
 
 

@@ -1,0 +1,138 @@
+"""What the others lose by one of four trainers that is killed or frozen at a random instant, again and again, and whether all have the bits of a job
+that was left alone.
+
+    all four have lanes ─ a random time ─► SIGKILL (SIGSTOP) of one ─► a generation without it ─► (SIGCONT) ─► four have lanes again ─ ...
+
+With `spares` beside the four, one of them takes over at once, so that the next kill need not wait for the dead one's replacement.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.collective.endless import endless
+from benchmarks.collective.exchange import progress
+from benchmarks.collective.kills.told import History, all_saved, equal_at_the_end, lines_of
+from shared.runtime import clock
+from trireme.launch.child import Child
+from trireme.launch.cluster import LocalCluster
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "told_versions.py"
+MEMBERS = 4
+LEASE_S = 2.0  # of jobs in which members are frozen
+PAUSE_S = 0.5  # a fault comes within it, once all have lanes
+LOOK_S, LIMIT_S = 0.005, 240.0
+
+
+@dataclass(frozen=True)
+class Blow:
+    """`at`: the moment of the signal; `survivors`: the processes with lanes that did not get it."""
+
+    at: float
+    survivors: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Found:
+    """`seconds`: of each blow, until all survivors had finished the next step that began after it, None: never. `disagreed`: blows after which a trainer had
+    another version than the undisturbed job, or one that it had before. `equal`: trainers, of MEMBERS at the end, whose parameters are torch.equal to the
+    undisturbed job's. `versions`: steps of the job; `digests`: that were compared."""
+
+    seconds: Sequence[float | None]
+    disagreed: int
+    equal: int
+    versions: int
+    digests: int
+    took: float
+
+    @property
+    def right(self) -> bool:
+        return not self.disagreed and self.equal == MEMBERS
+
+
+async def measure(count: int, folder: Path, *, frozen: bool = False, spares: int = 0, seed: int = 1) -> Found:
+    """`count` blows."""
+    began, told = clock.monotonic(), folder / "told"
+    more = {"lease_ttl_s": LEASE_S} if frozen else {}
+    spec = endless(SCRIPT, folder / "run", MEMBERS + spares, MEMBERS, **more)
+    chance, blows = random.Random(seed), []
+    async with LocalCluster(spec, folder / "run", environment={"TOLD": str(told)}) as cluster:
+        await _until(lambda: _whole(cluster, 0), "all trainers")
+        await asyncio.sleep(PAUSE_S)
+        for number in range(count):
+            await asyncio.sleep(PAUSE_S * chance.random())
+            blows.append(await _strike(cluster, chance, frozen=frozen))
+            if number % 10 == 9:
+                progress(f"{number + 1} of {count}, {clock.monotonic() - began:.0f} s")
+        pids = [child.pid for child in _owners(cluster)]
+        end = clock.monotonic()
+        await _until(lambda: bool(all_saved(told, pids, end)), "parameters that all have saved")
+        took = clock.monotonic() - began
+    lines = lines_of(told)
+    alone = await _left_alone(
+        folder / "alone", lines[pids[0]][-1][1], len({d for own in lines.values() for _, d in own})
+    )
+    history = History.of(lines, alone)
+    edges = [*(blow.at for blow in blows), float("inf")]
+    wrong = [history.wrong(first, last) for first, last in itertools.pairwise(edges)]
+    equal, _ = equal_at_the_end(told, pids, folder / "alone" / "told", end)
+    seconds = [history.next_step_s(blow.at, blow.survivors) for blow in blows]
+    newest = max(version or 0 for own in history.versions.values() for _, version in own)
+    return Found(seconds, sum(map(bool, wrong)), equal, newest, sum(map(len, lines.values())), took)
+
+
+async def _strike(cluster: LocalCluster, chance: random.Random, *, frozen: bool) -> Blow:
+    owners = _owners(cluster)
+    victim, before = chance.choice(owners), _generation(cluster)
+    pid, survivors = victim.pid, [child.pid for child in owners if child is not victim]
+    at = clock.monotonic()
+    victim.send(signal.SIGSTOP if frozen else signal.SIGKILL)
+    if frozen:
+        await _until(lambda: _generation(cluster) > before, "a generation without the frozen trainer")
+        if victim.alive and victim.pid == pid:
+            victim.send(signal.SIGCONT)
+    await _until(lambda: _whole(cluster, before), "all trainers again")
+    return Blow(at, survivors)
+
+
+def _whole(cluster: LocalCluster, beyond: int) -> bool:
+    listed = cluster.directory.trainers
+    return (
+        beyond < listed.generation == _generation(cluster) and sum(child.alive for child in _owners(cluster)) == MEMBERS
+    )
+
+
+def _owners(cluster: LocalCluster) -> list[Child]:
+    """Of lanes. A member's name is its process's and a part that no other one has."""
+    names = (name.rpartition("-")[0] for name in cluster.directory.trainers.owners)
+    return [cluster.children[name] for name in names if name in cluster.children]
+
+
+def _generation(cluster: LocalCluster) -> int:
+    return cluster.directory.state.generation if cluster.directory.state is not None else 0
+
+
+async def _until(there: Callable[[], bool], what: str) -> None:
+    deadline = clock.monotonic() + LIMIT_S
+    while not there():
+        if clock.monotonic() > deadline:
+            raise TimeoutError(f"waited {LIMIT_S:g} s for {what}")
+        await asyncio.sleep(LOOK_S)
+
+
+async def _left_alone(folder: Path, last: str, most: int) -> list[str]:
+    """Digests of the versions of a job of one trainer, in order, until `last` is among them, or `most` and some more are there."""
+    spec = endless(SCRIPT, folder / "run", 1, MEMBERS)
+    told = folder / "told"
+    async with LocalCluster(spec, folder / "run", environment={"TOLD": str(told)}):
+        while True:
+            await asyncio.sleep(PAUSE_S)
+            found = [digest for own in (lines_of(told) if told.exists() else {}).values() for _, digest in own]
+            if last in found or len(found) > most + MEMBERS:
+                return found
