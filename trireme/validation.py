@@ -10,13 +10,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from shared.records import JobSpec, Strategy
+from shared.records.job_spec.strategy import OF_NATIVE
 from shared.security.hidden import hidden
 
 AUTO = "auto"
 _DATASET = {"kind": "text_lines", "urls": ("-",)}
 _PLACEHOLDERS = {"job": "job", "script": "-", "storage": "-", "dataset": _DATASET, "evaluation_dataset": _DATASET}
-_NATIVE = ("backend", "reduction", "bucket_bytes")
-_COLLECTIVE = ("min_members", "exchange", *_NATIVE)
+_COLLECTIVE = ("min_members", "exchange", *OF_NATIVE)
 _SYNCHRONOUS = ("mode", "strategy", *_COLLECTIVE, "evaluate_every", "keep_best", "stop_early", "plateau_metric")
 
 
@@ -42,7 +42,7 @@ def field_problems(values: Mapping[str, Any], origins: Mapping[str, str] = Mappi
     alone = {name: values[name] for name in _SYNCHRONOUS if name in values}
     if not alone.keys().isdisjoint(("keep_best", "stop_early", "plateau_metric")):
         alone.setdefault("evaluate_every", "epoch")  # it may be set elsewhere
-    if not alone.keys().isdisjoint(_NATIVE):
+    if not alone.keys().isdisjoint(OF_NATIVE):
         alone.setdefault("exchange", "native")
     if not alone.keys().isdisjoint(_COLLECTIVE):  # so may the strategy
         alone = {"strategy": "collective", **alone}

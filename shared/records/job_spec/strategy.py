@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from pydantic import BaseModel
+
 from shared.records.job_spec.choices import Mode, Strategy
 
-OF_NATIVE = {"backend": "auto", "reduction": "canonical", "bucket_bytes": 25 << 20}
-"""Settings that only native exchange has, and their defaults."""
+OF_NATIVE = ("backend", "reduction", "bucket_bytes")
+"""Settings that only native exchange has."""
 
 
 class Settings(Protocol):
@@ -59,7 +61,9 @@ def _check_exchange(spec: Settings) -> None:
         msg = f"exchange is {spec.exchange}, which only jobs with strategy collective can have; leave it out, or use that strategy"
         raise ValueError(msg)
     if spec.exchange == "direct":
-        for name, default in OF_NATIVE.items():
-            if (value := getattr(spec, name)) != default:
+        assert isinstance(spec, BaseModel)
+        fields = type(spec).model_fields
+        for name in OF_NATIVE:
+            if (value := getattr(spec, name)) != fields[name].default:
                 msg = f"{name} is {value}, which only native exchange has, and exchange is direct; leave it out, or use exchange native"
                 raise ValueError(msg)
