@@ -14,9 +14,11 @@ from shared.records.step import StepRecord
 from tests.trainer_agent.collective.cluster import CollectiveCluster, cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.collective.mean_blocks import MeanStore, released
+from trainer_agent.collective.native import operation_limit
 from trainer_agent.collective.native.exchange import NativeExchange
 from trainer_agent.collective.native.given import Given
 from trainer_agent.collective.native.link import Link
+from trainer_agent.collective.native.operation_limit import OperationLimit
 from trainer_agent.collective.native.step import Made, StepMaker
 from trainer_agent.collective.server import ShareServer
 
@@ -107,6 +109,34 @@ async def test_a_group_that_breaks_without_a_death_is_built_again_in_the_same_ge
         assert made.directory.known_state.generation == generation
         assert exchange_of(made, "trainer-0-x").attempts[1] > 1
         assert differing(undisturbed, made.exported()) == []
+
+
+@pytest.mark.parametrize("ablated", [False, True])
+async def test_an_operation_that_does_not_end_is_given_up_after_what_steps_take_here(tmp_path, monkeypatch, ablated):
+    """One trainer is in no operation of a step, as if it did not reach the others; it lives, so nobody is left out. Ablated: the limit of the first step."""
+    monkeypatch.setattr(operation_limit, "FLOOR_S", 0.5)
+    if ablated:
+        monkeypatch.setattr(OperationLimit, "took", lambda *_: None)
+    script, silent = write_script(tmp_path), [True]
+    made_by = StepMaker.made
+
+    async def made(self: StepMaker, link: Link, given: Given, store: MeanStore, server: ShareServer) -> Made:
+        if store.has == 5 and server.trainer == "trainer-1-x" and silent:
+            silent.clear()
+            await asyncio.Event().wait()  # until others build the group again
+        return await made_by(self, link, given, store, server)
+
+    monkeypatch.setattr(StepMaker, "made", made)
+    undisturbed = await trained(spec_for(script, **COLLECTIVE | {"epochs": 3}, storage=str(tmp_path / "a")), 1)
+    async with cluster(spec_for(script, **NATIVE | {"epochs": 3}, storage=str(tmp_path / "b")), 3) as cluster_made:
+        await cluster_made.version(5)
+        if ablated:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(cluster_made.version(7), 2.5)
+            return
+        assert (await cluster_made.ended()).phase is Phase.COMPLETED
+        assert not silent
+        assert differing(undisturbed, cluster_made.exported()) == []
 
 
 Versions = dict[int, list[bytes]]

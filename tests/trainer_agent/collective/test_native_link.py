@@ -8,10 +8,11 @@ import threading
 import pytest
 
 from trainer_agent.collective.native.link import Link
+from trainer_agent.collective.native.operation_limit import OperationLimit
 
 
 async def test_waiting_for_the_thread_ends_with_its_work_and_then_with_the_cancellation():
-    link, going_on, done = Link("127.0.0.1", "gloo", 1), threading.Event(), threading.Event()
+    link, going_on, done = Link("127.0.0.1", "gloo", 1, OperationLimit()), threading.Event(), threading.Event()
 
     def work() -> None:
         going_on.wait(5.0)

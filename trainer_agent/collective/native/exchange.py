@@ -22,15 +22,15 @@ from shared.errors import InvalidArgument
 from shared.etcd import Etcd
 from shared.records import JobSpec
 from shared.records.layout import Layout
-from shared.runtime import telemetry
+from shared.runtime import clock, telemetry
 from shared.runtime.network import own_network
 from shared.wire.messages import PROTOCOL_VERSION, PushHeader
 from trainer_agent.collective.groups import Group, GroupView
 from trainer_agent.collective.mean_blocks import MeanStore
 from trainer_agent.collective.native.given import Given
 from trainer_agent.collective.native.link import Link, Meeting, NativeStatement, Overtaken, check_alike
+from trainer_agent.collective.native.operation_limit import OperationLimit
 from trainer_agent.collective.native.received import Received
-from trainer_agent.collective.native.reducing import OPERATION_S
 from trainer_agent.collective.native.step import StepMaker
 from trainer_agent.collective.server import ShareServer
 from trainer_agent.data_plane.outbox import Outbox
@@ -86,7 +86,7 @@ class NativeExchange:
         self._host, self._spec, self._trainer, self._place = host, spec, trainer, place
         self._etcd, self._lease_id = etcd, lease_id
         self._layout = host.layout
-        self._maker = StepMaker(spec, host.layout)
+        self._maker, self._limit = StepMaker(spec, host.layout), OperationLimit()
         self._canonical = spec.reduction == "canonical"
         self._given: Given | None = None
         self.link: Link | None = None
@@ -178,7 +178,7 @@ class NativeExchange:
     @asynccontextmanager
     async def _entered(self, group: Group, attempt: int) -> AsyncIterator[tuple[Link, Meeting | None]]:
         """Raises Broken, InvalidArgument."""
-        link = self.link = Link(self._place.host, self._place.backend, self._spec.threads_per_trainer)
+        link = self.link = Link(self._place.host, self._place.backend, self._spec.threads_per_trainer, self._limit)
         size = group.trainers.owner_count
         try:
             meeting = None
@@ -230,7 +230,7 @@ class NativeExchange:
             await self._host.catch_up(group)
         await link.connect(meeting, statements)
         assert link.group is not None
-        await link.call(link.group.exchange, [group.generation, attempt], OPERATION_S)
+        await link.call(link.group.exchange, [group.generation, attempt], link.limit.seconds)
         await self._spread(link, statements, group.newest)
         if group.place == 0:
             await meeting.forget()
@@ -254,11 +254,11 @@ class NativeExchange:
         generation, rank = max(having)
         mine = self._received if self._kept_of() == generation else None
         data = mine.to_bytes() if mine is not None and link.rank == -rank else None
-        told = await link.call(link.group.tell, data, -rank, OPERATION_S)
+        told = await link.call(link.group.tell, data, -rank, link.limit.seconds)
         store = self._host.store
         if mine is None and store is not None:
             self._keep(Received.read(told, store, generation))
-        await link.call(link.group.exchange, [newest + 1], OPERATION_S)
+        await link.call(link.group.exchange, [newest + 1], link.limit.seconds)
         log.info("received_elsewhere", version=newest + 1, made_in=generation, had=mine is not None)
 
     async def _look_for_dead(self, group: Group) -> None:
@@ -346,8 +346,14 @@ class NativeExchange:
             store = self._host.store
         given = self._given
         await given.begun(group.trainers.lanes_of(self._trainer))
-        made = await self._maker.made(link, given, store, self._host.server)
-        self._keep(Received(store, group.generation, made.version, made.arrived, made.record))
-        if not self._canonical and link.group is not None:
-            await self._maker.all_have(link, made)
+        began = clock.monotonic()
+        try:
+            made = await self._maker.made(link, given, store, self._host.server)
+            self._keep(Received(store, group.generation, made.version, made.arrived, made.record))
+            if not self._canonical and link.group is not None:
+                await self._maker.all_have(link, made)
+        except Broken:
+            self._limit.broke(clock.monotonic() - began)
+            raise
+        self._limit.took(clock.monotonic() - began)
         self._settle()

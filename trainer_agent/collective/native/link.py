@@ -25,6 +25,8 @@ from shared.etcd import Etcd, LeaseLost, OutcomeUnknown, Put
 from shared.etcd.reading import read_record
 from shared.records.record import Record
 from shared.runtime import clock, telemetry
+from trainer_agent.collective.native.operation_limit import OperationLimit
+from trainer_agent.collective.native.reducing import Scratch
 
 BUILD_S = 10.0
 FIRST_LOOK_S, LAST_LOOK_S = 0.005, 0.1
@@ -154,11 +156,13 @@ class _Shelf:
 
 
 class Link:
-    """`group` None: this trainer is alone. All of torch's operations run in one thread, in order. `cut` it from the event loop, at once; `close` it when
+    """`group` None: this trainer is alone. All of torch's operations run in one thread, in order. `limit`: of each, in seconds. `cut` it from the event loop, at once; `close` it when
     its user is done."""
 
-    def __init__(self, host: str, backend: str, threads: int) -> None:
+    def __init__(self, host: str, backend: str, threads: int, limit: OperationLimit) -> None:
         self.group: Group | None = None
+        self.limit = limit
+        self.scratch = Scratch()  # not another group's: an operation that was cut may still write there
         self._host, self._backend = host, backend
         self._over = threading.Event()
         self._thread = ThreadPoolExecutor(1, "native", torch.set_num_threads, (threads,))

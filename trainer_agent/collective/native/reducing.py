@@ -3,11 +3,13 @@
 canonical  all to all: each trainer gets its part of all nodes ─► the canonical tree ─► all gather: the same bits whoever trains
 fast       each trainer adds up its nodes, weighted ─► all reduce: all trainers have the same bits, which depend on who they are
 
-Memory of results is the caller's; nodes are only read. `group` None: this trainer is alone.
+Memory of results is the caller's; nodes are only read. `group` None: this trainer is alone. What lies between is in memory that is used again: new memory
+costs more than the arithmetic (a fault for each page).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,8 +25,6 @@ from shared.records.layout import Block
 from trainer_agent.collective.native.buckets import Bucket
 from trainer_agent.collective.native.given import ChosenNode
 
-OPERATION_S = 300.0  # members may compute for so long before the others' operation fails, and is begun again
-
 Payloads = Mapping[Interval, Sequence[memoryview]]
 """Of this trainer's chosen nodes: each block of a bucket."""
 Value = tuple[torch.Tensor | None, int]
@@ -34,22 +34,47 @@ def _nothing() -> None:
     """No phase."""
 
 
+class Scratch:
+    """Memory that operations of one group use again, by use. Of one thread at a time; what it gives is valid until the same use is asked for again."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, torch.Tensor] = {}
+
+    def __repr__(self) -> str:
+        return f"<Scratch: {sum(each.numel() for each in self._memory.values()) >> 20} MiB>"
+
+    def take(self, use: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        """Of that shape; its values are whatever was there."""
+        size = math.prod(shape) * dtype.itemsize
+        memory = self._memory.get(use)
+        if memory is None or memory.numel() < size:
+            memory = self._memory[use] = torch.empty(size, dtype=torch.uint8)
+        return memory[:size].view(dtype).view(shape)
+
+
 def canonical(
-    group: Group | None, bucket: Bucket, nodes: Sequence[ChosenNode], payloads: Payloads, outs: Sequence[torch.Tensor]
+    group: Group | None,
+    bucket: Bucket,
+    nodes: Sequence[ChosenNode],
+    payloads: Payloads,
+    outs: Sequence[torch.Tensor],
+    scratch: Scratch,
+    limit_s: float,
 ) -> None:
-    """Write the mean of each block into `outs`. Raises Broken, OverflowError."""
+    """Write the mean of each block into `outs`. `limit_s`: of each operation. Raises Broken, OverflowError."""
     size, travels = (1, bucket.travels) if group is None else (group.size, bucket.travels)
     part = -(-bucket.elements // size)
     rank = 0 if group is None else group.rank
     mine = [node for node in nodes if node.rank == rank and node.count]
-    given = torch.empty(size, len(mine), part, dtype=travels)
+    given = scratch.take("given", travels, size, len(mine), part)
+    flat = scratch.take("flat", travels, size * part)
+    flat[bucket.elements :] = 0
     for place, node in enumerate(mine):
-        flat = torch.zeros(size * part, dtype=travels)
         pack(bucket, payloads[node.lanes], flat)
         given[:, place] = flat.view(size, part)
     full = [node for node in nodes if node.count]
     by_rank = [sum(node.rank == each for node in full) for each in range(size)]
-    taken = torch.empty(len(full), part, dtype=travels)
+    taken = scratch.take("taken", travels, len(full), part)
     if group is None:
         taken = given.view(len(full), part)
     else:
@@ -57,7 +82,7 @@ def canonical(
         bytes_of_part = part * travels.itemsize
         moved = _raw(taken).to(there)
         sizes = [count * bytes_of_part for count in by_rank]
-        group.scatter_all(_raw(given).to(there), moved, OPERATION_S, _nothing, sizes)
+        group.scatter_all(_raw(given).to(there), moved, limit_s, _nothing, sizes)
         taken = moved.to("cpu").view(travels).view(len(full), part)
     order = sorted(full, key=lambda node: (node.rank, node.lanes))
     found: dict[Interval, Value] = {node.lanes: (None, 0) for node in nodes}
@@ -73,32 +98,38 @@ def canonical(
         cast_into(share, whole)
     result = share
     if group is not None:
-        gathered = torch.empty(size * part * travels.itemsize, dtype=torch.uint8, device=group.data_device)
-        group.gather_all(_raw(share).to(group.data_device), gathered, OPERATION_S)
+        gathered = _raw(scratch.take("gathered", travels, size * part)).to(group.data_device)
+        group.gather_all(_raw(share).to(group.data_device), gathered, limit_s)
         result = gathered.to("cpu").view(travels)
     unpack(result, outs)
 
 
 def fast(
-    group: Group | None, bucket: Bucket, nodes: Sequence[ChosenNode], payloads: Payloads, outs: Sequence[torch.Tensor]
+    group: Group | None,
+    bucket: Bucket,
+    nodes: Sequence[ChosenNode],
+    payloads: Payloads,
+    outs: Sequence[torch.Tensor],
+    scratch: Scratch,
+    limit_s: float,
 ) -> int:
     """As `canonical`; answers a digest of the result as it came. Raises Broken, OverflowError."""
     rank = 0 if group is None else group.rank
     total = sum(node.count for node in nodes)
     wide = DTYPES[bucket.dtype]
-    flat = torch.zeros(bucket.elements, dtype=wide)
-    scratch = torch.empty(bucket.elements, dtype=bucket.travels)
+    flat = scratch.take("sum", wide, bucket.elements).zero_()
+    packed = scratch.take("flat", bucket.travels, bucket.elements)
     for node in nodes:
         if node.rank == rank and node.count:
-            pack(bucket, payloads[node.lanes], scratch)
-            flat.add_(scratch.to(wide), alpha=node.count / total)
+            pack(bucket, payloads[node.lanes], packed)
+            flat.add_(packed.to(wide), alpha=node.count / total)
     result = flat
     if bucket.narrow is not None:
-        result = scratch
+        result = packed
         cast_into(result, flat)
     if group is not None:
         moved = result.to(group.data_device)
-        group.allreduce([moved], OPERATION_S, _nothing)
+        group.allreduce([moved], limit_s, _nothing)
         result = moved.to("cpu")
     unpack(result, outs)
     return xxh3_64(bytes_of(result)).intdigest() >> 1

@@ -20,7 +20,7 @@ from trainer_agent.collective.mean_blocks import MeanStore
 from trainer_agent.collective.native.buckets import buckets_of, buffers_of
 from trainer_agent.collective.native.given import ChosenNode, Given, chosen, read_told
 from trainer_agent.collective.native.link import Link
-from trainer_agent.collective.native.reducing import OPERATION_S, canonical, fast, mean_of_buffer
+from trainer_agent.collective.native.reducing import canonical, fast, mean_of_buffer
 from trainer_agent.collective.server import ShareServer
 
 
@@ -67,7 +67,7 @@ class StepMaker:
     async def all_have(self, link: Link, made: Made) -> None:
         """Returns once all have said that they have received it. Raises Broken; TriremeError: the trainers have different bits."""
         assert link.group is not None
-        said = await link.call(link.group.exchange, [made.version, *made.digests], OPERATION_S)
+        said = await link.call(link.group.exchange, [made.version, *made.digests], link.limit.seconds)
         if any(each != said[0] for each in said):
             rank = next(rank for rank, each in enumerate(said) if each != said[0])
             msg = f"the group gave trainer {rank} another mean gradient of step {made.version - 1} than trainer 0"
@@ -79,7 +79,7 @@ class StepMaker:
         mine = given.told().to_bytes()
         told = [mine]
         if link.group is not None:
-            told = await link.call(link.group.gather_bytes, mine, OPERATION_S)
+            told = await link.call(link.group.gather_bytes, mine, link.limit.seconds)
         return chosen(read_told(told, given.step), self._spec.lanes)
 
     def _note(self, store: MeanStore, server: ShareServer, nodes: Sequence[ChosenNode]) -> None:
@@ -108,7 +108,8 @@ class StepMaker:
             outs = [arriving.tensor(number) for number in bucket.numbers]
             reduce = canonical if self._canonical else fast
             try:
-                digests.append(await link.call(reduce, link.group, bucket, nodes, payloads, outs))
+                given_to = (link.group, bucket, nodes, payloads, outs, link.scratch, link.limit.seconds)
+                digests.append(await link.call(reduce, *given_to))
             except OverflowError as error:
                 hint = f"gradient_dtype is {self._spec.gradient_dtype}; start the job with another"
                 raise InvalidArgument(f"the mean gradient of step {given.step}: {error}", hint=hint) from None
@@ -125,7 +126,7 @@ class StepMaker:
         sizes = b"".join(len(part).to_bytes(8, "big") for part in parts)
         all_of_them = [sizes + b"".join(parts)]
         if link.group is not None:
-            all_of_them = await link.call(link.group.gather_bytes, all_of_them[0], OPERATION_S)
+            all_of_them = await link.call(link.group.gather_bytes, all_of_them[0], link.limit.seconds)
         found: dict[int, dict[Interval, bytes]] = {number: {} for number in numbers}
         for rank, data in enumerate(all_of_them):
             theirs = [node.lanes for node in nodes if node.rank == rank and node.count]
