@@ -58,9 +58,9 @@ pytest: $(STAMP) ## the tests (without those marked soak)
 	@echo "==> pytest on $(PYTEST_WORKERS) processes"
 	@$(BIN)/python -m pytest -q -m 'not soak' -n $(PYTEST_WORKERS) --dist worksteal
 
-soak: $(STAMP) ## break a job in all ways, compare every bit: make soak [SEED="1 2"] [FAULTS=30] [TRANSPORT="tcp shm"] [MODE=async] [STRATEGY=collective] [WORKLOAD=digits] [KINDS="cut-etcd kill-two"]
+soak: $(STAMP) ## break a job in all ways, compare every bit: make soak [SEED="1 2"] [FAULTS=30] [TRANSPORT="tcp shm"] [MODE=async] [STRATEGY=collective [EXCHANGE=native]] [WORKLOAD=digits] [KINDS="cut-etcd kill-two"]
 	@$(BIN)/python -m tests.soak --faults $(FAULTS) $(if $(SEED),--seed $(SEED)) $(if $(TRANSPORT),--transport $(TRANSPORT)) \
-		$(if $(MODE),--mode $(MODE)) $(if $(STRATEGY),--strategy $(STRATEGY)) $(if $(WORKLOAD),--workload $(WORKLOAD)) $(if $(KINDS),--kinds $(KINDS))
+		$(if $(MODE),--mode $(MODE)) $(if $(STRATEGY),--strategy $(STRATEGY)) $(if $(EXCHANGE),--exchange $(EXCHANGE)) $(if $(WORKLOAD),--workload $(WORKLOAD)) $(if $(KINDS),--kinds $(KINDS))
 
 clients: $(STAMP) openapi ## generate clients from openapi.json into build/clients and check their types; derive the synchronous Python client
 	@$(BIN)/python -m clients.derive_sync

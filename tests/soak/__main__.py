@@ -33,6 +33,7 @@ def main() -> int:
     parser.add_argument("--transport", nargs="+", default=["auto"], help="TRIREME_TRANSPORT; one run for each")
     parser.add_argument("--mode", type=Mode, choices=list(Mode), default=Mode.SYNC)
     parser.add_argument("--strategy", type=Strategy, choices=list(Strategy), default=Strategy.PARAMETER_SERVER)
+    parser.add_argument("--exchange", choices=["direct", "native"], default="direct", help="of a collective job")
     parser.add_argument("--workload", choices=list(WORKLOADS), default="charlm")
     parser.add_argument("--kinds", type=Kind, choices=list(Kind), nargs="+", help="default: all of the strategy")
     parser.add_argument("--spared", nargs="+", default=[], help="processes that get no signal: do they grow?")
@@ -45,6 +46,8 @@ def main() -> int:
     asked, known = arguments.kinds, KINDS[arguments.strategy]
     if foreign := [kind for kind in asked or () if kind not in known]:
         parser.error(f"{', '.join(foreign)}: not with {arguments.strategy}, which knows {', '.join(known)}")
+    if arguments.exchange == "native" and arguments.strategy is not Strategy.COLLECTIVE:
+        parser.error(f"--exchange native needs --strategy collective, and it is {arguments.strategy}")
     arguments.kinds = permitted(asked or known)
     if not arguments.kinds:
         return 2
@@ -105,13 +108,13 @@ def one(
     """One disturbed job; None if it did not end as it should. What a failed one left is kept in `folder`."""
     faults, mode, kinds = arguments.faults, arguments.mode, arguments.kinds
     strategy, crew = arguments.strategy, replace(CREWS[arguments.strategy], spared=frozenset(arguments.spared))
-    again = f'make soak SEED={seed} FAULTS={faults} TRANSPORT={transport} MODE={mode} STRATEGY={strategy} WORKLOAD={arguments.workload} KINDS="{" ".join(kinds)}"'
+    again = f'make soak SEED={seed} FAULTS={faults} TRANSPORT={transport} MODE={mode} STRATEGY={strategy} EXCHANGE={arguments.exchange} WORKLOAD={arguments.workload} KINDS="{" ".join(kinds)}"'
     say(f"seed {seed}, {faults} faults, {transport}; again: {again}")
     begin = time.monotonic()
     try:
         growth = Growth()
         options = {"transport": transport, "mode": mode, "kinds": kinds, "strategy": strategy, "crew": crew}
-        options |= {"workload": WORKLOADS[arguments.workload], "growth": growth}
+        options |= {"workload": WORKLOADS[arguments.workload], "growth": growth, "exchange": arguments.exchange}
         broken, costs = asyncio.run(disturbed(folder, epochs, seed, faults, say, **options))
         verify(left_alone, broken, costs, epochs)
         if strategy is Strategy.COLLECTIVE:

@@ -67,11 +67,13 @@ async def disturbed(
     strategy: Strategy = Strategy.PARAMETER_SERVER,
     workload: Workload = CHARLM,
     crew: Crew = SERVERS,
+    exchange: str = "direct",
     growth: Growth | None = None,
 ) -> tuple[Trained, list[Cost]]:
     """Raises SoakError if the job does not get over a fault. `transport`: see TRIREME_TRANSPORT. `growth`: takes a sample after each."""
     members = {"trainers": crew.trainers, "pservers": crew.pservers, "standbys": crew.standbys, "spares": seed % 2}
     options = {"transport": transport, "mode": mode, "strategy": strategy, "workload": workload}
+    options |= {"environment": {"TRIREME_EXCHANGE": exchange}} if exchange != "direct" else {}
     run = Run(folder, epochs, **members, **options, small_disks=bool(DISKS & set(kinds)))
     costs = []
     with run.cleaned_up():
