@@ -123,7 +123,7 @@ class TorchRow:
 class OurRow:
     """A job on a LocalCluster, with a lane for each trainer; trainers and parameter servers run under benchmarks.measured_member. Modes beside
     those of jobs, all synchronous: `collective`, without parameter servers; `bare`, without metrics; `saved`, with a checkpoint every EVALUATED_EVERY steps; `evaluated` as often, over a few
-    records."""
+    records. `more`: other settings."""
 
     script: Path
     batch: int
@@ -132,6 +132,7 @@ class OurRow:
     folder: Path
     clip_grad_norm: float | None = None
     trainers: int = 2
+    more: Mapping[str, str] = field(default_factory=dict)
 
     async def __aenter__(self) -> Self:
         self._stack = AsyncExitStack()
@@ -157,6 +158,7 @@ class OurRow:
             else None,
             "storage": str(self.folder / "run"),
             "lease_ttl_s": LEASE_S,
+            **self.more,
         }
         self.spec: JobSpec = type(one_lane).model_validate({**one_lane.model_dump(), **changes})
         forks = self._stack.enter_context(ProbedForks(self.folder, bare=self.mode == "bare"))

@@ -21,11 +21,13 @@ TITLES = {
     "bucketed": "Gloo all_reduce, all buckets in flight together",
     "whole": "Gloo all_reduce, one operation",
     "canonical": "canonical reduction over Gloo",
+    "native": "native exchange, canonical",
+    "native-fast": "native exchange, fast",
     "tcp": "direct, TCP",
     "unix": "direct, UNIX sockets",
     "shm": "direct, shared memory",
 }
-GLOO = ("bucketed", "whole", "canonical")
+GLOO = ("bucketed", "whole", "canonical", "native", "native-fast")
 GOALS = {"tcp": 0.6, "shm": 0.35}
 WARM_UP = 3
 SOON_S = 0.01  # until a round begins: every member has heard of it by then

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import time
 from datetime import timedelta
+from typing import Any
 
 from benchmarks.collective.contributions import contribution, differing, mean
 
 TIMEOUT_S = 120.0
+NATIVE = ("native", "native-fast")
 
 
 class GlooMember:
-    """`ways`: bucketed (all in flight together), whole (one operation), canonical (all to all, tree, all gather; bits independent of Gloo's algorithm)."""
+    """`ways`: bucketed (all in flight together), whole (one operation), canonical (all to all, tree, all gather; bits independent of Gloo's algorithm);
+    native, native-fast: as trainers of a job with native exchange do it, in buckets of the default size."""
 
     def __init__(self, place: int, members: int, store: str) -> None:
         import torch
@@ -36,6 +39,7 @@ class GlooMember:
         self._flat = torch.empty_like(self._source)
         self._taken = torch.empty_like(self._source)
         self._buckets = self._flat.chunk(buckets)
+        self._native = _Native(self._source, self._flat, self._place, self._members)
 
     def round(self, at: float, way: str) -> float:
         """Begins at `at`; when it has the result, both of time.monotonic."""
@@ -44,6 +48,8 @@ class GlooMember:
         time.sleep(max(0.0, at - time.monotonic()))
         if way == "canonical":
             self._canonical()
+        elif way in NATIVE:
+            self._native.round(self._group, way)
         else:
             parts = self._buckets if way == "bucketed" else (self._flat,)
             works = [self._torch.all_reduce(part, async_op=True) for part in parts]
@@ -62,10 +68,47 @@ class GlooMember:
 
     def check(self, way: str) -> int:
         """How many elements of the last result are wrong: of the canonical one in a bit, of Gloo's sums by more than rounding."""
-        if way == "canonical":
+        if way in ("canonical", "native"):
             return differing(self._flat, self._members)
         expected = mean(self._flat.numel(), self._members)
-        return int(((self._flat / self._members - expected).abs() > 1e-5).sum())
+        found = self._flat if way in NATIVE else self._flat / self._members
+        return int(((found - expected).abs() > 1e-5).sum())
+
+
+class _Native:
+    """One lane for each member; `source` is this one's gradient, `flat` gets the mean. In blocks of 1 MiB."""
+
+    def __init__(self, source: Any, flat: Any, place: int, members: int) -> None:
+        from shared.blocks.buffers import bytes_of
+        from shared.records import JobSpec, Mode
+        from shared.records.layout import Layout, OptimizerSpec, Segment
+        from shared.wire.messages import PushHeader
+        from trainer_agent.collective.native.buckets import buckets_of
+        from trainer_agent.collective.native.given import ChosenNode
+        from trainer_agent.collective.native.reducing import Scratch
+
+        segment = Segment(kind="param", dtype="float32", elements=flat.numel(), group=0)
+        optimizer = OptimizerSpec(name="SGD", defaults={}, groups=({"lr": 0.1},))
+        layout = Layout(segments=(segment,), block_bytes=1 << 20, digest="d", optimizer=optimizer)
+        self._lanes, self._scratch = (place, place + 1), Scratch()
+        self._buckets = buckets_of(layout, layout.payloads("float32"), JobSpec.model_fields["bucket_bytes"].default)
+        first, memory = 0, bytes_of(source)
+        self._given, self._outs = {}, {}
+        for block in layout.blocks():
+            self._given[block.number] = memory[4 * first : 4 * (first + block.elements)]
+            self._outs[block.number] = flat[first : first + block.elements]
+            first += block.elements
+        header = PushHeader(job="benchmark", generation=1, mode=Mode.SYNC, trainer="benchmark", step=0, timeline=0)
+        self._nodes = [ChosenNode((rank, rank + 1), 1, rank, header, None) for rank in range(members)]
+
+    def round(self, group: Any, way: str) -> None:
+        from trainer_agent.collective.native.reducing import canonical, fast
+
+        reduce = canonical if way == "native" else fast
+        for bucket in self._buckets:
+            payloads = {self._lanes: [self._given[number] for number in bucket.numbers]}
+            outs = [self._outs[number] for number in bucket.numbers]
+            reduce(group, bucket, self._nodes, payloads, outs, self._scratch, TIMEOUT_S)
 
 
 def _nothing() -> None:

@@ -12,7 +12,13 @@ from benchmarks.step_rows import OurRow, Row, TorchRow, Window, in_turns, stoppe
 from benchmarks.steps import BATCHES, SCRIPTS
 from trainer_agent.script import user_module
 
-TITLES = {"ddp": "DDP over Gloo", "ours": "ours, collective"}
+TITLES = {
+    "ddp": "DDP over Gloo",
+    "ours": "collective, direct exchange",
+    "native": "collective, native exchange, canonical",
+    "native-fast": "collective, native exchange, fast",
+}
+NATIVE = {"native": {"exchange": "native"}, "native-fast": {"exchange": "native", "reduction": "fast"}}
 HEAD = "| model | members | what | steps/s | x DDP | CPU ms of a step: members + rest | others' cores |\n|---|---|---|---|---|---|---|"
 
 
@@ -20,7 +26,7 @@ def row_of(name: str, model: str, members: int, folder: Path) -> Row:
     script, batch = SCRIPTS[model], BATCHES[model]
     if name == "ddp":
         return TorchRow(script, batch, members, True, folder)
-    return OurRow(script, batch, "collective", 0, folder, trainers=members)
+    return OurRow(script, batch, "collective", 0, folder, trainers=members, more=NATIVE.get(name, {}))
 
 
 async def measure(model: str, members: int, rounds: int, seconds: float, folder: Path) -> dict[str, list[Window]]:

@@ -67,11 +67,13 @@ def canonical(
     rank = 0 if group is None else group.rank
     mine = [node for node in nodes if node.rank == rank and node.count]
     given = scratch.take("given", travels, size, len(mine), part)
-    flat = scratch.take("flat", travels, size * part)
+    alone = len(mine) == 1  # its parts lie one behind the other
+    flat = given.view(-1) if alone else scratch.take("flat", travels, size * part)
     flat[bucket.elements :] = 0
     for place, node in enumerate(mine):
         pack(bucket, payloads[node.lanes], flat)
-        given[:, place] = flat.view(size, part)
+        if not alone:
+            given[:, place] = flat.view(size, part)
     full = [node for node in nodes if node.count]
     by_rank = [sum(node.rank == each for node in full) for each in range(size)]
     taken = scratch.take("taken", travels, len(full), part)
