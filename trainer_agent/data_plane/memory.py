@@ -43,6 +43,11 @@ class TrainerMemory:
         """What a pulled block refers to, which has `sent` bytes of its own. Raises BadFrame, InvalidArgument."""
         return self._known().payload(place, sent)
 
+    def close(self) -> None:
+        """The connection is over: the peer's memory is unmapped at once, not when the interpreter finds what refers to the connection. Each mapping has a
+        descriptor, and keeps the memory of a peer that has ended."""
+        self._borrower, self._lends = None, False
+
     # ------------------------------------------------------------ lending gradients
 
     def home_of(self, payload: memoryview) -> tuple[Region, int] | None:

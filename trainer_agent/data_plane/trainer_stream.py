@@ -104,7 +104,9 @@ class TrainerStream(FrameStream):
     async def share(self, limit_s: float) -> None:
         """Let each side read the other's memory from now on. Raises what stands against it; the stream goes on without."""
         peer = peer_of(self.transport and self.transport.get_extra_info("socket"))
-        self.memory.begin(peer, await self._offer(Offers(), limit_s))
+        offers = await self._offer(Offers(), limit_s)
+        if self.usable:  # else nothing would unmap it
+            self.memory.begin(peer, offers)
 
     async def refer(self, call: _Call, payload: memoryview, limit_s: float) -> Place | None:
         """How the pserver finds a payload, which is lent to it until the call is answered; None: it has to be sent."""
@@ -250,6 +252,7 @@ class TrainerStream(FrameStream):
                 for region in call.lent:
                     region.lost = True  # it may still be read there, as what it is now
             self._answer(call, why)
+        self.memory.close()
         self.on_writable()
 
     # ------------------------------------------------------------ parts

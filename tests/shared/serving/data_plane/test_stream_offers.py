@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,3 +59,33 @@ async def test_two_pushes_send_their_gradients_if_the_pserver_cannot_map_the_mem
     monkeypatch.setattr("shared.wire.lending.open_offered", unmappable)
     assert await asyncio.gather(push((0, 2), region[:size]), push((2, 4), region[size:])) == [len(SIZES)] * 2
     assert set(versions(server)) == {1}
+
+
+@over_shm
+@pytest.mark.parametrize("way", ["the peer is gone", "a call was given up", "it was closed"])
+async def test_a_connection_that_is_over_has_no_memory_of_its_peer_mapped(server, way):
+    """At once: a trainer that lives long has had many peers, and the interpreter may find what refers to a connection much later."""
+    await server.initialise()
+    (region,) = {each.name for each in server.pserver.loaded().homes()}
+
+    def mapped() -> int:
+        """In this process, in which is the pserver, too."""
+        return sum(f"/memfd:{region} " in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    alone = mapped()
+    await server.client.pull(pull_request(0, SIZES), Flat().sink)
+    used = server.client.stream
+    assert mapped() == alone + 1
+    if way == "the peer is gone":
+        used.transport.abort()
+    elif way == "a call was given up":
+        waiting = asyncio.ensure_future(server.client.pull(pull_request(1, SIZES, wait_s=20), Flat().sink))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+    else:
+        await server.client.close()
+    async with asyncio.timeout(5):
+        while used.usable:
+            await asyncio.sleep(0.01)
+    assert mapped() == alone, repr(used)
