@@ -10,11 +10,15 @@ from types import TracebackType
 from typing import Self
 
 from shared.errors import Gone, PeerError, TriremeError, UserCodeError, leaves
+from shared.runtime import telemetry
+
+log = telemetry.logger("single_error")
 
 
 class SingleErrorGroup(asyncio.TaskGroup):
     """A TaskGroup that raises the most serious error of its tasks instead of an ExceptionGroup. If it is cancelled from outside in the moment in which
-    a task fails, it is cancelled: asyncio's own raises the error (until Python 3.13), and whoever tries again after such an error would never end."""
+    a task or its own code fails, it is cancelled, whatever the error is: asyncio's own raises the error (until Python 3.13), and whoever tries again
+    after such an error would never end. What is no TriremeError is logged then, since nobody else learns of it."""
 
     _parent_cancel_requested: bool  # of asyncio.TaskGroup: it has cancelled whoever runs it
 
@@ -29,10 +33,12 @@ class SingleErrorGroup(asyncio.TaskGroup):
         try:
             with single_error():
                 await super().__aexit__(kind, error, trace)
-        except TriremeError as failed:
+        except Exception as failed:
             if sys.version_info < (3, 13) and self._parent_cancel_requested and not taken_back:
                 _take_back()  # whoever waits at the end of the group is cancelled by it when a task fails
             if _cancels() > self._cancels:
+                if not isinstance(failed, TriremeError):
+                    log.warning("failed_while_cancelled", cause=repr(failed))
                 raise asyncio.CancelledError from failed
             raise
 

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from shared.collective.group import Broken
 from shared.errors import Gone, PeerError, StaleGeneration, UserCodeError
 from trainer_agent.waiting.single_error import SingleErrorGroup, single_error
 
@@ -25,7 +26,9 @@ def test_the_most_serious_error_of_a_group_is_raised(errors, raised):
         raise ExceptionGroup("several", errors)
 
 
-async def test_who_is_cancelled_while_a_task_fails_ends():
+@pytest.mark.parametrize("kind", [PeerError, Broken, ZeroDivisionError])
+@pytest.mark.parametrize("own_code_fails", [False, True])
+async def test_who_is_cancelled_while_a_task_fails_ends(kind, own_code_fails):
     """Of both, asyncio's own group raises the error: a loop that tries again after it would go on for ever."""
     begun, tries = asyncio.Event(), 0
 
@@ -34,7 +37,10 @@ async def test_who_is_cancelled_while_a_task_fails_ends():
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
-            raise PeerError("the peer was gone in this moment") from None
+            if not own_code_fails:
+                raise kind("the peer was gone in this moment") from None
+            task.cancel()  # while the group, whose own code has failed, waits for this one
+            await asyncio.sleep(0.01)
 
     async def tries_again() -> None:
         nonlocal tries
@@ -44,12 +50,16 @@ async def test_who_is_cancelled_while_a_task_fails_ends():
             try:
                 async with SingleErrorGroup() as group:
                     group.create_task(fails_when_cancelled())
-            except PeerError:
+                    if own_code_fails:
+                        await begun.wait()
+                        raise kind("the peer was gone")
+            except kind:
                 continue
 
     task = asyncio.create_task(tries_again())
     await begun.wait()
-    task.cancel()
+    if not own_code_fails:
+        task.cancel()
     await asyncio.wait([task], timeout=5)
     assert task.cancelled()
     assert tries == 1

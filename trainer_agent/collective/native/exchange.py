@@ -146,9 +146,6 @@ class NativeExchange:
             self._notify()
 
     async def _run(self, group: Group) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        cancels = task.cancelling()
         while self._host.view.group is group:
             attempt = self._next_attempt(group.generation)
             try:
@@ -163,10 +160,6 @@ class NativeExchange:
                 if self._host.view.group is group:
                     log.warning("group_broken", generation=group.generation, attempt=attempt, cause=str(error))
                     await self._host.look_for_dead(group)
-            if (
-                task.cancelling() > cancels
-            ):  # in the moment of the error: a task group raises the error then (until Python 3.13)
-                raise asyncio.CancelledError
             await asyncio.sleep(AGAIN_S)
 
     def _next_attempt(self, generation: int) -> int:
