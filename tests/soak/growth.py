@@ -5,10 +5,12 @@ a fault is over ─► file descriptors, threads and memory of every process, ke
 
 from __future__ import annotations
 
+import os
+import socket
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import psutil
 
@@ -24,12 +26,13 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Holds:
-    """`bytes`: resident memory that is its own."""
+    """`bytes`: resident memory that is its own. `kinds`: descriptors of each kind, see `kinds_of`."""
 
     generation: int
     descriptors: int
     threads: int
     bytes: int
+    kinds: Counter[str] = field(default_factory=Counter)
 
 
 class Growth:
@@ -54,8 +57,10 @@ class Growth:
                 process = psutil.Process(pid)
                 with process.oneshot():
                     memory = process.memory_info()
-                    held = Holds(generation, process.num_fds(), process.num_threads(), memory.rss - memory.shared)
-            except psutil.Error:
+                    kinds = kinds_of(pid)
+                    own = memory.rss - memory.shared
+                    held = Holds(generation, kinds.total(), process.num_threads(), own, kinds)
+            except (psutil.Error, OSError):
                 continue
             self.add(name, pid, held)
 
@@ -82,6 +87,28 @@ class Growth:
         return [(name, holds) for (name, _), holds in self._holds.items() if len(holds) >= FEWEST and name != "etcd"]
 
 
+def kinds_of(pid: int) -> Counter[str]:
+    """How many descriptors of each kind a process has: `memfd`, `tcp`, `unix`, `eventfd`, `pipe`, `file`, ... Raises OSError, psutil.Error."""
+    families = {each.fd: each.family for each in psutil.Process(pid).net_connections("all")}
+    found: Counter[str] = Counter()
+    for name in os.listdir(folder := f"/proc/{pid}/fd"):  # noqa: PTH208
+        try:
+            link = os.readlink(f"{folder}/{name}")  # noqa: PTH115
+        except FileNotFoundError:
+            continue  # closed meanwhile
+        family = families.get(int(name))
+        found[_kind(link) if family is None else "unix" if family == socket.AF_UNIX else "tcp"] += 1
+    return found
+
+
+def _kind(link: str) -> str:
+    """`anon_inode:[eventfd]`, `socket:[17]`, `pipe:[17]`, `/memfd:name (deleted)`, or a path."""
+    if link.startswith("/"):
+        return "memfd" if link.startswith("/memfd:") else "device" if link.startswith("/dev/") else "file"
+    kind, _, what = link.partition(":")
+    return what.strip("[]") if kind == "anon_inode" else kind
+
+
 def _grown(name: str, holds: Sequence[Holds]) -> str:
     descriptors, threads, sizes = _columns(holds)
     more = (
@@ -98,7 +125,18 @@ def _line(name: str, holds: Sequence[Holds]) -> str:
     return (
         f"{name}: {rebuilds} generations, descriptors {_first(descriptors):g} -> {_last(descriptors):g}, "
         f"threads {_first(threads):g} -> {_last(threads):g}, MiB {_first(sizes) / MIB:.0f} -> {_last(sizes) / MIB:.0f}"
+        f"{_of_which(holds)}"
     )
+
+
+def _of_which(holds: Sequence[Holds]) -> str:
+    """The kinds of descriptors of which there are not as many as at first."""
+    found = []
+    for kind in sorted({kind for each in holds for kind in each.kinds}):
+        counts = [each.kinds[kind] for each in holds]
+        if (first := _first(counts)) != (last := _last(counts)):
+            found.append(f"{kind} {first:g} -> {last:g}")
+    return f" ({', '.join(found)})" if found else ""
 
 
 def _columns(holds: Sequence[Holds]) -> tuple[list[int], list[int], list[int]]:

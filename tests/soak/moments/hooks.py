@@ -86,7 +86,8 @@ def _wrap(moments: Moments) -> None:
     _after(Outbox, "add", lambda *_: reach("push", "during"))
     _around(StateGiver, "_in_turn", "give", reach, lambda *_: None)
     _after(StateGiver, "_portion", lambda *_: reach("give", "during"))
-    _around(CatchingUp, "run", "join", reach, lambda *_: None)
+    _before(CatchingUp, "_fetch_all", lambda self: reach("join", "before", self.version))  # it knows no step earlier
+    _after_all(CatchingUp, "run", lambda: reach("join", "after"))
     _after(CatchingUp, "_take", lambda self, *_: reach("join", "during", self.version))
 
     pushing, stepping, streaming = Collective.pushing, Replica.step, Outbox.stream
@@ -145,6 +146,31 @@ def _around(kind: type, name: str, operation: str, reach: Callable[..., None], s
         reach(operation, "before", step(self, *given))
         found = await work(self, *given)
         reach(operation, "after")
+        return found
+
+    setattr(kind, name, watched)
+
+
+def _before(kind: type, name: str, reach: Callable[..., None]) -> None:
+    """Before a call."""
+    work = getattr(kind, name)
+
+    @functools.wraps(work)
+    def watched(self: Any, *given: Any) -> Any:
+        reach(self, *given)
+        return work(self, *given)
+
+    setattr(kind, name, watched)
+
+
+def _after_all(kind: type, name: str, reach: Callable[[], None]) -> None:
+    """After a coroutine has returned."""
+    work = getattr(kind, name)
+
+    @functools.wraps(work)
+    async def watched(self: Any, *given: Any) -> Any:
+        found = await work(self, *given)
+        reach()
         return found
 
     setattr(kind, name, watched)
