@@ -8,20 +8,35 @@ from typing import Any
 
 from shared.keys import Keys
 from shared.membership.directory import Directory
-from shared.records import JobState, Phase, TrainerList
+from shared.records import Exchange, Holding, JobState, Phase, TrainerList, TrainerMember
 from tests.trainer_agent.collective.test_replica import begun
 from trainer_agent.collective.state.following import Following
 
 
 class Asked:
-    """etcd, in which no trainer has anything."""
+    """etcd, in which these trainers have the parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, *having: str) -> None:
         self.ranged = asyncio.Event()
+        self._members = [
+            TrainerMember(
+                trainer=name,
+                url="",
+                incarnation=name,
+                host="h",
+                pid=1,
+                exchange=Exchange(url=""),
+                holds=Holding(timeline=0),
+            )
+            for name in having
+        ]
 
     async def range(self, *_: Any, **__: Any) -> Any:
         self.ranged.set()
-        return SimpleNamespace(kvs=[])
+        prefix = Keys("job").trainers
+        return SimpleNamespace(
+            kvs=[SimpleNamespace(key=prefix + each.trainer, value=each.to_bytes()) for each in self._members]
+        )
 
 
 class Waiting:
@@ -59,3 +74,50 @@ async def test_first_values_that_are_given_up_are_fetched():
             await etcd.ranged.wait()
     finally:
         following.cancel()
+
+
+class Frozen:
+    """A Donor whose process is stopped: it answers nothing, and its connection stays."""
+
+    def __init__(self, member: TrainerMember, asked: list[str]) -> None:
+        self.name, self._asked = member.incarnation, asked
+
+    async def state(self, request: Any) -> Any:
+        self._asked.append(self.name)
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        self._asked.append(f"{self.name} is closed")
+
+
+async def test_a_donor_that_is_left_out_of_the_job_is_not_waited_for():
+    """One that is frozen would be waited for half a minute, once for each of its connections."""
+    compute, replica = begun()
+    replica.forget()
+    asked: list[str] = []
+    etcd: Any = Asked("a", "b")
+    versions: Any = Waiting(replica)
+    versions.envelope = lambda: {"job": "job", "generation": 1}
+    directory = Directory(etcd, Keys("job"))
+    directory.state, directory.init_done = JobState(phase=Phase.RUNNING, generation=1), True
+    directory.trainers = TrainerList(generation=1, lanes=2, names=("a", "b"))
+    own: Any = SimpleNamespace(record=SimpleNamespace(trainer="late"), set=lambda **_: None)
+    copies: Any = SimpleNamespace(ends_unsaved=False)
+    following = asyncio.ensure_future(
+        Following(etcd, directory, own, compute, versions, copies, lambda member: Frozen(member, asked)).run()
+    )
+    try:
+        async with asyncio.timeout(5):
+            while not asked:
+                await asyncio.sleep(0.01)
+            (first,) = asked
+            other = {"a": "b", "b": "a"}[first]
+            directory.trainers = TrainerList(generation=2, lanes=2, names=(other,))
+            while other not in asked:
+                await asyncio.sleep(0.01)
+            directory.trainers = TrainerList(generation=3, lanes=2, names=())
+            while f"{other} is closed" not in asked:
+                await asyncio.sleep(0.01)
+    finally:
+        following.cancel()
+        await asyncio.wait([following])

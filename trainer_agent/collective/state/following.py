@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from shared.errors import Gone, PeerError, StaleGeneration
 from shared.etcd import Etcd
@@ -19,6 +19,7 @@ from shared.records import Holding, JobState, Phase, TrainerList, TrainerMember
 from shared.runtime import ids, telemetry
 from trainer_agent.collective.replica import Replica
 from trainer_agent.collective.state.catching_up import CatchingUp, Donor, Follow, StepIn, at_once
+from trainer_agent.collective.state.messages import Portion, StateRequest
 from trainer_agent.collective.state.saving import ShareCopies
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting.end_tasks import end_tasks
@@ -26,6 +27,7 @@ from trainer_agent.waiting.end_tasks import end_tasks
 LOOK_S = 0.5
 PAUSE_S = 0.3
 
+T = TypeVar("T")
 log = telemetry.logger("collective.following")
 
 
@@ -153,7 +155,7 @@ class Following:
         donors: list[Donor] = []
         for member in await self._givers(state):
             try:
-                donors.append(self._connect(member))
+                donors.append(self._donor(member))
             except PeerError as error:
                 log.warning("not_connected", donor=member.trainer, cause=error.message)
         if not donors:
@@ -187,6 +189,13 @@ class Following:
         self._own_key.set(
             holds=Holding(timeline=state.timeline, checkpoint=state.checkpoint, version=self._replica.version)
         )
+
+    def _donor(self, member: TrainerMember) -> Donor:
+        """Raises PeerError."""
+        donor = self._connect(member)
+        if member.trainer in self._directory.trainers:
+            return ListedDonor(donor, member.trainer, self._directory)
+        return donor
 
     async def _givers(self, state: JobState) -> Sequence[TrainerMember]:
         """Other trainers that have the parameters, those with lanes if there are some. None while etcd is away."""
@@ -224,14 +233,43 @@ class Following:
         )
 
     async def _while_true(self, holds: Callable[[], bool], work: Coroutine[Any, Any, None]) -> None:
-        """Until it is done, or that holds no more."""
-        doing = asyncio.ensure_future(work)
-        try:
-            while not doing.done() and holds():
-                looking = asyncio.ensure_future(self._directory.changed(self._directory.revision, LOOK_S))
-                await asyncio.wait([doing, looking], return_when=asyncio.FIRST_COMPLETED)
-                await end_tasks([looking])
-            if doing.done():
-                doing.result()
-        finally:
-            await end_tasks([doing])
+        await while_true(self._directory, holds, work)
+
+
+class ListedDonor:
+    """A Donor that is given up once its trainer, which is in the job's list, is left out of it: one that is frozen answers nothing, and its connection
+    stays."""
+
+    def __init__(self, donor: Donor, trainer: str, directory: Directory) -> None:
+        self._donor, self._trainer, self._directory = donor, trainer, directory
+
+    def __repr__(self) -> str:
+        return f"<ListedDonor {self._trainer}: {self._donor!r}>"
+
+    @property
+    def name(self) -> str:
+        return self._donor.name
+
+    async def state(self, request: StateRequest) -> Portion:
+        found = await while_true(
+            self._directory, lambda: self._trainer in self._directory.trainers, self._donor.state(request)
+        )
+        if found is None:
+            raise PeerError(f"{self._trainer} is no trainer of this job any more")
+        return found
+
+    async def close(self) -> None:
+        await self._donor.close()
+
+
+async def while_true(directory: Directory, holds: Callable[[], bool], work: Coroutine[Any, Any, T]) -> T | None:
+    """What it returns; None: that holds no more."""
+    doing = asyncio.ensure_future(work)
+    try:
+        while not doing.done() and holds():
+            looking = asyncio.ensure_future(directory.changed(directory.revision, LOOK_S))
+            await asyncio.wait([doing, looking], return_when=asyncio.FIRST_COMPLETED)
+            await end_tasks([looking])
+        return doing.result() if doing.done() else None
+    finally:
+        await end_tasks([doing])
