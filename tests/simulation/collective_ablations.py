@@ -6,8 +6,10 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+from master_service.core.changes import Decision
+from master_service.core.decisions import lifecycle
 from shared.errors import NotReady, PeerError
-from shared.records import SlotMap
+from shared.records import JobSpec, JobState, Phase, SlotMap
 from shared.serving.core.calls import BlockServer
 from shared.wire.messages import PserverInfo
 from tests.equipment.replaced import replaced
@@ -78,6 +80,17 @@ def no_pulls_thrown_away() -> Any:
     return replaced(Arriving, "is_over", property(lambda _: False))
 
 
+def numbers_that_repeat() -> Any:
+    """The master gives a new list of trainers the number that the one before has: nobody sees a new generation, and no fence tells them apart."""
+    regroup = lifecycle.regroup
+
+    def again(spec: JobSpec, state: JobState, *rest: Any) -> Decision[None]:
+        before = max(0, state.generation - 1) if state.phase is Phase.RUNNING else state.generation
+        return regroup(spec, state.model_copy(update={"generation": before}), *rest)
+
+    return replaced(lifecycle, "regroup", again)
+
+
 ABLATIONS: dict[str, Callable[[], Any]] = {
     "kept means": no_kept_means,
     "statements": no_statements,
@@ -85,4 +98,5 @@ ABLATIONS: dict[str, Callable[[], Any]] = {
     "steps made again": no_steps_made_again,
     "generation": no_generation_fence,
     "pulls thrown away": no_pulls_thrown_away,
+    "numbers never repeat": numbers_that_repeat,
 }

@@ -20,6 +20,7 @@ SHOWN = {
     "steps made again": ("acked", 4),
     "generation": ("torn", 0),
     "pulls thrown away": ("torn", 0),
+    "numbers never repeat": ("torn", 0),
 }
 MOST_SEEDS = 40
 
