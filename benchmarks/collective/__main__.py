@@ -2,7 +2,7 @@
 
     python -m benchmarks.collective [--parts exchange,jobs,joining,rebuilds,kills] [--members 2,4] [--rounds 11] [--mib 64] [--buckets 16] [--block-kib 1024]
                                     [--models charlm,mlp] [--seconds 3] [--rebuilds 200]
-                                    [--joining 1,2] [--state-mib 256] [--joins 5]
+                                    [--joining 1,2] [--state-mib 256] [--joins 5] [--apart both]
                                     [--kills 100] [--freezes 20] [--instants 250] [--gloo-kills 250] [--seed 1]
 
 exchange    gradients of --mib, no model: direct exchange with the code of trainers, and Gloo's all_reduce of the same gradients in --buckets
@@ -43,6 +43,9 @@ def main() -> int:
     parser.add_argument("--joining", default="1,2", help="of joins: members before")
     parser.add_argument("--state-mib", type=int, default=256)
     parser.add_argument("--joins", type=int, default=5)
+    parser.add_argument(
+        "--apart", choices=["both", "yes", "no"], default="both", help="joins: the joiner has a processor of its own"
+    )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--freezes", type=int, default=20)
     parser.add_argument("--instants", type=int, default=250)
@@ -73,8 +76,9 @@ def main() -> int:
         if "joining" in parts:
             print(f"\n{joining.HEAD}")
             for members in map(int, given.joining.split(",")):
-                joins = asyncio.run(joining.measure(members, given.state_mib, given.joins, Path(folder)))
-                print(joining.table(members, given.state_mib, joins), flush=True)
+                for apart in (False, True) if given.apart == "both" else (given.apart == "yes",):
+                    work = joining.measure(members, given.state_mib, given.joins, Path(folder), apart=apart)
+                    print(joining.table(members, given.state_mib, asyncio.run(work), apart=apart), flush=True)
         if "rebuilds" in parts:
             seen = asyncio.run(rebuilds.measure(given.rebuilds, Path(folder)))
             print(f"\n{rebuilds.HEAD}\n{rebuilds.table(seen)}")

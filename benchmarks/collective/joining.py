@@ -3,6 +3,7 @@
     alone ──────── the process starts ─► its key ─ it gets parameters and momentum ─► it has them ─► it is counted in ──────── resized back
     steps/s before                       steps/s meanwhile, against those before                     the longest step, against those before
 
+`apart`: everything that was there before has one processor, and the joiner, only it, has the other, as if it were a machine of its own.
 Steps are told by the script (scripts/large_state.py), where their minibatches begin: those of the trainers that were there before.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,6 +25,7 @@ from benchmarks.collective.endless import endless
 from benchmarks.collective.exchange import progress
 from benchmarks.collective.spread import spread
 from benchmarks.measurements import machine_ms
+from benchmarks.step_rows import Usage
 from shared.errors import DeadlineExceeded, PeerError
 from shared.etcd.reading import read_record
 from shared.records import TrainerMember
@@ -34,23 +37,27 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "large_state.py"
 LOOK_S, LIMIT_S = 0.02, 300.0
 BEFORE_S, AFTER_S = 6.0, 2.0
 HEAD = (
-    "| members before | MiB | joins | seconds: process starts | gets its state | is counted in | step ms before | slower meanwhile, % "
-    "| longest step at the switch, in steps lost | cores before, meanwhile |\n|---|---|---|---|---|---|---|---|---|---|"
+    "| members before | MiB | joins | processors | seconds: asked for, process starts | imports, script | copying | following | is counted in | step ms before | slower meanwhile, % "
+    "| longest step at the switch, in steps lost | cores before, meanwhile | members' CPU ms of a step before, meanwhile |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
 @dataclass(frozen=True)
 class Join:
-    """Seconds. `before`, `meanwhile`: of each step; `longest`: of the steps from the moment at which the joiner has everything. `cores`: of the machine,
+    """Seconds. `asked`: until its process started; `starting`: until its key was there; `copying`: until it had every block, `following`: until all were at one
+    version. `cpu_ms`: of all members before, for each of their steps, before and meanwhile. `before`, `meanwhile`: of each step; `longest`: of the steps from the moment at which the joiner has everything. `cores`: of the machine,
     before and meanwhile."""
 
+    asked: float
     starting: float
-    catching_up: float
+    copying: float
+    following: float
     counted_in: float
     before: Sequence[float]
     meanwhile: Sequence[float]
     longest: float
     cores: tuple[float, float]
+    cpu_ms: tuple[float, float]
 
     @property
     def slower(self) -> float:
@@ -63,16 +70,29 @@ class Join:
         return (self.longest - usual) / usual
 
 
-async def measure(members: int, mib: int, joins: int, folder: Path) -> list[Join]:
+async def measure(members: int, mib: int, joins: int, folder: Path, *, apart: bool = False) -> list[Join]:
+    processors = os.sched_getaffinity(0)
+    first, *others = sorted(processors)
+    if apart and not others:
+        raise SystemExit("joins with a processor for the joiner need two processors, and there is one")
+    try:
+        os.sched_setaffinity(0, {first} if apart else processors)  # and so have all that are started
+        return await _measure(members, mib, joins, folder, others[0] if apart else None)
+    finally:
+        os.sched_setaffinity(0, processors)
+
+
+async def _measure(members: int, mib: int, joins: int, folder: Path, processor: int | None) -> list[Join]:
+    """`processor`: of the joiner alone."""
     os.environ["STATE_MIB"] = str(mib)
-    run = folder / f"joining-{members}"
+    run = folder / f"joining-{members}-{processor}"
     lanes = members * (members + 1)  # as many for each, before and after
     spec = endless(SCRIPT, run, members, lanes, global_batch_size=16 * lanes)
     found: list[Join] = []
     async with LocalCluster(spec, run) as cluster, asyncio.timeout(LIMIT_S * (joins + 1)):
         await _counted_in(cluster, members)
         for number in range(joins):
-            found.append(await _join(cluster, members, folder / "begun"))
+            found.append(await _join(cluster, members, folder / "begun", processor))
             progress(
                 f"{members} members, join {number + 1}/{joins}: {found[-1].slower:+.1%}, {found[-1].lost:.2f} steps"
             )
@@ -81,34 +101,58 @@ async def measure(members: int, mib: int, joins: int, folder: Path) -> list[Join
     return found
 
 
-async def _join(cluster: LocalCluster, members: int, folder: Path) -> Join:
+async def _join(cluster: LocalCluster, members: int, folder: Path, processor: int | None) -> Join:
     await asyncio.sleep(AFTER_S)  # whatever went before is over
     names, quiet, busy = set(await _trainers(cluster)), clock.monotonic(), machine_ms()
+    pids = _running(cluster)
+    used = Usage({"members": pids})
     await asyncio.sleep(BEFORE_S)
+    quiet_use = Usage({"members": pids}).since(used)
     began, cores = clock.monotonic(), (machine_ms() - busy) / 1000 / BEFORE_S
-    pids = [child.pid for name, child in cluster.children.items() if name.startswith("trainer") and child.alive]
     asked = asyncio.create_task(_resize(cluster, members + 1))
+    while not (there := set(_running(cluster)) - set(pids)):
+        await asyncio.sleep(LOOK_S / 4)
+    ((pid,), started) = there, clock.monotonic()
+    if processor is not None:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), {processor})
     while not (new := (await _trainers(cluster)).keys() - names):
         await asyncio.sleep(LOOK_S)
     (name,), registered, busy = new, clock.monotonic(), machine_ms()
+    used = Usage({"members": pids})
     while (await _trainers(cluster))[name].holds is None:
         await asyncio.sleep(LOOK_S)
     whole = clock.monotonic()
+    busy_use = Usage({"members": pids}).since(used)
     meanwhile_cores = (machine_ms() - busy) / 1000 / (whole - registered)
     await _counted_in(cluster, members + 1)
     counted = clock.monotonic()
     await asked
     await asyncio.sleep(AFTER_S)
-    steps = [_steps(folder / str(pid)) for pid in pids]
+    steps = [_steps(folder / str(each)) for each in pids]
+    copying = _copying_s(cluster.children[name.rpartition("-")[0]].log)
+    before, meanwhile = _between(steps, quiet, began), _between(steps, registered, whole)
     return Join(
-        registered - began,
-        whole - registered,
+        started - began,
+        registered - started,
+        copying,
+        whole - registered - copying,
         counted - whole,
-        _between(steps, quiet, began),
-        _between(steps, registered, whole),
+        before,
+        meanwhile,
         max(_between(steps, whole, clock.monotonic())),
         (cores, meanwhile_cores),
+        (quiet_use.roles["members"] / len(before), busy_use.roles["members"] / len(meanwhile)),
     )
+
+
+def _running(cluster: LocalCluster) -> list[int]:
+    return [child.pid for name, child in cluster.children.items() if name.startswith("trainer") and child.alive]
+
+
+def _copying_s(log: Path) -> float:
+    """As the joiner logged it, the last time."""
+    return float(re.findall(r"copying_s\W+([0-9.]+)", log.read_text())[-1])
 
 
 def _steps(file: Path) -> list[tuple[float, float]]:
@@ -150,14 +194,18 @@ async def _resize(cluster: LocalCluster, trainers: int) -> None:
                 )
 
 
-def table(members: int, mib: int, joins: Sequence[Join]) -> str:
+def table(members: int, mib: int, joins: Sequence[Join], *, apart: bool = False) -> str:
     columns = [
+        "the joiner has one" if apart else "shared",
+        spread([join.asked for join in joins], 1),
         spread([join.starting for join in joins], 1),
-        spread([join.catching_up for join in joins], 1),
+        spread([join.copying for join in joins], 1),
+        spread([join.following for join in joins], 1),
         spread([join.counted_in for join in joins]),
         spread([1000 * statistics.median(join.before) for join in joins], 0),
         spread([100 * join.slower for join in joins], 1),
         spread([join.lost for join in joins]),
         ", ".join(spread([join.cores[place] for join in joins]) for place in range(2)),
+        ", ".join(spread([join.cpu_ms[place] for join in joins], 0) for place in range(2)),
     ]
     return f"| {members} | {mib} | {len(joins)} | {' | '.join(columns)} |"

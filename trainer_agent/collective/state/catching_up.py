@@ -23,7 +23,7 @@ from shared.blocks.buffers import bytes_of, tensor_over
 from shared.blocks.narrow import DTYPES
 from shared.errors import BadFrame, Gone, NotReady, PeerError, StaleGeneration
 from shared.records.step import StepRecord
-from shared.runtime import ids, telemetry
+from shared.runtime import clock, ids, telemetry
 from shared.serving.core.optimizers import options_of
 from trainer_agent.collective.mean_blocks import digest_of
 from trainer_agent.collective.replica import Replica
@@ -98,7 +98,7 @@ async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class CatchingUp:
-    """One attempt, for one timeline. `envelope()`: job, term and generation of requests. `factor`: see Replica.factor. `step_in`: where blocks are stepped: a
+    """One attempt, for one timeline. `copying_s`: until every piece was there, at any version. `envelope()`: job, term and generation of requests. `factor`: see Replica.factor. `step_in`: where blocks are stepped: a
     thread."""
 
     def __init__(
@@ -128,6 +128,7 @@ class CatchingUp:
         self._stepping = False
         self._changed = asyncio.Event()
         self.late = self.damaged = self.hurry = 0
+        self._began, self.copying_s = clock.monotonic(), 0.0
 
     def __repr__(self) -> str:
         version = self._record.version if self._record is not None else "none"
@@ -302,6 +303,8 @@ class CatchingUp:
             else:
                 self._pieces[number] = self._wanted[number].made(version, values, states)
         self._note_late(len(came) if late else 0)
+        if len(self._pieces) == len(self._wanted):
+            self.copying_s = clock.monotonic() - self._began
         if not self._stepping:
             self._step_pieces()
         self._changed.set()

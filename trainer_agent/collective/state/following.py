@@ -16,7 +16,7 @@ from shared.etcd.reading import read_record
 from shared.membership.directory import Directory
 from shared.membership.own_key import OwnKey
 from shared.records import Holding, JobState, Phase, TrainerList, TrainerMember
-from shared.runtime import ids, telemetry
+from shared.runtime import clock, ids, telemetry
 from trainer_agent.collective.replica import Replica
 from trainer_agent.collective.state.catching_up import CatchingUp, Donor, Follow, StepIn, at_once
 from trainer_agent.collective.state.messages import Portion, StateRequest
@@ -171,6 +171,7 @@ class Following:
             state.checkpoint,
             *place,
         )
+        began = clock.monotonic()
         log.info("catching_up", donors=len(donors), timeline=state.timeline)
         try:
             await self._while_true(lambda: self._is_current(state), attempt.run())
@@ -185,7 +186,8 @@ class Following:
             return
         async with self._versions.in_use:
             attempt.hand_over(self._replica)
-        log.info("caught_up", version=self._replica.version, late=attempt.late, damaged=attempt.damaged)
+        seconds = {"copying_s": round(attempt.copying_s, 3), "seconds": round(clock.monotonic() - began, 3)}
+        log.info("caught_up", version=self._replica.version, late=attempt.late, damaged=attempt.damaged, **seconds)
         self._own_key.set(
             holds=Holding(timeline=state.timeline, checkpoint=state.checkpoint, version=self._replica.version)
         )
