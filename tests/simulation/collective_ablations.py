@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from master_service.core.changes import Decision
 from master_service.core.decisions import lifecycle
-from shared.errors import NotReady, PeerError
+from shared.errors import NotReady, PeerError, StaleGeneration
 from shared.records import JobSpec, JobState, Phase, SlotMap
 from shared.serving.core.calls import BlockServer
 from shared.wire.messages import PserverInfo
@@ -18,6 +19,8 @@ from trainer_agent.collective.gathering import MeanGradients
 from trainer_agent.collective.groups import Group
 from trainer_agent.collective.mean_blocks import MeanStore
 from trainer_agent.collective.server import ShareServer
+
+SILENT_S, AGAIN_S = 0.5, 0.02
 
 
 def no_kept_means() -> Any:
@@ -91,6 +94,33 @@ def numbers_that_repeat() -> Any:
     return replaced(lifecycle, "regroup", again)
 
 
+def no_verdict() -> Any:
+    """A trainer that another one does not answer makes the next generation for itself, without waiting for the master's."""
+
+    async def ask(self: MeanGradients, group: Group, place: int) -> PserverInfo:
+        try:
+            async with asyncio.timeout(SILENT_S):
+                while True:
+                    with contextlib.suppress(PeerError):
+                        info = await self._port(place).info()
+                        if info.ready and (info.generation, info.timeline) == (group.generation, self.server.timeline):
+                            return info.model_copy(update={"index": place})
+                    await self.view.learn_addresses(group)
+                    await asyncio.sleep(AGAIN_S)
+        except TimeoutError:
+            directory, number = self.view.directory, group.generation + 1
+            if self.view.group is group and directory.state is not None:
+                names = tuple(name for name in group.trainers.names if name != group.others[place])
+                directory.trainers = group.trainers.model_copy(
+                    update={"generation": number, "names": names, "shares": ()}
+                )
+                directory.state = directory.state.model_copy(update={"generation": number})
+                self.view.follow()
+            raise StaleGeneration("it has made another one") from None
+
+    return replaced(MeanGradients, "_ask_for_version", ask)
+
+
 ABLATIONS: dict[str, Callable[[], Any]] = {
     "kept means": no_kept_means,
     "statements": no_statements,
@@ -99,4 +129,5 @@ ABLATIONS: dict[str, Callable[[], Any]] = {
     "generation": no_generation_fence,
     "pulls thrown away": no_pulls_thrown_away,
     "numbers never repeat": numbers_that_repeat,
+    "verdict before a generation": no_verdict,
 }

@@ -3,6 +3,7 @@
 torn    a trainer has a version, two lack it: one of those dies, with blocks that the other may not have got
 acked   an owner has data of others, who know that it has, and its version is not whole: it dies
 late    a trainer is about to have a version and reads the end of the generation late; only a spare has died
+parted  two trainers with lanes do not reach each other for a while as a generation begins; only a spare has died
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from trainer_agent.collective.mean_blocks import MeanStore
 
 FIRST = 2  # version from which on something happens
 LATE_S = 0.6
+PARTED_S = 1.5
 MOST_DELAY_S = 0.1  # of a message
 ANSWERED_S = MOST_DELAY_S + 0.02
 LATE_CHANCE = 0.05
@@ -125,6 +127,22 @@ async def _cut_for_a_while(cluster: SimulatedCluster, name: str, once: Once) -> 
     once.busy = False
 
 
+def _parted(cluster: SimulatedCluster, once: Once) -> None:
+    spares = [node for node in cluster.nodes.values() if node.alive and node.share is not None and not _owns(node)]
+    owners = list(_owners(cluster))
+    if spares and len(owners) > 2 and all(share.store.has >= FIRST for _, share in owners if share.store is not None):
+        once.busy = True
+        cluster.launcher.spawn(_part_for_a_while(cluster, owners[0][0], owners[1][0], once))
+        once.kill(cluster, spares[-1])
+
+
+async def _part_for_a_while(cluster: SimulatedCluster, one: Node, other: Node, once: Once) -> None:
+    cluster.network.cut(one.process, other.process)
+    await asyncio.sleep(PARTED_S)
+    cluster.network.mend(one.process, other.process)
+    once.busy = False
+
+
 def _owns(node: Node) -> bool:
     return node.share.store is not None and bool(node.share.store.own)
 
@@ -133,6 +151,7 @@ MOMENTS: dict[str, tuple[Moment, int, int, int, float]] = {
     "torn": (_torn, 4, 3, 1, 0.03),
     "acked": (_acked, 4, 3, 1, 0.1),
     "late": (_late, 2, 5, 3, 0.03),
+    "parted": (_parted, 4, 5, 1, 0.03),
 }
 """By name: what happens, lanes, trainers, how often, and for how long a trainer computes at most, in seconds."""
 

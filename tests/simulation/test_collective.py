@@ -21,6 +21,7 @@ SHOWN = {
     "generation": ("torn", 0),
     "pulls thrown away": ("torn", 0),
     "numbers never repeat": ("torn", 0),
+    "verdict before a generation": ("parted", 0),
 }
 MOST_SEEDS = 40
 
