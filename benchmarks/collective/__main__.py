@@ -3,7 +3,7 @@
     python -m benchmarks.collective [--parts exchange,jobs,joining,rebuilds,kills] [--members 2,4] [--rounds 11] [--mib 64] [--buckets 16] [--block-kib 1024]
                                     [--models charlm,mlp] [--seconds 3] [--rebuilds 200]
                                     [--joining 1,2] [--state-mib 256] [--joins 5] [--apart both]
-                                    [--kills 100] [--freezes 20] [--instants 250] [--gloo-kills 250] [--seed 1]
+                                    [--kills 100] [--freezes 20] [--instants 250] [--gloo-kills 250] [--within-s 3600] [--seed 1]
 
 exchange    gradients of --mib, no model: direct exchange with the code of trainers, and Gloo's all_reduce of the same gradients in --buckets
 jobs        steps/s of whole jobs, and of DistributedDataParallel at its best with the same model, global batch and threads
@@ -50,6 +50,7 @@ def main() -> int:
     parser.add_argument("--freezes", type=int, default=20)
     parser.add_argument("--instants", type=int, default=250)
     parser.add_argument("--gloo-kills", type=int, default=250)
+    parser.add_argument("--within-s", type=float, default=3600.0, help="of kills: a row ends with those begun by then")
     parser.add_argument("--seed", type=int, default=1, help="of kills: which trainer, and when")
     given = parser.parse_args()
     os.environ.update(malloc.tunables(os.environ))
@@ -83,7 +84,7 @@ def main() -> int:
             seen = asyncio.run(rebuilds.measure(given.rebuilds, Path(folder)))
             print(f"\n{rebuilds.HEAD}\n{rebuilds.table(seen)}")
         if "kills" in parts:
-            counts_of = kills.Counts(given.kills, given.freezes, given.instants, given.gloo_kills)
+            counts_of = kills.Counts(given.kills, given.freezes, given.instants, given.gloo_kills, given.within_s)
             right = kills.report(counts_of, given.seed, Path(folder)) and right
     return 0 if right else 1
 

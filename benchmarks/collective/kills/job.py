@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random
 import signal
 from collections.abc import Callable, Sequence
@@ -56,8 +57,10 @@ class Found:
         return not self.disagreed and self.equal == MEMBERS
 
 
-async def measure(count: int, folder: Path, *, frozen: bool = False, spares: int = 0, seed: int = 1) -> Found:
-    """`count` blows."""
+async def measure(
+    count: int, folder: Path, *, frozen: bool = False, spares: int = 0, seed: int = 1, within_s: float = math.inf
+) -> Found:
+    """`count` blows, or as many as begin within that time."""
     began, told = clock.monotonic(), folder / "told"
     more = {"lease_ttl_s": LEASE_S} if frozen else {}
     spec = endless(SCRIPT, folder / "run", MEMBERS + spares, MEMBERS, **more)
@@ -66,6 +69,8 @@ async def measure(count: int, folder: Path, *, frozen: bool = False, spares: int
         await _until(lambda: _whole(cluster, 0), "all trainers")
         await asyncio.sleep(PAUSE_S)
         for number in range(count):
+            if clock.monotonic() - began > within_s:
+                break
             await asyncio.sleep(PAUSE_S * chance.random())
             blows.append(await _strike(cluster, chance, frozen=frozen))
             if number % 10 == 9:

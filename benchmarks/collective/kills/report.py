@@ -26,6 +26,7 @@ class Counts:
     freezes: int
     instants: int
     gloo_kills: int
+    within_s: float  # each row, without the job that is left alone
 
 
 def report(counts: Counts, seed: int, folder: Path) -> bool:
@@ -42,7 +43,8 @@ def report(counts: Counts, seed: int, folder: Path) -> bool:
     )
     for place, (what, count, goal, frozen, spares) in enumerate(rows):
         if count:
-            found = asyncio.run(job.measure(count, folder / f"kills-{place}", frozen=frozen, spares=spares, seed=seed))
+            options = {"frozen": frozen, "spares": spares, "seed": seed, "within_s": counts.within_s}
+            found = asyncio.run(job.measure(count, folder / f"kills-{place}", **options))
             progress(f"seconds: {' '.join('never' if each is None else f'{each:.3f}' for each in found.seconds)}")
             print(row(what, goal, found), flush=True)
             right = right and found.right
