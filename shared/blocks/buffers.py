@@ -85,11 +85,12 @@ class Buffer:
 
 
 class BufferPool:
-    """Free lists by (dtype, elements). It never shrinks: its size is the largest that was in use at once."""
+    """Free lists by (dtype, elements). It never shrinks, until `let_go`: its size is the largest that was in use at once."""
 
     def __init__(self, allocate: Allocate | None = None) -> None:
         self._allocate = allocate or _private
         self._free: dict[tuple[str, int], list[Buffer]] = defaultdict(list)
+        self._keeps = True
         self.allocated_bytes = 0
         self.free_bytes = 0
 
@@ -113,8 +114,19 @@ class BufferPool:
         """Whether `take` needs no new memory."""
         return bool(self._free[dtype, elements])
 
+    def let_go(self) -> None:
+        """Its user is over: keep no free buffer from now on. Pool and free buffers refer to each other, so without this their memory, and the descriptors of
+        shared memory, stayed until the interpreter's collector looks."""
+        self._keeps = False
+        self.allocated_bytes -= self.free_bytes
+        self.free_bytes = 0
+        self._free.clear()
+
     def put_back(self, buffer: Buffer) -> None:
         """Called by the last `release`."""
+        if not self._keeps:
+            self.allocated_bytes -= buffer.view.nbytes
+            return
         self._free[buffer.kind].append(buffer)
         self.free_bytes += buffer.view.nbytes
 

@@ -146,6 +146,8 @@ class Pserver(BlockServer):
     def drop(self, generation: int) -> None:
         """Forget the parameters: calls get NOT_READY until `restore`. Pushes of lower generations are stale from now on."""
         self.generation = max(self.generation, generation)
+        if self.store is not None:
+            self.store.pool.let_go()
         self.store = None
         for wake in (*(pull.wake for pull in self.pulls), *self.lookups):
             wake()
@@ -163,6 +165,8 @@ class Pserver(BlockServer):
         log.info("restored", index=self.index, timeline=timeline, checkpoint=checkpoint, store=repr(store))
 
     def _serve(self, store: Store, timeline: int) -> None:
+        if self.store is not None and self.store is not store:
+            self.store.pool.let_go()
         self._stores += 1
         store.name = f"{self.incarnation}/{self._stores}"
         self.store, self.timeline = store, timeline

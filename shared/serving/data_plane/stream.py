@@ -362,6 +362,7 @@ class PserverStream(FrameStream):
         self._lookups.close()
         self._memory.close()
         self._ahead.clear()
+        self._push = self._referred = None
         for push in self._pushes.values():
             push.close()
         for pull in self._pulls.values():

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
-from shared.blocks.buffers import Buffer, bytes_of
+from shared.blocks.buffers import Buffer, BufferPool, bytes_of
 from shared.records import SlotMap
 from shared.records.layout import Segment
 from shared.records.step import LanePosition, NodeResult, StepRecord
 from shared.wire.messages import PushBlock
+from shared.wire.region_allocator import RegionAllocator
 from shared.wire.verdict import Verdict
 from tests.pserver_service.jobs import JOB, layout_of, push_header
 from trainer_agent.collective.mean_blocks import MeanStore
+from trainer_agent.collective.server import ShareServer
 
 LANES = 2
 LAYOUT = layout_of(
@@ -28,8 +32,8 @@ def record(version: int) -> StepRecord:
     return StepRecord(version=version, positions=tuple(LanePosition(lane=lane) for lane in range(LANES)))
 
 
-def begun(own: set[int]) -> MeanStore:
-    made = MeanStore(JOB, LAYOUT, LANES, record(0), lambda number: bytes_of(torch.zeros(BLOCKS[number])))
+def begun(own: set[int], pool: BufferPool | None = None) -> MeanStore:
+    made = MeanStore(JOB, LAYOUT, LANES, record(0), lambda number: bytes_of(torch.zeros(BLOCKS[number])), pool)
     made.regroup(SLOTS, own)
     return made
 
@@ -79,3 +83,28 @@ def test_it_says_so_after_the_last_block_and_not_before(seed):
             store.regroup(SLOTS, set(chance.sample(sorted(BLOCKS), chance.randrange(len(BLOCKS) + 1))))
         assert agrees(store)
     assert versions > 5
+
+
+def test_what_is_dropped_leaves_no_shared_memory_behind():
+    """Each time that a trainer gets its parameters anew, as after a roll-back. The interpreter's collector may look much later."""
+    gc.collect()
+    gc.disable()
+    try:
+        before, server = regions(), ShareServer(JOB, "t", allocate=RegionAllocator)
+        for _ in range(3):
+            made = begun(set(BLOCKS), server.new_pool())
+            server.serve(made, 0)
+            for block in BLOCKS:
+                push(made, block, 0, 0)
+            assert regions() == before + 1
+            made.let_go()
+            server.drop(0)
+            del made
+        assert regions() == before
+    finally:
+        gc.enable()
+
+
+def regions() -> int:
+    """That this process has mapped."""
+    return Path("/proc/self/maps").read_text().count("/memfd:trireme")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from shared.errors import InvalidArgument
 from shared.wire.messages import PushBlock
 from shared.wire.shared_memory import Region
 from tests.pserver_service.jobs import pull_request, push_header, stream
-from tests.shared.serving.data_plane.servers import LAYOUT, SIZES, Flat, server
+from tests.shared.serving.data_plane.servers import LAYOUT, SIZES, Flat, gradients, server
 from tests.shared.serving.data_plane.streams import over_shm, versions
 from trainer_agent.data_plane.stream import StreamPserver
 from trainer_agent.data_plane.trainer_stream import TrainerStream
@@ -67,15 +68,10 @@ async def test_a_connection_that_is_over_has_no_memory_of_its_peer_mapped(server
     """At once: a trainer that lives long has had many peers, and the interpreter may find what refers to a connection much later."""
     await server.initialise()
     (region,) = {each.name for each in server.pserver.loaded().homes()}
-
-    def mapped() -> int:
-        """In this process, in which is the pserver, too."""
-        return sum(f"/memfd:{region} " in line for line in Path("/proc/self/maps").read_text().splitlines())
-
-    alone = mapped()
+    alone = mapped(region)
     await server.client.pull(pull_request(0, SIZES), Flat().sink)
     used = server.client.stream
-    assert mapped() == alone + 1
+    assert mapped(region) == alone + 1
     if way == "the peer is gone":
         used.transport.abort()
     elif way == "a call was given up":
@@ -88,4 +84,27 @@ async def test_a_connection_that_is_over_has_no_memory_of_its_peer_mapped(server
     async with asyncio.timeout(5):
         while used.usable:
             await asyncio.sleep(0.01)
-    assert mapped() == alone, repr(used)
+    assert mapped(region) == alone, repr(used)
+
+
+@over_shm
+async def test_parameters_that_are_dropped_leave_no_memory_behind(server):
+    """At once, as after each roll-back: it is as large as all blocks of the server."""
+    await server.initialise()
+    (region,) = {each.name for each in server.pserver.loaded().homes()}
+    await server.client.push(push_header(0), gradients(1.0))
+    await server.client.close()
+    assert mapped(region) == 1
+    gc.disable()
+    try:
+        server.pserver.drop(1)
+        async with asyncio.timeout(5):
+            while mapped(region):
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
+
+
+def mapped(region: str) -> int:
+    """How often in this process, which has the pserver, too."""
+    return sum(f"/memfd:{region} " in line for line in Path("/proc/self/maps").read_text().splitlines())
