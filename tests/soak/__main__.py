@@ -112,7 +112,7 @@ def one(
     say(f"seed {seed}, {faults} faults, {transport}; again: {again}")
     begin = time.monotonic()
     try:
-        growth = Growth()
+        growth = Growth(crew.trainers)
         options = {"transport": transport, "mode": mode, "kinds": kinds, "strategy": strategy, "crew": crew}
         options |= {"workload": WORKLOADS[arguments.workload], "growth": growth, "exchange": arguments.exchange}
         broken, costs = asyncio.run(disturbed(folder, epochs, seed, faults, say, **options))

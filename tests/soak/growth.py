@@ -36,9 +36,10 @@ class Holds:
 
 
 class Growth:
-    """`sample` after each fault; `check` raises SoakError."""
+    """Of a job with so many trainers and lanes. `sample` after each fault; `check` raises SoakError."""
 
-    def __init__(self) -> None:
+    def __init__(self, trainers: int = 4, lanes: int = 4) -> None:
+        self._most_memories = most_memories(trainers, lanes)
         self._holds: dict[tuple[str, int], list[Holds]] = defaultdict(list)
         self.keys: list[int] = []
 
@@ -68,10 +69,11 @@ class Growth:
         self._holds[name, pid].append(held)
 
     def check(self) -> None:
-        """Of trainers: more than a few descriptors and threads, more than a fifth of the memory. Of etcd: more keys than members come and
+        """Of trainers: more than a few threads, and descriptors beside those of shared memory, of which there are `most_memories`; more than a fifth of the
+        memory. Of etcd: more keys than members come and
         go with, besides the history of the job. A master that begins to lead holds more, so masters are only told."""
         trainers = [(name, holds) for name, holds in self._long() if name.startswith("trainer")]
-        grown = [text for name, holds in trainers if (text := _grown(name, holds))]
+        grown = [text for name, holds in trainers if (text := _grown(name, holds, self._most_memories))]
         if len(self.keys) >= FEWEST and (first := _first(self.keys)) + 20 < (last := _last(self.keys)):
             grown.append(f"etcd: {first:g} keys at first, {last:g} in the end")
         if grown:
@@ -109,10 +111,21 @@ def _kind(link: str) -> str:
     return what.strip("[]") if kind == "anon_inode" else kind
 
 
-def _grown(name: str, holds: Sequence[Holds]) -> str:
-    descriptors, threads, sizes = _columns(holds)
+def most_memories(trainers: int, lanes: int) -> int:
+    """Descriptors of shared memory that a trainer of a collective job may have. It has a region for its share and one for each node of gradients that
+    was ever in use at once: as many as it had lanes, so more of them after it was alone for a while. Each of its own has two descriptors (one is mmap's), one of another trainer that it has
+    mapped has one."""
+    regions = 1 + lanes
+    return 2 * regions + (trainers - 1) * regions
+
+
+def _grown(name: str, holds: Sequence[Holds], most: int) -> str:
+    _, threads, sizes = _columns(holds)
+    memories = [each.kinds["memfd"] for each in holds]
+    others = [each.descriptors - each.kinds["memfd"] for each in holds]
     more = (
-        _last(descriptors) > _first(descriptors) + 12
+        _last(others) > _first(others) + 12
+        or _last(memories) > most
         or _last(threads) > _first(threads) + 8
         or _last(sizes) > 1.2 * _first(sizes) + 32 * MIB
     )

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from collections import Counter
+from contextlib import ExitStack
+
 import pytest
 
-from tests.soak.growth import MIB, Growth, Holds
+from tests.soak.growth import MIB, Growth, Holds, kinds_of, most_memories
 from tests.soak.receipts import percentile
 from tests.soak.run import SoakError
+
+
+def sharing(memories: int) -> Holds:
+    """With so many descriptors of shared memory, beside others."""
+    return Holds(memories, 32 + memories, 12, 300 * MIB, Counter(memfd=memories, unix=20, tcp=12))
+
 
 STEADY = [Holds(number, 60 + number % 3, 30, 300 * MIB) for number in range(30)]
 
@@ -38,6 +49,25 @@ def test_what_stays_as_it_is_passes_and_is_told():
 def test_what_grows_with_each_generation_is_seen(holds, keys, what):
     with pytest.raises(SoakError, match=what):
         growth(holds, keys).check()
+
+
+def test_shared_memory_may_grow_as_far_as_lanes_and_trainers_explain():
+    """More lanes at once need more regions, which stay: no leak. Beyond that it is one."""
+    most = most_memories(trainers=4, lanes=4)
+    growth([sharing(11)] * 10 + [sharing(most)] * 20, [100] * 30).check()
+    with pytest.raises(SoakError, match=rf"memfd 11 -> {most + 1}"):
+        growth([sharing(11)] * 10 + [sharing(most + 1)] * 20, [100] * 30).check()
+
+
+def test_kinds_of_descriptors_are_told():
+    before = kinds_of(os.getpid())
+    with ExitStack() as stack:
+        for each in (*socket.socketpair(), socket.create_server(("127.0.0.1", 0))):
+            stack.enter_context(each)
+        stack.callback(os.close, os.memfd_create("x"))
+        stack.callback(os.close, os.eventfd(0))
+        found = kinds_of(os.getpid())
+    assert found - before == Counter(unix=2, tcp=1, memfd=1, eventfd=1)
 
 
 def test_a_process_that_lived_for_few_faults_says_nothing():
