@@ -68,7 +68,7 @@ class Agent:
         stopping: asyncio.Event,
         collective: CollectivePorts | None = None,
     ) -> None:
-        self._membership = Membership(etcd, member)
+        self._membership, self._offload = Membership(etcd, member), offload
         self._spec, self._member, self._etcd, self._directory = spec, member, etcd, directory
         self._compute, self._master, self._connect, self._stopping = compute, master, connect, stopping
         self._loop: SyncLoop | AsyncLoop | None = None
@@ -124,6 +124,8 @@ class Agent:
     async def run(self) -> int:
         """0: the job is complete, or asked to stop; 1: the job failed; LEASE_LOST: start this trainer again under a new name."""
         timeline = timeline_of(self._directory)
+        if self.collective is not None:  # before anything may load rows
+            await self.collective.server.prepare_tables(self._compute.layout)
         if not await self._fits_job():
             return LEASE_LOST
         await self._membership.register(self._directory.keys, self._spec.lease_ttl_s)
@@ -204,7 +206,7 @@ class Agent:
         """False: only a new process can train."""
         job = self._spec, self._directory, self._etcd, self._membership, self._compute
         if self.collective is not None:
-            return await begin_together(*job, self.collective)
+            return await begin_together(*job, self.collective, self._offload)
         return await ensure_initialised(*job, self._connect)
 
     def _duty(self) -> Duty:

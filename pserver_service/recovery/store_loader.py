@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from pserver_service.checkpoints import ledger_text
 from pserver_service.checkpoints.ledger_text import LEDGER
-from pserver_service.recovery.table_loader import TableLoader
 from shared.blocks.buffers import Buffer, BufferPool
 from shared.checkpoints import stored
 from shared.checkpoints.block_reader import BlockReader, check_model
@@ -20,6 +19,7 @@ from shared.serving.core.asynchronous.ledger import Ledger
 from shared.serving.core.asynchronous.saved_ledger import SavedLedger
 from shared.serving.core.clipping import Clipping
 from shared.serving.core.store import Store
+from shared.serving.table_loader import TableLoader
 from shared.slots import slot_of
 from shared.storage.tensor_file import Summary
 from shared.wire.messages import InitHeader
@@ -48,7 +48,7 @@ def load_store(
     parts = {part.pserver: part for part in manifest.parts}
     ledgers: dict[int, tuple[SavedLedger, int]] = {}
     of_rows: list[tuple[SavedLedger, int, int]] = []
-    tables = TableLoader.of(store, index, slots, ref)
+    tables = TableLoader.of(store.rows, index, slots, ref)
     wanted = _wanted(manifest, store, index, slots)
     if tables is not None:
         wanted |= {owner: wanted.get(owner, {}) for owner in tables.owners(manifest.slots)}

@@ -213,7 +213,9 @@ class LookupEnd(Record):
 class TableRequest(MessageHeader):
     """All rows of the `table`th embedding table at `version`, the newest one (None: whichever that is): those of slots from `first` on, as many as go into
     one answer; of the first one those whose hash is at least `part` (shared/tables/memory.py). `first` = slot_count: only how many rows there are. `slots`: version
-    of the slot map that the asker goes by; 0: not checked."""
+    of the slot map that the asker goes by; 0: not checked.
+
+    Of a trainer of a collective job: the mean gradients of rows that made `version`, from the `first`th on; by `slots` those of its own slots, 0: of all."""
 
     version: int | None = None
     table: int = Field(ge=0, lt=MOST_TABLES)
@@ -224,12 +226,15 @@ class TableRequest(MessageHeader):
 
 class TableEnd(Record):
     """After a payload of `rows` ids, ascending, and their rows; expired rows are left out. `next`: the first slot that is not whole in it, and `part`, from
-    which hash on it is not; slot_count: that was all. `total`: rows of the table at this parameter server, expired ones included."""
+    which hash on it is not; slot_count: that was all. `total`: rows of the table at this parameter server, expired ones included.
+
+    Of mean gradients: `total` of them, `next` is the first that is not in it. `has_data`: whether any lane had records in the step."""
 
     rows: int = Field(ge=0)
     next: int = Field(ge=0)
     part: int = Field(default=0, ge=0, lt=1 << 32)
     total: int = Field(ge=0)
+    has_data: bool = True
 
 
 class LedgerQuery(Record):

@@ -17,7 +17,6 @@ from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.whole_steps import WholeSteps
 from master_service.masterless.writer import SharedWriter
 from master_service.store.writer import MasterWriter
-from pserver_service.recovery.table_loader import TableLoader
 from shared.blocks.accumulator import Accumulator
 from shared.blocks.buffers import Buffer
 from shared.checkpoints import schedule, stored
@@ -30,6 +29,7 @@ from shared.serving.core.history import Results
 from shared.serving.core.store import Store
 from shared.serving.core.table.rows import TableRows
 from shared.serving.pserver import Pserver
+from shared.serving.table_loader import TableLoader
 from shared.tables.memory import Numbers
 from shared.tables.saving.snapshot import SlotGroup, TableSnapshot, new_lock
 from shared.tables.table import Table, joined

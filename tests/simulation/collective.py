@@ -7,6 +7,7 @@ most two apart, and trainers that have a version have the same bits of it.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from trainer_agent.collective.state.messages import Portion, StateRequest
 if TYPE_CHECKING:
     from tests.simulation.cluster import SimulatedCluster
     from tests.simulation.nodes import Node
+    from trainer_agent.collective.rows.means import RowMeans
 
 MOST_APART = 2
 NOT_HERE = {FaultKind.KILL_PSERVER, FaultKind.FREEZE_PSERVER}
@@ -36,7 +38,7 @@ MOST_FAILURES = 20
 def collective_plan(seed: int, dispatch: Dispatch = Dispatch.MASTER) -> Plan:
     """That of a job with parameter servers, without them."""
     drawn = plan_of(seed, Mode.SYNC, dispatch)
-    job = replace(drawn.job, tables=False, travels_as="float32")
+    job = replace(drawn.job, travels_as="float32")
     faults = tuple(
         replace(fault, members=(0, fault.members[1])) for fault in drawn.faults if fault.kind not in NOT_HERE
     )
@@ -68,8 +70,8 @@ class CheckedShare(ShareServer):
     def serve(self, store: MeanStore, timeline: int) -> None:
         complete = store.complete
 
-        def completed(version: int, arrived: Arrived, record: StepRecord) -> None:
-            complete(version, arrived, record)
+        def completed(version: int, arrived: Arrived, record: StepRecord, rows: Mapping[int, RowMeans]) -> None:
+            complete(version, arrived, record, rows)
             check_complete(self._cluster, self)
 
         store.complete = completed  # type: ignore[method-assign]
@@ -101,6 +103,11 @@ def digest_of(store: MeanStore, version: int) -> str:
     for number, block in sorted(store.blocks.items()):
         buffer = block.kept[version]
         found.update(f"{number}:".encode() + (bytes(buffer.view) if buffer is not None else b"nothing"))
+    if store.rows is not None:
+        means = store.rows.whole[version]
+        for part in (*means.ids, *means.gradients):
+            found.update(part.tobytes())
+        found.update(str(means.has_data).encode())
     return found.hexdigest()
 
 

@@ -284,8 +284,10 @@ def test_the_check_of_a_script_tries_its_tables_and_tells_what_they_do_not_go_wi
     assert inspect_script(path, check=True, settings=["mode=async", "skip_after_seconds=5"]) == 2
     told = "tables (genre, item, user), which do not go together with skip_after_seconds = 5.0 yet"
     assert told in capsys.readouterr().out
-    assert inspect_script(path, check=True, settings=["strategy=collective"]) == 2
-    told = "tables (genre, item, user), whose rows are on parameter servers, and strategy is collective"
+    assert inspect_script(path, check=True, settings=["strategy=collective"]) == 0
+    capsys.readouterr()
+    assert inspect_script(path, check=True, settings=["strategy=collective", "exchange=native"]) == 2
+    told = "tables (genre, item, user), and exchange is native, which carries gradients of parameters alone"
     assert told in capsys.readouterr().out
 
 

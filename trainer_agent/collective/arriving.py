@@ -7,6 +7,7 @@ pull ─staging─► own memory of each block ─all blocks, the generation is 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +19,9 @@ from shared.records.layout import Layout
 from trainer_agent.collective.mean_blocks import MeanStore
 from trainer_agent.collective.server import ShareServer
 
+if TYPE_CHECKING:
+    from trainer_agent.collective.rows.means import RowMeans
+
 
 class Arriving:
     """What a pull of the version after `store.has` brings, asked in the server's present generation. As the vectors of a compute. `release` it at the
@@ -28,6 +32,7 @@ class Arriving:
         self.generation, self.version = server.generation, store.has + 1
         self.layout: Layout = store.layout
         self.blocks: dict[int, Buffer | None] = {}
+        self.rows: dict[int, RowMeans] = {}  # by place of the owner, see MeanRows.complete
 
     def __repr__(self) -> str:
         return f"<Arriving version {self.version} in generation {self.generation}: {len(self.blocks)} blocks>"

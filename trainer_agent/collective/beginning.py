@@ -6,6 +6,8 @@ whoever has the same values has version 0, and says so in its key; the others ge
 
 from __future__ import annotations
 
+from shared.checkpoints.background import Offload
+from shared.checkpoints.start_tables import mark_in
 from shared.errors import NotReady, PeerError
 from shared.etcd import Compare, Etcd, LeaseLost, Put
 from shared.membership.directory import Directory
@@ -21,10 +23,16 @@ log = telemetry.logger("beginning")
 
 
 async def begin_together(
-    spec: JobSpec, directory: Directory, etcd: Etcd, membership: Membership, compute: Compute, collective: Collective
+    spec: JobSpec,
+    directory: Directory,
+    etcd: Etcd,
+    membership: Membership,
+    compute: Compute,
+    collective: Collective,
+    offload: Offload,
 ) -> bool:
     """Returns when the job's first values are known; if they are this trainer's and the job has not gone on from them, it has version 0. False: start
-    again, see ensure_initialised. Raises LayoutMismatch."""
+    again, see ensure_initialised. `offload`: where files are read. Raises LayoutMismatch, InvalidArgument."""
     collective.replica.begin(spec.lanes)
     digest = collective.replica.digest()
     trainer = membership.record.trainer
@@ -49,6 +57,10 @@ async def begin_together(
         collective.replica.forget()
         log.info("values_wanted", mine=digest, theirs=directory.layout.values, begun=begun)
         return True
+    if (rows := collective.replica.rows) is not None and mark_in(compute.layout.initial):
+        from trainer_agent.collective.rows.starting import put_start_rows  # noqa: PLC0415  loads numba
+
+        await offload(put_start_rows, rows, compute.layout, spec.init_from, spec.init_optimizer)
     collective.replica.timeline = state.timeline if state is not None else 0
     collective.start()
     hold(membership, collective)

@@ -10,6 +10,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING
 
 from shared.errors import BadFrame, Gone
 from shared.lanes import Interval
@@ -17,12 +18,15 @@ from shared.records import JobSpec
 from shared.records.step import StepRecord, StepResult
 from shared.runtime import telemetry
 from shared.serving.core.clipping import Clipping
+from shared.tables.hashing import Ids
 from shared.wire.messages import PulledBlock, PullEnd, PullRequest, PushHeader
 from trainer_agent.collective.gathering import LAST_ASK_S, MeanGradients
 from trainer_agent.collective.groups import Group, GroupView
-from trainer_agent.collective.mean_blocks import released
+from trainer_agent.collective.mean_blocks import MeanStore, released
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.collective.replica import Replica
+from trainer_agent.collective.replica_optimizer import Gradients
+from trainer_agent.data_plane.lookups import Rows
 from trainer_agent.data_plane.outbox import Outbox
 from trainer_agent.data_plane.peers import Connect, Suspect
 from trainer_agent.data_plane.routing import Routes
@@ -30,6 +34,9 @@ from trainer_agent.data_plane.step_norm import check_finite
 from trainer_agent.data_plane.verdicts import Verdict
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting.single_error import SingleErrorGroup
+
+if TYPE_CHECKING:
+    from shared.serving.core.table.rows import TableRows  # loads numba
 
 LOOK_S = 0.1
 
@@ -118,6 +125,16 @@ class Collective(MeanGradients):
                     return
             await self._directory.changed(self._directory.revision, LOOK_S)
 
+    @asynccontextmanager
+    async def _with_version(self) -> AsyncIterator[None]:
+        """Waits until the replica has any version: one that joins at the end of training is still getting it."""
+        while True:
+            async with self.in_use:
+                if self.replica.record is not None:
+                    yield
+                    return
+            await self._directory.changed(self._directory.revision, LOOK_S)
+
     async def join(self, timeline: int, known: StepRecord | None) -> StepRecord:  # noqa: ARG002
         """The version in use: `known`, if it is that."""
         if known is not None and known.version == self.replica.version:
@@ -174,7 +191,7 @@ class Collective(MeanGradients):
             group = await self._formed()
             infos = await self._while_it_lasts(group, self._versions(group))
         newest = max([self.has, *(info.highest for info in infos)])
-        async with self.in_use:
+        async with self._with_version():
             while self.replica.version is not None and self.replica.version < newest:
                 await self.pull(self.replica.version + 1)
                 self.swap()
@@ -241,7 +258,7 @@ class Collective(MeanGradients):
         gradients = store.retained(version)
         self.replica.stepping = True
         tensors = {number: buffer.tensor if buffer is not None else None for number, buffer in gradients.items()}
-        stepping = asyncio.ensure_future(self._ports.step_in(self.replica.step, tensors, record))
+        stepping = asyncio.ensure_future(self._make_step(store, tensors, record))
         try:
             self._measured = await asyncio.shield(stepping)
         finally:
@@ -254,6 +271,38 @@ class Collective(MeanGradients):
                 check_finite(version - 1, self._measured)
             self.replica.stepped = with_norm(record, self._measured)
             store.history.take_record(self.replica.stepped)
+
+    async def _make_step(self, store: MeanStore, gradients: Gradients, record: StepRecord) -> float | None:
+        """The norm of the whole gradient, if it is measured."""
+        measured: float | None = await self._ports.step_in(self.replica.step, gradients, record)
+        if (rows := self.replica.rows) is not None:
+            from trainer_agent.collective.rows.stepping import step_rows  # noqa: PLC0415  loads numba
+
+            assert store.rows is not None
+            rows.kept.most_bytes = self._spec.snapshot_bytes
+            await step_rows(rows, store.rows.whole[record.version], record.lane_zero)
+        return measured
+
+    # ------------------------------------------------------------ rows of embedding tables
+
+    async def lookup(self, version: int | None, ids: Sequence[Ids], *, exact: bool = False) -> list[Rows]:  # noqa: ARG002
+        """Of this trainer's own rows."""
+        from trainer_agent.collective.rows.stepping import rows_at  # noqa: PLC0415  loads numba
+
+        return await rows_at(self._own_rows(), version, ids)
+
+    async def count_rows(self, table: int, version: int | None) -> int:  # noqa: ARG002
+        return self._own_rows().rows_in_table(table)
+
+    async def whole_table(self, table: int, version: int | None) -> tuple[Ids, Rows]:
+        from trainer_agent.collective.rows.stepping import whole_table  # noqa: PLC0415  loads numba
+
+        return whole_table(self._own_rows(), table, version)
+
+    def _own_rows(self) -> TableRows:
+        if self.replica.rows is None:
+            raise Gone("this trainer has no rows: the job went back, or it has none yet")
+        return self.replica.rows
 
 
 def _no_blocks(item: PulledBlock) -> memoryview:

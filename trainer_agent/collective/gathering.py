@@ -14,12 +14,16 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from shared.errors import Gone, NotReady, PeerError, StaleGeneration
+import numpy as np
+
+from shared.errors import BadFrame, Gone, NotReady, PeerError, StaleGeneration
 from shared.records import JobSpec
 from shared.records.layout import Layout
 from shared.records.step import StepRecord
 from shared.runtime import telemetry
-from shared.wire.messages import PserverInfo
+from shared.tables.hashing import Ids
+from shared.tables.payload import ids_in, rows_in
+from shared.wire.messages import PserverInfo, TableRequest
 from trainer_agent.collective.arriving import Arriving
 from trainer_agent.collective.groups import Group, GroupView
 from trainer_agent.collective.mean_blocks import MeanStore
@@ -28,9 +32,11 @@ from trainer_agent.collective.own_share import OwnShare
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.core.steps import agreed
 from trainer_agent.data_plane.http import PserverPort
+from trainer_agent.data_plane.lookups import Rows
 from trainer_agent.data_plane.peers import Connect, Suspect
 from trainer_agent.data_plane.transfer import Transfer, found
 from trainer_agent.model.compute import Compute
+from trainer_agent.waiting.retry import Backoff
 from trainer_agent.waiting.single_error import SingleErrorGroup
 
 GRACE_S = 0.1  # for answers to calls of a generation that is over; then their connections are closed
@@ -231,7 +237,7 @@ class MeanGradients(Transfer):
     def _complete(self, store: MeanStore, arriving: Arriving, record: StepRecord) -> None:
         """All of it is there. Raises StaleGeneration: it does not count any more."""
         arriving.check()
-        store.complete(arriving.version, arriving.complete(), record)
+        store.complete(arriving.version, arriving.complete(), record, arriving.rows)
         self._known, self._staged = self._staged, {}
 
     async def _arrived(self, group: Group, arriving: Arriving, store: MeanStore) -> StepRecord | None:
@@ -243,7 +249,7 @@ class MeanGradients(Transfer):
                 tasks.create_task(self._pull_part(place, blocks, arriving))
                 for place, blocks in self._parts_of(group, arriving, store).items()
             ]
-            if arriving.version > group.newest and store.own:
+            if arriving.version > group.newest and group.owns:
                 pulls.append(tasks.create_task(self._own_record(store, arriving)))
             if pulls:
                 await asyncio.wait(pulls)
@@ -254,11 +260,57 @@ class MeanGradients(Transfer):
     async def _pull_part(self, place: int, blocks: Sequence[int], arriving: Arriving) -> StepRecord | None:
         """None: the generation is over. The pulls from other trainers may come to their ends, too, so that connections stay."""
         try:
-            return await self._pull_from(place, blocks, arriving.version, None, self._narrow)
+            record = await self._pull_from(place, blocks, arriving.version, None, self._narrow)
+            if self._layout.tables:
+                await self._pull_rows(place, arriving)
+            return record
         except StaleGeneration:
             if not arriving.is_over:
                 raise
             return None
+
+    async def _pull_rows(self, place: int, arriving: Arriving) -> None:
+        """The mean gradients of rows of a trainer that has them: it had the whole version of its blocks. Raises StaleGeneration: the generation is over."""
+        from trainer_agent.collective.rows.means import WHOLE_PLACE, RowMeans  # noqa: PLC0415  loads numba
+
+        group = self.view.group
+        arriving.check()
+        assert group is not None
+        share = group.generation if arriving.version > group.newest else 0
+        found = [
+            await self._table_means(place, arriving, share, number, spec.dim)
+            for number, spec in enumerate(self._layout.tables)
+        ]
+        means = RowMeans(
+            [ids for ids, _, _ in found], [rows for _, rows, _ in found], any(data for _, _, data in found)
+        )
+        arriving.rows[place if share else WHOLE_PLACE] = means
+
+    async def _table_means(
+        self, place: int, arriving: Arriving, share: int, table: int, dim: int
+    ) -> tuple[Ids, Rows, bool]:
+        backoff, parts = Backoff(f"mean gradients of rows from the trainer at place {place}"), list[tuple[Ids, Rows]]()
+        first = 0
+        while True:
+            arriving.check()
+            fields = {"version": arriving.version, "table": table, "first": first, "slots": share}
+            try:
+                end, payload = await self._port(place).table(TableRequest(**self.envelope(), **fields))
+            except (PeerError, StaleGeneration) as error:
+                arriving.check()
+                await self._suspect_peer(place, error)
+                await backoff.failed(error)
+                continue
+            (ids,) = ids_in(payload, [end.rows], [dim], rows=True)
+            (rows,) = rows_in(payload, [end.rows], [dim], ids=True)
+            parts.append((ids, rows))
+            if end.next >= end.total:
+                arriving.check()
+                ids, rows = (np.concatenate(each) for each in zip(*parts, strict=True))
+                return ids, rows, end.has_data
+            if end.next <= first:
+                raise BadFrame(f"the trainer at place {place} sent no mean gradients of rows from the {first}th on")
+            first = end.next
 
     def _parts_of(self, group: Group, arriving: Arriving, store: MeanStore) -> Mapping[int, Sequence[int]]:
         """Which blocks come from where."""

@@ -32,6 +32,7 @@ from shared.wire.verdict import Verdict
 
 if TYPE_CHECKING:
     from shared.serving.core.table.rows import TableRows  # loads numba
+    from trainer_agent.collective.rows.means import MeanRows, RowMeans
 
 STATED = 3  # versions that a trainer says what they are made of: as far as trainers with lanes are apart, and the one that it has
 
@@ -125,6 +126,7 @@ class MeanStore(Store):
     the trainer's parameters have: what it still has to step is kept."""
 
     blocks: dict[int, MeanBlock]  # type: ignore[assignment]
+    rows: MeanRows | None  # of a model with embedding tables
 
     def __init__(
         self,
@@ -137,7 +139,7 @@ class MeanStore(Store):
     ) -> None:
         """`values(block)`: of a block of buffers at the version of `record`."""
         header = InitHeader(job=job, generation=0, mode=Mode.SYNC, lanes=lanes, layout=layout, pserver=0, record=record)
-        super().__init__(header, pool=pool)
+        super().__init__(header, pool=pool, rows=_mean_rows(layout, lanes, record.version))
         self.has = self.in_use = record.version
         self.own: frozenset[int] = frozenset()
         self._made: Counter[int] = Counter()  # by version that it has not yet: blocks of its share that are made
@@ -166,16 +168,23 @@ class MeanStore(Store):
         self._made.clear()
         for block in self.blocks.values():
             block.start_again(self.has)
+        if self.rows is not None:
+            self.rows.start_again(self.has)
         self.history.start_again(self.has)
 
-    def complete(self, version: int, arrived: Arrived, record: StepRecord) -> None:
-        """It has `version` from now on, the next one: with what has `arrived`, whose references are its own now, and its own share for the rest."""
+    def complete(
+        self, version: int, arrived: Arrived, record: StepRecord, rows: Mapping[int, RowMeans] | None = None
+    ) -> None:
+        """It has `version` from now on, the next one: with what has `arrived`, whose references are its own now, and its own share for the rest. `rows`: see
+        MeanRows.complete."""
         assert version == self.has + 1
         for number, block in self.blocks.items():
             if number in arrived:
                 block.take(version, arrived[number])
             else:
                 assert version in block.kept
+        if self.rows is not None:
+            self.rows.complete(version, rows or {})
         self.history.take_record(record)
         self.has = version
         del self._made[version]
@@ -184,17 +193,25 @@ class MeanStore(Store):
     def forget(self) -> None:
         """What nobody needs any more: others may lack the last version, this trainer what it has not stepped yet."""
         for block in self.blocks.values():
-            block.forget_before(min(self.has - 1, self.in_use + 1))
+            block.forget_before(self._needed)
+        if self.rows is not None:
+            self.rows.forget_before(self._needed)
+
+    @property
+    def _needed(self) -> int:
+        return min(self.has - 1, self.in_use + 1)
 
     def own_share_has(self, version: int) -> bool:
         """Whether all blocks of its own share have been made at `version`."""
-        return version <= self.has or self._made[version] == len(self.own)
+        return version <= self.has or self._made[version] == len(self.own) + (self.rows is not None)
 
     @property
     def first_kept(self) -> int:
         """The first version of which it can give every block, up to `has`; `has` + 1: none."""
         version = self.has + 1
-        while all(version - 1 in block.kept for block in self.blocks.values()):
+        while all(version - 1 in block.kept for block in self.blocks.values()) and (
+            self.rows is None or version - 1 in self.rows.whole
+        ):
             version -= 1
         return version
 
@@ -234,6 +251,14 @@ class MeanStore(Store):
     @property
     def highest(self) -> int:
         return self.has
+
+
+def _mean_rows(layout: Layout, lanes: int, version: int) -> MeanRows | None:
+    if not layout.tables:
+        return None
+    from trainer_agent.collective.rows.means import MeanRows  # noqa: PLC0415  loads numba
+
+    return MeanRows(layout, lanes, version)
 
 
 def digest_of(record: StepRecord) -> str:

@@ -58,7 +58,8 @@ class CollectiveMember(Collective):
         server.directory, server.in_doubt = directory, lambda: membership.in_doubt
         server.on_torn = lambda torn: membership.set(torn=torn)
         self.on_lost = lambda: membership.set(holds=None)
-        server.giver = StateGiver(spec.job, compute, self.replica, self._saved)
+        server.giver = StateGiver(spec.job, compute, self.replica, self._saved, ports.step_in)
+        server.own_rows = lambda: self.replica.rows
         place = etcd, directory, membership
         self.copies = ShareCopies(spec, *place, ports.background, compute, self.replica, self._saved)
         self._restorer = Restorer(
@@ -114,7 +115,8 @@ class CollectiveMember(Collective):
         store.in_use = version
         store.forget()
         tensors = {number: buffer.tensor if buffer is not None else None for number, buffer in gradients.items()}
-        return Step(record, tensors, lambda: released(gradients))
+        rows = store.rows.whole[version] if store.rows is not None else None
+        return Step(record, tensors, lambda: released(gradients), rows)
 
     def measured(self, version: int, norm: float) -> StepRecord:
         assert self.store is not None

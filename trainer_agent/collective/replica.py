@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from xxhash import xxh3_128
@@ -18,12 +19,15 @@ from xxhash import xxh3_128
 from shared.blocks.buffers import bytes_of, tensor_over
 from shared.blocks.gradient_norm import norm_of, squares_of
 from shared.errors import BadFrame
-from shared.records.layout import Block
+from shared.records.layout import Block, Layout
 from shared.records.step import LanePosition, StepRecord
 from shared.serving.core.clipping import Clipping
 from shared.serving.core.optimizers import options_of
 from trainer_agent.collective.replica_optimizer import optimizer_of
 from trainer_agent.model.compute import Compute
+
+if TYPE_CHECKING:
+    from shared.serving.core.table.rows import TableRows  # loads numba
 
 State = Mapping[str, torch.Tensor]
 
@@ -40,7 +44,8 @@ class Share:
 
 class Replica:
     """`record`: of the version in use, None as long as there is none; `stepped`: of the version in the staging vectors, if that is the next one.
-    `timeline` and `checkpoint`: of both, see JobState. `stepping`: set before `step` is called in a thread: states are changing."""
+    `timeline` and `checkpoint`: of both, see JobState. `stepping`: set before `step` is called in a thread: states are changing. `rows`: of all slots of the model's
+    embedding tables, if it has some and there is a version; whoever calls `step` steps them, too, before `swap`."""
 
     def __init__(self, compute: Compute, clipping: Clipping | None = None) -> None:
         self._compute, self._clipping = compute, clipping or Clipping(None)
@@ -53,6 +58,7 @@ class Replica:
         self.timeline, self.checkpoint = 0, ""
         self.stepping = False
         self._optimizer = optimizer_of(compute)
+        self.rows: TableRows | None = None
 
     def __repr__(self) -> str:
         staged = f", {self.stepped.version} stepped" if self.stepped is not None else ""
@@ -81,6 +87,7 @@ class Replica:
                     raise BadFrame(msg)
         positions = tuple(LanePosition(lane=lane) for lane in range(lanes))
         first = StepRecord(version=0, positions=positions, lane_zero=self._compute.initial_lane_zero())
+        self.rows = rows_of(self._compute.layout, 0)
         self._is_at(first, 0, "")
 
     def digest(self) -> str:
@@ -168,16 +175,28 @@ class Replica:
         self._compute.staging(block)[:] = values.cast("B")
         self._optimizer.load(block, state)
 
-    def loaded(self, record: StepRecord, timeline: int, checkpoint: str) -> None:
-        """All blocks were loaded, at the version of `record`: it is in use from now on. The loop that trains restores the schedule."""
+    def loaded(self, record: StepRecord, timeline: int, checkpoint: str, rows: TableRows | None = None) -> None:
+        """All blocks were loaded, at the version of `record`: it is in use from now on; `rows`: of the embedding tables, at that version. The loop that trains
+        restores the schedule."""
+        assert rows is not None or not self._compute.layout.tables
         self._compute.swap()
+        self.rows = rows
         self._is_at(record, timeline, checkpoint)
 
     def forget(self) -> None:
         """What it has is no version any more: `load` all blocks, or `begin`."""
-        self.record = self.stepped = None
+        self.record = self.stepped = self.rows = None
         self._optimizer = optimizer_of(self._compute)
 
     def _is_at(self, record: StepRecord, timeline: int, checkpoint: str) -> None:
         self.record, self.stepped, self.stepping = record, None, False
         self.timeline, self.checkpoint = timeline, checkpoint
+
+
+def rows_of(layout: Layout, version: int) -> TableRows | None:
+    """Of all slots of the embedding tables, none yet; None: the model has no tables."""
+    if not layout.tables:
+        return None
+    from trainer_agent.collective.rows.stepping import new_rows  # noqa: PLC0415  loads numba
+
+    return new_rows(layout, version)

@@ -9,7 +9,7 @@ generation, whose blocks it needed for that, have version v - 2.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shared.blocks.buffers import Allocate, Buffer
 from shared.errors import InvalidArgument, NotReady, StaleGeneration, WrongOwner
@@ -29,9 +29,14 @@ from shared.wire.messages import (
     PullEnd,
     PullRequest,
     PushHeader,
+    TableEnd,
+    TableRequest,
 )
 from trainer_agent.collective.mean_blocks import MeanStore
 from trainer_agent.collective.state.giving import StateGiver
+
+if TYPE_CHECKING:
+    from shared.serving.core.table.rows import TableRows  # loads numba
 
 AHEAD = 1  # how many versions the step of a push may be ahead of this trainer's own
 
@@ -56,7 +61,7 @@ class SharePull(OpenPull):
 
 class ShareServer(Pserver):
     """`index`: its trainer's place in the generation's list, -1 without one. `opened`: the generation in which pushes are taken. `trainer`: whose it is. `giver`: gives the trainer's
-    parameters to others."""
+    parameters to others. `own_rows`: its rows of all embedding tables."""
 
     store: MeanStore | None
     pull_kind = SharePull
@@ -68,6 +73,8 @@ class ShareServer(Pserver):
         self.trainer = trainer
         self.opened = -1
         self.giver: StateGiver | None = None
+        self.table_portion = self._mean_rows
+        self.own_rows: Callable[[], TableRows | None] = lambda: None
 
     def __repr__(self) -> str:
         return f"<ShareServer of {self.trainer}, generation {self.generation}, open in {self.opened}: {self.store!r}>"
@@ -89,6 +96,14 @@ class ShareServer(Pserver):
     def open(self, generation: int) -> None:
         """All trainers of the generation have said which versions they have, and this one has the newest."""
         self.opened = generation
+
+    def step_at_once(self, store: Store) -> None:
+        """Of rows, all that can be made: a new generation may begin between two turns."""
+        self._step_rows(store)
+
+    @property
+    def rows_in_memory(self) -> TableRows | None:
+        return self.own_rows()
 
     def tear(self, cause: str) -> None:
         """The step cannot be finished: `on_torn` tells the master, and the job goes back to its newest checkpoint."""
@@ -121,6 +136,14 @@ class ShareServer(Pserver):
             msg = f"block {min(foreign)} is not in the share of {self.trainer} in generation {self.generation}"
             raise WrongOwner(msg, block=min(foreign))
         return super().begin_pull(request, arrived)
+
+    def _mean_rows(self, request: TableRequest) -> tuple[TableEnd, memoryview]:
+        """Mean gradients of rows. Raises NotReady, StaleGeneration, Gone, InvalidArgument."""
+        self.check_generation(request)
+        store = self.store
+        if store is None or store.rows is None:
+            raise NotReady(f"{self.trainer} has no mean gradients of rows yet: ask again")
+        return store.rows.portion_of_means(request)
 
     async def info(self) -> PserverInfo:
         store = self.store
@@ -166,5 +189,7 @@ def _missing(store: MeanStore) -> tuple[Interval, ...]:
     waiting = {
         frozenset(block.tree.nodes) for number in store.own if (block := store.blocks[number]).version == store.has
     }
+    if store.rows is not None and store.rows.version == store.has:
+        waiting.add(store.rows.lanes_there)
     lacking = {lane for nodes in waiting for first, last in gaps(nodes, store.lanes) for lane in range(first, last)}
     return tuple(intervals(sorted(lacking)))

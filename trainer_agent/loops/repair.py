@@ -133,6 +133,8 @@ class StepRepair:
             add = boxes.adder(node, samples, contribution, lambda result=result: result)  # type: ignore[misc]
             for block in range(boxes.blocks):
                 add(block)
+        for lane, pushed in work.outboxes.rows.items():
+            boxes.add_rows(lane, pushed, self._transfer.row_parts(boxes.routes, pushed.rows))
         boxes.close()
         return boxes
 

@@ -93,9 +93,9 @@ class TrainedTables:
 
 
 def _check(spec: JobSpec, names: list[str]) -> None:
-    if spec.strategy is Strategy.COLLECTIVE:
-        msg = f"the model has embedding tables ({', '.join(names):.200}), whose rows are on parameter servers, and strategy is collective"
-        hint = "use strategy parameter_server, or torch.nn.Embedding if the rows fit into every trainer"
+    if spec.strategy is Strategy.COLLECTIVE and spec.exchange == "native":
+        msg = f"the model has embedding tables ({', '.join(names):.200}), and exchange is native, which carries gradients of parameters alone"
+        hint = "use exchange direct: each trainer has all rows then, and their gradients are exchanged, too"
         raise InvalidArgument(msg, hint=hint)
     if spec.mode is Mode.ASYNC and spec.skip_after_seconds is not None:
         what = f"skip_after_seconds = {spec.skip_after_seconds}"

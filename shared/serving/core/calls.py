@@ -19,7 +19,7 @@ from shared.serving.core.held import do_rows_wait, settle, settle_rows
 from shared.serving.core.progress import Counters, is_same, known_of, moment_of, squares_at
 from shared.serving.core.store import Store
 from shared.serving.core.table.arrivals import ArrivedRows
-from shared.wire.messages import PullEnd, PullRequest
+from shared.wire.messages import PullEnd, PullRequest, TableEnd, TableRequest
 from shared.wire.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class BlockServer:
     called when `store.take_snapshot()` has a snapshot, `on_step` (if set) when a block has a new version, `on_moving` (if set) when
     a push is refused because its block moves. `step_rows` is called when all data of a step of the embedding tables is there, `take_rows` with those of an
     asynchronous push. One of those at a time is being stepped: `finish_rows` ends that at once, `between_pushes` calls what it gets when none is. `give_back_rows`: slots were dropped.
+    `table_portion` answers requests for whole tables in place of what parameter servers answer.
     `is_live`: whether a trainer is a member. `now`: seconds of a clock. `payloads`: where rows that are pushed are received."""
 
     def __init__(self, snapshot_ready: Callable[[], None]) -> None:
@@ -50,11 +51,17 @@ class BlockServer:
         self.take_rows: Callable[[ArrivedRows], None] = lambda arrived: self.rows_taken(arrived, arrived.whole())
         self.finish_rows: Callable[[], None] = lambda: None
         self.between_pushes: Callable[[Callable[[], None]], None] = lambda call: call()
+        self.table_portion: Callable[[TableRequest], tuple[TableEnd, memoryview]] | None = None
         self.give_back_rows: Callable[[TableRows], None] = lambda rows: rows.give_back_at_once()
         self.is_live: Callable[[str], bool] = lambda _: True
         self.now: Callable[[], float] = lambda: 0.0
         self.index = -1
         self._snapshot_ready = snapshot_ready
+
+    @property
+    def rows_in_memory(self) -> TableRows | None:
+        """Of embedding tables, for metrics."""
+        return self.store.rows if self.store is not None else None
 
     def is_stale(self, generation: int) -> bool:
         return generation < self.generation

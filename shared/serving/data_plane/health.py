@@ -56,8 +56,8 @@ class Collector:
             ]
         for name, text, number in gauges:
             yield GaugeMetricFamily(f"trireme_pserver_{name}", text, value=number)
-        if store is not None and store.rows is not None:
-            yield from _of_tables(store.rows)
+        if (rows := self._pserver.rows_in_memory) is not None:
+            yield from _of_tables(rows)
 
 
 def _of_tables(rows: TableRows) -> Iterator[Metric]:

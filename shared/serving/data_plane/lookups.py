@@ -120,6 +120,8 @@ async def lookup(pserver: Pserver, request: LookupRequest, payload: memoryview) 
 def portion(pserver: Pserver, request: TableRequest) -> tuple[TableEnd, memoryview]:
     """Some rows of a whole table. Raises NotReady, WrongOwner, Gone, InvalidArgument, BadFrame, LayoutMismatch."""
     pserver.check(request)
+    if pserver.table_portion is not None:
+        return pserver.table_portion(request)
     store = pserver.loaded()
     rows = tables_in(store)
     if request.generation < pserver.timeline:

@@ -22,7 +22,7 @@ from shared.tables.kernels import parts
 from shared.tables.kernels import saving as loops
 from shared.tables.memory import CellsOfSlots, Numbers, Words, with_places
 from shared.tables.saving.overwritten import KeptRows, Overwritten
-from shared.tables.table import RowsOfIds, Table, stamps_of
+from shared.tables.table import Flags, RowsOfIds, Table, stamps_of
 
 GROUP_BYTES = 12 << 20  # of records that are made at a time: a file lends so much memory
 
@@ -55,9 +55,9 @@ class Changes:
 
 class TableSnapshot:
     """Of the table's newest version. `lock`: held while the table is stepped. `close` it at the end. `updates`, `sketch`: see Table.
-    `changes`: it has these alone (`narrow`); None: it is whole."""
+    `changes`: it has these alone (`narrow`); None: it is whole. `slots`: it has the rows of these alone; None: of all."""
 
-    def __init__(self, table: Table, lock: Lock) -> None:
+    def __init__(self, table: Table, lock: Lock, slots: Flags | None = None) -> None:
         self.spec, self.version, self.updates = table.spec, table.version, table.updates
         self.width = table.width
         self.sketch = None if table.sketch is None else table.sketch.copy()
@@ -68,6 +68,9 @@ class TableSnapshot:
         self._table, self._lock = table, lock
         self._cells, self._rows = table.memory
         self._counts = table.counts_by_slot()
+        if slots is not None:
+            self._counts[~slots] = 0
+            self._sketch_stamps[~slots] = 0
         self._kept = Overwritten(table.version, table.spec.seed, len(self._counts), table.width)
         self._ahead: CellsOfSlots | None = None  # of the group that is next
         self._buffer = np.empty(0, np.int64)

@@ -63,6 +63,22 @@ async def test_a_trainer_that_joins_gets_the_state_while_the_others_train_on(tmp
     assert differing(found, await undisturbed(tmp_path)) == []
 
 
+async def test_a_trainer_that_is_asked_for_the_last_version_while_it_joins_waits_until_it_has_one(tmp_path):
+    async with cluster(spec_of(tmp_path, lanes=1), 1) as made:
+        made.portion_s, made.last_step = 0.02, 3
+        await made.version(3)
+        joiner = made.add_trainer(C).collective
+        assert joiner is not None
+        async with asyncio.timeout(20.0):
+            while joiner.store is None:
+                await asyncio.sleep(0.001)
+        assert joiner.replica.record is None
+        async with asyncio.timeout(20.0):
+            record = await joiner.pull(None, exact=True)  # as before an evaluation
+        assert record is not None
+        assert record.version >= 3
+
+
 @pytest.mark.soak
 async def test_a_donor_may_die_meanwhile(tmp_path):
     async with cluster(spec_of(tmp_path), 2) as made:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from xxhash import xxh3_128
@@ -28,10 +28,15 @@ from shared.serving.core.optimizers import options_of
 from trainer_agent.collective.mean_blocks import digest_of
 from trainer_agent.collective.replica import Replica
 from trainer_agent.collective.replica_optimizer import Gradients
+from trainer_agent.collective.state.giving import StepIn, at_once
 from trainer_agent.collective.state.messages import MOST_HURRY, Portion, StateRequest
 from trainer_agent.collective.state.pieces import Piece, wanted_pieces, whole_blocks
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting.single_error import SingleErrorGroup
+
+if TYPE_CHECKING:
+    from trainer_agent.collective.rows.joining import JoiningRows  # loads numba
+    from trainer_agent.collective.rows.means import RowMeans
 
 AT_ONCE = 64  # blocks that are asked for in one request; the donor sends as many as make a portion
 KEPT_BYTES = 32 << 20  # of gradients; at least KEPT versions, and at most MOST_KEPT
@@ -39,7 +44,6 @@ KEPT, MOST_KEPT = 2, 256
 TRIES = 3  # in a row, with one donor
 PAUSE_S = 0.2
 
-StepIn = Callable[..., Awaitable[Any]]
 Factor = Callable[[Gradients, StepRecord], tuple[float | None, float | None]]
 
 log = telemetry.logger("collective.catching_up")
@@ -60,12 +64,13 @@ class Donor(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """How a version follows from the one before: the mean gradient of each block (None: none), or a buffer's values (None: as they were). `release` gives
-    the memory back."""
+    """How a version follows from the one before: the mean gradient of each block (None: none), or a buffer's values (None: as they were). `rows`: of the
+    embedding tables. `release` gives the memory back."""
 
     record: StepRecord
     gradients: Gradients
     release: Callable[[], None] = lambda: None
+    rows: RowMeans | None = None
 
     @property
     def bytes(self) -> int:
@@ -92,11 +97,6 @@ class Follow(Protocol):
         ...
 
 
-async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Where there are no threads."""
-    return work(*arguments)
-
-
 class CatchingUp:
     """One attempt, for one timeline. `copying_s`: until every piece was there, at any version. `envelope()`: job, term and generation of requests. `factor`: see Replica.factor. `step_in`: where blocks are stepped: a
     thread."""
@@ -120,6 +120,7 @@ class CatchingUp:
         self._missing = deque(range(len(self._wanted)))
         self._pieces: dict[int, Piece] = {}
         self._record: StepRecord | None = None
+        self._first_version = 0
         self._made_of: dict[int, str] = {}  # by version that something came of
         self._kept: deque[Step] = deque()
         self._kept_bytes = 0
@@ -127,6 +128,7 @@ class CatchingUp:
         self._norm: float | None = None
         self._stepping = False
         self._changed = asyncio.Event()
+        self._rows = self._joining_rows()
         self.late = self.damaged = self.hurry = 0
         self._began, self.copying_s = clock.monotonic(), 0.0
 
@@ -148,11 +150,13 @@ class CatchingUp:
             async with SingleErrorGroup() as group:
                 following = group.create_task(self._keep_up())
                 fetching = group.create_task(self._fetch_all())
+                rows = group.create_task(self._fetch_rows())
                 while not self.whole:
                     self._changed.clear()
                     await self._changed.wait()
                 following.cancel()
                 fetching.cancel()
+                rows.cancel()
         finally:
             while self._kept:
                 self._kept.popleft().release()
@@ -161,6 +165,7 @@ class CatchingUp:
     def whole(self) -> bool:
         """Whether all blocks are at the version that is followed."""
         there = self._record is not None and not self._stepping and len(self._pieces) == len(self._wanted)
+        there = there and (self._rows is None or self._rows.are_at(self.version))
         return there and all(piece.version == self.version for piece in self._pieces.values())
 
     def hand_over(self, replica: Replica) -> None:
@@ -170,7 +175,8 @@ class CatchingUp:
         replica.forget()
         for number, values, state in whole_blocks(self._layout, list(self._pieces.values())):
             replica.load(number, bytes_of(values), state)
-        replica.loaded(self._record, self._timeline, self._checkpoint)
+        rows = self._rows.rows if self._rows is not None else None
+        replica.loaded(self._record, self._timeline, self._checkpoint, rows)
         self._pieces = {}
 
     # ------------------------------------------------------------ blocks
@@ -186,6 +192,7 @@ class CatchingUp:
             else:
                 self._record = portion.head.record.model_copy(update={"results": ()})
                 self._compare(self._record)
+                self._first_version = self._record.version
                 self._follow.begin(portion.head.record, self._timeline)
                 return
         raise NotReady(f"none of {len(self._donors)} trainers gives its parameters: {problem}")
@@ -320,6 +327,26 @@ class CatchingUp:
             self.hurry += 1
             log.warning("versions_pass_too_fast", late=self.late, pieces=len(self._wanted), hurry=self.hurry)
 
+    # ------------------------------------------------------------ rows of embedding tables
+
+    def _joining_rows(self) -> JoiningRows | None:
+        if not self._layout.tables:
+            return None
+        from trainer_agent.collective.rows.joining import JoiningRows  # noqa: PLC0415  loads numba
+
+        return JoiningRows(self._layout, self._compare)
+
+    async def _fetch_rows(self) -> None:
+        """Raises NotReady, Gone."""
+        if self._rows is not None:
+            await self._rows.fetch(len(self._donors), self._ask_for_rows)
+            self._changed.set()
+
+    async def _ask_for_rows(self, donor: int, token: str, portion: int) -> Portion:
+        fields = {"timeline": self._timeline, "blocks": (), "rows": token, "portion": portion}
+        request = StateRequest(**self._envelope(), **fields, at_least=self._first_version)
+        return await self._donors[donor].state(request)
+
     # ------------------------------------------------------------ versions
 
     async def _keep_up(self) -> None:
@@ -334,6 +361,8 @@ class CatchingUp:
             self._stepping = True
             try:
                 await self._step_in(self._step_newest)
+                if self._rows is not None and step.rows is not None:
+                    await self._rows.note(step.record, step.rows)
             finally:
                 self._stepping = False
             self._record = step.record if self._norm is None else self._follow.measured(version, self._norm)

@@ -18,7 +18,8 @@ from shared.membership.own_key import OwnKey
 from shared.records import Holding, JobState, Phase, TrainerList, TrainerMember
 from shared.runtime import clock, ids, telemetry
 from trainer_agent.collective.replica import Replica
-from trainer_agent.collective.state.catching_up import CatchingUp, Donor, Follow, StepIn, at_once
+from trainer_agent.collective.state.catching_up import CatchingUp, Donor, Follow
+from trainer_agent.collective.state.giving import StepIn, at_once
 from trainer_agent.collective.state.messages import Portion, StateRequest
 from trainer_agent.collective.state.saving import ShareCopies
 from trainer_agent.model.compute import Compute

@@ -9,7 +9,8 @@ versions pass too fast.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from xxhash import xxh3_128
@@ -22,6 +23,10 @@ from trainer_agent.collective.replica import Replica
 from trainer_agent.collective.state.messages import Portion, StateHead, StatePart, StateRequest
 from trainer_agent.model.compute import Compute
 
+if TYPE_CHECKING:
+    from trainer_agent.collective.rows.giving import RowsGiver  # loads numba
+
+StepIn = Callable[..., Awaitable[Any]]
 PORTION_BYTES = 4 << 20  # of values and state
 SHARE, MOST_SHARE = 0.04, 0.5
 SENDING = 2.0  # times what copying took: digests are part of that
@@ -32,9 +37,14 @@ MOST_ASKERS = 8
 log = telemetry.logger("collective.giving")
 
 
+async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Where there are no threads."""
+    return work(*arguments)
+
+
 class StateGiver:
     """Of one trainer; `job`: its name. `saved(record)`: with the results of steps before it that may not be stored yet: who joins may be the one that saves
-    or reports them."""
+    or reports them. `step_in`: where blocks are stepped: a thread."""
 
     def __init__(
         self,
@@ -42,9 +52,12 @@ class StateGiver:
         compute: Compute,
         replica: Replica,
         saved: Callable[[StepRecord], StepRecord] = lambda record: record,
+        step_in: StepIn = at_once,
     ) -> None:
         self._job, self._compute, self._replica, self._saved = job, compute, replica, saved
         self._blocks = tuple(compute.layout.blocks())
+        self._step_in = step_in
+        self._rows: RowsGiver | None = None
         self._turn = asyncio.Lock()
         self._askers = 0
         self._free_at = 0.0
@@ -60,6 +73,8 @@ class StateGiver:
         foreign = [number for number in request.blocks if not 0 <= number < len(self._blocks)]
         if foreign:
             raise InvalidArgument(f"blocks {foreign[:4]} were asked for: the layout has 0 to {len(self._blocks) - 1}")
+        if request.rows:
+            return await self._give_rows(request)
         if not request.blocks:
             self._check_timeline(request)
             assert self._replica.record is not None
@@ -73,8 +88,28 @@ class StateGiver:
         finally:
             self._askers -= 1
 
+    async def _give_rows(self, request: StateRequest) -> Portion:
+        self._check_timeline(request)
+        if self._rows is None:
+            from trainer_agent.collective.rows.giving import RowsGiver  # noqa: PLC0415  loads numba
+
+            self._rows = RowsGiver(self._replica, self._step_in)
+        if not request.portion:
+            await self._until_rest(request)
+        return await self._rows.give(request)
+
     async def _in_turn(self, request: StateRequest) -> Portion:
         await self._until_free(request.hurry)
+        await self._until_rest(request)
+        began = clock.monotonic()
+        portion = self._portion(request)
+        spent = (clock.monotonic() - began) * (1.0 + SENDING)
+        pause_s = spent / SHARE - spent
+        self._free_at = clock.monotonic() + pause_s
+        return portion.with_pause(pause_s)
+
+    async def _until_rest(self, request: StateRequest) -> None:
+        """Until the version is there, and nothing is being stepped. Raises NotReady, StaleGeneration."""
         deadline = clock.monotonic() + WAIT_S
         while not self._may_copy(request):
             if clock.monotonic() > deadline:
@@ -83,12 +118,6 @@ class StateGiver:
                     f"version {request.at_least} was asked for; this trainer has {version} after {WAIT_S:g} s"
                 )
             await asyncio.sleep(LOOK_S)
-        began = clock.monotonic()
-        portion = self._portion(request)
-        spent = (clock.monotonic() - began) * (1.0 + SENDING)
-        pause_s = spent / SHARE - spent
-        self._free_at = clock.monotonic() + pause_s
-        return portion.with_pause(pause_s)
 
     async def _until_free(self, hurry: int) -> None:
         """The pause behind the portion before, the shorter the more `hurry`."""

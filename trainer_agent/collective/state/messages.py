@@ -18,17 +18,19 @@ MOST_HURRY = 4
 class StateRequest(MessageHeader):
     """Some of these blocks, the first ones first, all at the version in use, which is at least `at_least`; the first `together` of them in any case. None: only
     which version that is. `hurry`: 0 as a rule; each one more doubles the share
-    of its time that the giver spends on it."""
+    of its time that the giver spends on it. `rows` not "": rows of embedding tables in place of blocks; names a series of portions, `portion` counts them."""
 
     timeline: int
     blocks: tuple[int, ...] = Field(max_length=MAX_BLOCKS)
     at_least: int = 0
     together: int = Field(default=1, ge=1)
     hurry: int = Field(default=0, ge=0, le=MOST_HURRY)
+    rows: str = Field(default="", max_length=80)
+    portion: int = Field(default=0, ge=0)
 
 
 class StatePart(Record):
-    """`name`: "" for the values of the block, which come before the rest, else a tensor of its optimizer's state. `scalar`: it has no dimensions, else
+    """Of rows (block ROWS): `name` is the table's number and what they are, see rows/giving.py. Else `name`: "" for the values of the block, which come before the rest, else a tensor of its optimizer's state. `scalar`: it has no dimensions, else
     it is as long as the block. `digest`: xxh3-128 of its bytes, in hexadecimal."""
 
     block: int
@@ -38,6 +40,13 @@ class StatePart(Record):
     digest: str
 
 
+class RowsHead(Record):
+    """Of a portion of rows. `updates`: of each table, see Table. `last`: all others came before it, and it has none."""
+
+    updates: tuple[int, ...]
+    last: bool
+
+
 class StateHead(Record):
     """First map of the answer; parts follow. `given`: the blocks that come, whole, all at the version of `record`. `pause_s`: how long the giver wants
     to be left alone then."""
@@ -45,6 +54,7 @@ class StateHead(Record):
     record: StepRecord
     given: tuple[int, ...] = ()
     pause_s: float = 0.0
+    rows: RowsHead | None = None
 
 
 @dataclass(frozen=True)

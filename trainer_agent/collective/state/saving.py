@@ -26,10 +26,12 @@ from shared.etcd import Etcd
 from shared.membership.directory import Directory
 from shared.membership.own_key import OwnKey
 from shared.records import JobSpec, Mode, SlotMap, TrainerList, TrainerMember
+from shared.records.layout import ROWS
 from shared.records.operations import CheckpointRequest
 from shared.records.step import StepRecord
 from shared.runtime import telemetry
 from shared.slots import blocks_in, spread
+from shared.tables.hashing import owned_slots
 from trainer_agent.collective.replica import Replica
 from trainer_agent.model.compute import Compute
 
@@ -121,10 +123,14 @@ class ShareCopies(Copies):
         slots = shared_out(trainers, self._layout.slot_count)
         slots_of_place = [slot for slot, owner in enumerate(slots.owners) if owner == place]
         own = blocks_in(slots_of_place, len(self._blocks), self._layout.slot_count)
-        if not own:
+        rows = self._replica.rows
+        if not own and rows is None:
             return
-        snapshot = Snapshot(self._saved(record), rank, own, slots)
+        snapshot = Snapshot(self._saved(record), rank, (*own, *[ROWS] * (rows is not None)), slots)
         try:
+            if rows is not None:
+                assert rows.version == record.version, (rows, record.version)
+                snapshot.add_tables(rows.copies(owned_slots(slots.owners, place)))
             await self._copy(snapshot)
         except BaseException:
             snapshot.release()
@@ -147,6 +153,8 @@ class ShareCopies(Copies):
         """The values in use, which nobody changes meanwhile, and the optimizers' state."""
         done = 0
         for number in snapshot.blocks:
+            if number == ROWS:
+                continue
             block = self._blocks[number]
             values = self._pool.take(block.dtype, block.elements)
             payload = memoryview(self._compute.current(number)).cast("B").toreadonly()

@@ -26,6 +26,7 @@ PATH = "/v1/state"
 REQUEST_BYTES = 16 << 20
 ERROR_BYTES = 1 << 20
 MOST_STATES = 16  # tensors of one block's optimizer
+MOST_ROW_PARTS = 1 << 16  # of one portion: a slot is never divided
 STALL_S = 30.0
 READ_BUFFER_BYTES = 1 << 20
 GIVER: web.AppKey[Callable[[], StateGiver | None]] = web.AppKey("giver")
@@ -115,7 +116,7 @@ class HttpDonor:
             parts.append((codec.read(StatePart, header), memoryview(bytearray(size))))
             return parts[-1][1]
 
-        blocks = len(request.blocks) * (1 + MOST_STATES)
+        blocks = MOST_ROW_PARTS if request.rows else len(request.blocks) * (1 + MOST_STATES)
         decoder = codec.Decoder(codec.Limits(payload_bytes=MAX_BLOCK_BYTES, blocks=blocks), place)
         head: StateHead | None = None
         async for chunk in response.content.iter_any():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from shared.records import JobSpec, Mode
+from shared.records import JobSpec, Mode, Strategy
 from shared.tables.needs import needs_of
 from trireme.launch.model_facts import Facts, tables_in
 
@@ -24,14 +24,15 @@ def memory_bytes() -> int:
 
 
 def memory_of_tables(model: Facts | None, spec: JobSpec, here: int) -> list[str]:
-    """Lines for the user; none if no table has `max_rows`. `here`: bytes of memory that all parameter servers of the job, which are on this machine, share."""
+    """Lines for the user; none if no table has `max_rows`. `here`: bytes of memory that all parameter servers (collective: trainers) of the job, which are on this machine, share."""
     tables = [table for table in tables_in(model or {}).values() if table.max_rows is not None]
     if not tables:
         return []
+    replicas = spec.strategy is Strategy.COLLECTIVE
+    holders, parts = (spec.trainers, 1) if replicas else (spec.pservers, spec.pservers)
     lanes = spec.lanes if spec.mode is Mode.SYNC else 1
     needs = {
-        table.name: needs_of(table, -(-(table.max_rows or 0) // spec.pservers), 0, spec.slot_count, lanes)
-        for table in tables
+        table.name: needs_of(table, -(-(table.max_rows or 0) // parts), 0, spec.slot_count, lanes) for table in tables
     }
     lines = []
     for table in tables[:SHOWN]:
@@ -39,7 +40,7 @@ def memory_of_tables(model: Facts | None, spec: JobSpec, here: int) -> list[str]
         size = needed.rows + needed.cells + needed.limits
         of_all, each = table.max_rows or 0, size / needed.count
         lines.append(
-            f"table {table.name}: at most {of_all:,} rows of {each:,.0f} bytes, {_gb(size * spec.pservers)}{_servers(spec, size)}"
+            f"table {table.name}: at most {of_all:,} rows of {each:,.0f} bytes, {_gb(size * holders)}{_each(spec, size)}"
         )
     if len(tables) > SHOWN:
         lines.append(f"and {len(tables) - SHOWN} more tables")
@@ -47,13 +48,13 @@ def memory_of_tables(model: Facts | None, spec: JobSpec, here: int) -> list[str]
     other = next(iter(needs.values())).other
     every_row = sum(each.rows + 16 * each.count for each in needs.values())
     kept = min(spec.snapshot_bytes, every_row) if spec.mode is Mode.SYNC else every_row
-    least, most = spec.pservers * (rows + other), spec.pservers * (rows + other + kept)
+    least, most = holders * (rows + other), holders * (rows + other + kept)
     lines.append(
         f"full tables take {_gb(least)}, and up to {_gb(most)} while a checkpoint is written; this machine has {_gb(here)}"
     )
     if least > here:
         lines.append(
-            f"warning: full tables do not fit into this machine's memory (they need {_gb(least)}, there are {_gb(here)}): parameter servers will be killed when they "
+            f"warning: full tables do not fit into this machine's memory (they need {_gb(least)}, there are {_gb(here)}): {'trainers' if replicas else 'parameter servers'} will be killed when they "
             "have grown so far; lower max_rows or dim, take an optimizer with less state, or train on more machines (trireme up)"
         )
     elif most > here:
@@ -63,7 +64,9 @@ def memory_of_tables(model: Facts | None, spec: JobSpec, here: int) -> list[str]
     return lines
 
 
-def _servers(spec: JobSpec, size: int) -> str:
+def _each(spec: JobSpec, size: int) -> str:
+    if spec.strategy is Strategy.COLLECTIVE:
+        return f", {_gb(size)} at each of {spec.trainers} trainers: each has all rows" if spec.trainers > 1 else ""
     return f", {_gb(size)} at each of {spec.pservers} parameter servers" if spec.pservers > 1 else ""
 
 

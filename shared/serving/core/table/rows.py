@@ -269,10 +269,10 @@ class TableRows:
         for table in self.tables:
             table.start_at(version)
 
-    def copies(self) -> list[TableSnapshot]:
-        """Of all tables at their version; the caller closes them."""
+    def copies(self, slots: Flags | None = None) -> list[TableSnapshot]:
+        """Of all tables at their version; the caller closes them. `slots`: of the rows of these slots alone."""
         assert not self.changing, "a copy in the middle of a step"
-        made = [TableSnapshot(table, self._lock) for table in self.tables]
+        made = [TableSnapshot(table, self._lock, slots) for table in self.tables]
         self.snapshots = [*(each for each in self.snapshots if each.is_open), *made]
         return made
 

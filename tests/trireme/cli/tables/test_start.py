@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.records import JobSpec
+from shared.records import JobSpec, Strategy
 from shared.records.datasets import TextLines
 from shared.records.layout import RowInit, RowOptimizer, TableSpec
 from shared.tables.needs import needs_of
@@ -26,6 +26,17 @@ def test_tables_with_a_limit_are_told_with_their_bytes_as_the_plan_has_them():
     ]
     spec = TableSpec(name="user", dim=16, optimizer=ADAM, init=ZERO, max_rows=3_000_000)
     assert f"{2 * needs_of(spec, 1_500_000, 0).total / 1e9:.2f} GB" == "0.83 GB"
+
+
+def test_each_trainer_of_a_collective_job_has_all_rows():
+    model = facts(user=3_000_000)
+    spec = SPEC.model_copy(update={"strategy": Strategy.COLLECTIVE, "pservers": 0, "trainers": 4})
+    assert memory_of_tables(model, spec, 4 << 30) == [
+        "table user: at most 3,000,000 rows of 232 bytes, 2.78 GB, 0.69 GB at each of 4 trainers: each has all rows",
+        "full tables take 3.05 GB, and up to 5.54 GB while a checkpoint is written; this machine has 4.29 GB",
+        "warning: full tables may not fit into this machine's memory while a checkpoint is written (they need 5.54 GB, there are 4.29 GB)",
+    ]
+    assert "trainers will be killed" in memory_of_tables(model, spec, 1 << 30)[-1]
 
 
 def test_what_does_not_fit_is_warned_of():

@@ -1,4 +1,4 @@
-"""The rows of embedding tables, out of the parts of a checkpoint into a store; those of its own slots.
+"""The rows of embedding tables, out of the parts of a checkpoint into tables in memory; those of own slots.
 
 part, then those that it builds on, newest first --place, take--> rows that no newer part tells of --the whole part--> tables
 """
@@ -15,11 +15,11 @@ from shared.checkpoints.tables import EXPIRED, REMOVED, Records, ids_for, record
 from shared.errors import BadFrame
 from shared.records import SlotMap
 from shared.records.checkpoints import CheckpointPart, CheckpointRef
-from shared.serving.core.store import Store
 from shared.storage.tensor_file import Entry, Sink, Summary
 from shared.tables.hashing import owned_slots, slots_of
 
 if TYPE_CHECKING:
+    from shared.serving.core.table.rows import TableRows
     from shared.tables.saving.chain import Chain
     from shared.tables.table import RowsOfIds, Table  # loads numba
 
@@ -27,19 +27,18 @@ if TYPE_CHECKING:
 class TableLoader:
     """`load` each part that has rows of own slots."""
 
-    def __init__(self, store: Store, index: int, slots: SlotMap, ref: CheckpointRef) -> None:
-        assert store.rows is not None
-        self._tables: dict[str, Table] = {table.spec.name: table for table in store.rows.tables}
+    def __init__(self, rows: TableRows, index: int, slots: SlotMap, ref: CheckpointRef) -> None:
+        self._tables: dict[str, Table] = {table.spec.name: table for table in rows.tables}
         self._own = owned_slots(slots.owners, index)
-        self._rows = store.rows
+        self._rows = rows
         self.ref = ref
         self._read: list[tuple[str, str, Records]] = []
         self._older_by = 0  # what the stamps of the part that is read lack
 
     @classmethod
-    def of(cls, store: Store, index: int, slots: SlotMap, ref: CheckpointRef) -> TableLoader | None:
+    def of(cls, rows: TableRows | None, index: int, slots: SlotMap, ref: CheckpointRef) -> TableLoader | None:
         """None: the model has no tables."""
-        return None if store.rows is None else cls(store, index, slots, ref)
+        return None if rows is None else cls(rows, index, slots, ref)
 
     def owners(self, slots: SlotMap) -> set[int]:
         """Who had the rows of the own slots by the checkpoint's slot map."""
@@ -62,7 +61,7 @@ class TableLoader:
 
     def load(self, storage_url: str, part: CheckpointPart, other: Sink) -> Summary:
         """The rows of a part and of those that it builds on, as old here as they were there; `other` names the memory for its tensors that are of no table.
-        What the part tells of itself. Raises CheckpointUnusable: the store must not be used; OSError."""
+        What the part tells of itself. Raises CheckpointUnusable: the tables must not be used; OSError."""
         from shared.tables.saving.chain import Chain  # noqa: PLC0415  loads numba
 
         chains = {name: Chain() for name in self._tables}

@@ -1,0 +1,130 @@
+"""Mean gradients of rows of embedding tables, as a trainer of a collective job has them beside those of blocks.
+
+own share     gradients of all lanes for the own slots --tree--> `shares[s + 1]`       (as a parameter server, without rows)
+all slots     shares of all owners, put together: `whole[s + 1]`, kept as long as the blocks' mean gradients are
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shared.errors import Gone, InvalidArgument, NotReady
+from shared.records.job_spec import Narrow
+from shared.records.layout import Layout
+from shared.serving.core.table.part import RowsPart
+from shared.serving.core.table.rows import TableRows
+from shared.tables.lanes import means_over_lanes
+from shared.tables.memory import Floats, Numbers
+from shared.tables.payload import ID_BYTES, NUMBER_BYTES, joined
+from shared.wire.messages import TableEnd, TableRequest
+from shared.wire.verdict import Verdict
+from trainer_agent.tables.files import in_order
+
+WHOLE_PLACE = -1  # in place of one owner: it gave all slots
+PORTION_BYTES = 16 << 20  # in one answer
+
+
+@dataclass(frozen=True, slots=True)
+class RowMeans:
+    """Of one step. `ids`: of each table int64 (n,), ascending; `gradients`: float32 (n, dim). `has_data`: whether any lane had records."""
+
+    ids: Sequence[Numbers]
+    gradients: Sequence[Floats]
+    has_data: bool
+
+    @property
+    def bytes(self) -> int:
+        return sum(ids.nbytes for ids in self.ids) + sum(rows.nbytes for rows in self.gradients)
+
+
+def put_together(parts: Sequence[RowMeans], dims: Sequence[int]) -> RowMeans:
+    """Shares of one step that have no id in common."""
+    if len(parts) == 1:
+        return parts[0]
+    found = [
+        in_order([part.ids[table] for part in parts], [part.gradients[table] for part in parts], dim)
+        for table, dim in enumerate(dims)
+    ]
+    return RowMeans([ids for ids, _ in found], [rows for _, rows in found], any(part.has_data for part in parts))
+
+
+class MeanRows(TableRows):
+    """By version: `shares` of the own slots in the present generation, `whole` of all slots. It has no rows: its tables stay empty."""
+
+    def __init__(self, layout: Layout, lanes: int, version: int) -> None:
+        without = {"max_rows": None, "admit_after": 1, "evict_after_steps": None}
+        tables = tuple(spec.model_copy(update=without) for spec in layout.tables)
+        super().__init__(layout.model_copy(update={"tables": tables}), lanes, version)
+        self.shares: dict[int, RowMeans] = {}
+        self.whole: dict[int, RowMeans] = {}
+
+    def __repr__(self) -> str:
+        there = f"{len(self._main.waiting)} of {self.lanes} lanes"
+        return f"<MeanRows version {self.version}: {there}, all slots of versions {sorted(self.whole)}>"
+
+    def _step(self, part: RowsPart, factor: float) -> Iterator[None]:  # noqa: ARG002
+        """In one go (ShareServer.step_rows): whatever a new generation ends, it is no half of a step."""
+        lanes, found = [part.waiting[lane] for lane in range(self.lanes)], []
+        for number, dim in enumerate(self.dims):
+            ids, gradients = yield from means_over_lanes([lane[number] for lane in lanes], dim)
+            found.append((ids.copy(), np.empty((0, dim), np.float32) if gradients is None else gradients.copy()))
+        has_data = any(rows.count for lane in lanes for rows in lane)
+        part.waiting = {}
+        part.version += 1
+        self.shares[part.version] = RowMeans([ids for ids, _ in found], [rows for _, rows in found], has_data)
+
+    def start_again(self, version: int) -> None:
+        """Another generation: the step after `version` begins again, and the shares of slots are others."""
+        self._main.waiting, self._main.version = {}, version
+        self.shares = {}
+        self.whole = {each: means for each, means in self.whole.items() if each <= version}
+
+    def complete(self, version: int, arrived: Mapping[int, RowMeans]) -> None:
+        """All slots are there. `arrived`: by place of the owner; the own share is here, unless one trainer gave all slots (WHOLE_PLACE)."""
+        parts = list(arrived.values())
+        if WHOLE_PLACE not in arrived and version in self.shares:
+            parts.append(self.shares[version])
+        self.whole[version] = put_together(parts, self.dims)
+        if self.version < version:
+            self._main.waiting, self._main.version = {}, version
+
+    def forget_before(self, version: int) -> None:
+        for kept in (self.shares, self.whole):
+            for older in [each for each in kept if each < version]:
+                del kept[older]
+
+    def portion_of_means(self, request: TableRequest) -> tuple[TableEnd, memoryview]:
+        """As many as go into one answer. Raises InvalidArgument; NotReady: not yet; Gone: not any more."""
+        if request.table >= len(self.dims) or request.version is None:
+            raise InvalidArgument(f"mean gradients of table {request.table}: the model has {len(self.dims)}")
+        found = (self.shares if request.slots else self.whole).get(request.version)
+        if found is None:
+            what = f"mean gradients of rows that made version {request.version}"
+            if request.version > self.version:
+                raise NotReady(f"{what} are not there: the rows are at version {self.version}; ask again")
+            raise Gone(f"{what} are not kept: the rows are at version {self.version}")
+        dim, ids, gradients = self.dims[request.table], found.ids[request.table], found.gradients[request.table]
+        last = min(len(ids), request.first + max(1, PORTION_BYTES // (ID_BYTES + NUMBER_BYTES * dim)))
+        some = slice(min(request.first, last), last)
+        end = TableEnd(rows=last - some.start, next=last, total=len(ids), has_data=found.has_data)
+        return end, joined([ids[some]], [gradients[some]])
+
+    # ------------------------------------------------------------ it has no rows
+
+    def judge(self, version: int | None) -> Verdict | None:  # noqa: ARG002
+        return Verdict.GONE
+
+    def lookup(self, version: int | None, ids: Sequence[Numbers], dtype: Narrow | None = None) -> memoryview:  # noqa: ARG002
+        raise _no_rows()
+
+    def rows_in_table(self, number: int) -> int:  # noqa: ARG002
+        raise _no_rows()
+
+
+def _no_rows() -> InvalidArgument:
+    return InvalidArgument(
+        "a trainer of a collective job gives mean gradients of rows; each trainer has the rows itself"
+    )

@@ -1,0 +1,73 @@
+"""The rows of all embedding tables in one trainer of a collective job, stepped as parameter servers step theirs: the same bits.
+
+version s --step_rows: mean gradients of the rows of all slots--> version s + 1; rows of version s can be read until the next step
+
+They take the mean as the gradient of the only lane.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from shared.errors import Gone, InvalidArgument
+from shared.records.layout import Layout
+from shared.records.step import LaneZero
+from shared.runtime import clock
+from shared.serving.core.table.rows import TableRows
+from shared.tables.memory import Floats, Numbers
+from shared.tables.table import joined, living
+from shared.wire.verdict import Verdict
+from trainer_agent.collective.rows.means import RowMeans
+
+TURN_S = 0.002  # of a step, before the event loop has its turn
+KEPT_S = 0.01  # between two looks whether a snapshot is written far enough
+LOOK_S = 0.001
+
+
+def new_rows(layout: Layout, version: int) -> TableRows:
+    """Without any row yet."""
+    return TableRows(layout, 1, version)
+
+
+async def step_rows(rows: TableRows, means: RowMeans, lane_zero: LaneZero | None) -> None:
+    """In place: the next version. `lane_zero`: of the step, with the options of the optimizer's groups in it. Must not be cancelled."""
+    verdict = rows.push(rows.version, 0, means.ids, means.gradients, int(means.has_data))
+    assert verdict is Verdict.APPLIED, (verdict, rows)
+    while not rows.kept.may_step(rows.snapshots, clock.monotonic()):  # noqa: ASYNC110  a thread writes
+        await asyncio.sleep(KEPT_S)
+    until = clock.monotonic() + TURN_S
+    for _ in rows.steps(lane_zero):
+        if clock.monotonic() >= until:
+            await asyncio.sleep(0)
+            until = clock.monotonic() + TURN_S
+    for table in rows.tables:
+        table.removed.forget(rows.version)  # there are no deltas
+
+
+async def rows_at(rows: TableRows, version: int | None, ids: Sequence[Numbers]) -> list[Floats]:
+    """Of each table float32 (n, dim), at `version` (None: the newest one), once it is there. Raises Gone: it is not kept."""
+    while (verdict := rows.judge(version)) is Verdict.TOO_EARLY:  # noqa: ASYNC110  rows change in turns
+        await asyncio.sleep(LOOK_S)
+    if verdict is not None:
+        raise Gone(f"the tables are at version {rows.version}, {version} was asked: join again")
+    found = []
+    for table, some in zip(rows.tables, ids, strict=True):
+        found.append(np.empty((len(some), table.spec.dim), np.float32))
+        table.lookup(some, found[-1], version)
+    return found
+
+
+def whole_table(rows: TableRows, number: int, version: int | None) -> tuple[Numbers, Floats]:
+    """int64 (n,), ascending, and float32 (n, dim); copies, without expired rows. Raises Gone: there is a newer version."""
+    if rows.changing or version not in (None, rows.version):
+        raise Gone(
+            f"the tables are at version {rows.version}, {version} was asked: whole tables are read at the newest"
+        )
+    if number >= len(rows.tables):
+        raise InvalidArgument(f"table {number} was asked for: the model has {len(rows.tables)}")
+    table = rows.tables[number]
+    found = living(joined([table.read_slot(slot) for slot in table.slots()], table.width), table.spec, table.version)
+    return found.ids, np.ascontiguousarray(found.content[:, : table.spec.dim])
