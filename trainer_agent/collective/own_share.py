@@ -57,5 +57,5 @@ class OwnShare:
 
 def _no_such_call(name: str) -> InvalidArgument:
     return InvalidArgument(
-        f"{name} was asked of a trainer's own share: a collective job has blocks of parameters alone"
+        f"{name} was asked of a trainer's own share, which takes pushes and gives mean gradients alone"
     )
