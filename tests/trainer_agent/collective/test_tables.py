@@ -11,10 +11,12 @@ from safetensors.numpy import load_file
 
 from pserver_service.recovery.store_loader import load_store
 from shared.checkpoints import stored
+from shared.checkpoints.table_rows import read_rows
 from shared.records import JobSpec, Phase, SlotMap, Strategy
 from shared.records.checkpoints import CheckpointLatest
 from shared.slots import spread
 from shared.tables.saving import snapshot
+from shared.tables.table import RowsOfIds
 from tests.trainer_agent import cluster as with_pservers
 from tests.trainer_agent.collective import cluster as with_shares
 from tests.trainer_agent.scripts import differing, spec_for, write_script
@@ -151,6 +153,10 @@ async def test_checkpoints_have_all_rows_once_for_both_strategies(tmp_path):
     slots = SlotMap(version=0, owners=spread(layout.slot_count, 3))
     exported = tables_of(other)
     for number, name in ((0, "tag"), (1, "user")):
+        parts: list[RowsOfIds] = []
+        read_rows(other.storage, ref, manifest, layout.tables[number], parts.append)
+        once = np.sort(np.concatenate([rows.ids for rows in parts]))
+        assert once.tolist() == exported[name]["ids"].tolist()
         found = {}
         for index in range(3):
             store, _ = load_store(other.storage, other.job, layout.digest, ref, index, slots, None)
