@@ -1,7 +1,7 @@
 """A small perceptron whose trainers tell each version that they compute with. Short steps: most of their time is the exchange.
 
 STEPS_DATA names the folder for the data. TOLD names a folder of one job: a line in TOLD/<process id> is the moment, by the monotonic clock that all processes
-share, at which a process begins its first minibatch of a version, and the digest of the parameters then. Of about one version in 64, whichever its digest says,
+share, at which a process begins its first minibatch of a version, and the digest of the parameters then. Of about one version in 16, whichever its digest says,
 TOLD/saved/<digest>-<process id> are the parameters themselves.
 """
 
@@ -21,7 +21,7 @@ import trireme
 
 DATA = Path(os.environ["STEPS_DATA"])
 TOLD = Path(os.environ.get("TOLD", DATA / "told"))
-RECORDS, WIDTH, SAVED_OF_256 = 1 << 16, 32, 4
+RECORDS, WIDTH, SAVED_OF_256 = 1 << 16, 32, 16
 
 config = trireme.Config(
     epochs=1, global_batch_size=16, lanes=4, seed=1, records_per_task=1024, block_bytes=4096, evaluate_every=None

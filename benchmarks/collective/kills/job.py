@@ -77,7 +77,7 @@ async def measure(
                 progress(f"{number + 1} of {count}, {clock.monotonic() - began:.0f} s")
         pids = [child.pid for child in _owners(cluster)]
         end = clock.monotonic()
-        await _until(lambda: bool(all_saved(told, pids, end)), "parameters that all have saved")
+        await _until(lambda: bool(all_saved(told, pids, end)), "parameters that all have saved", PAUSE_S)
         took = clock.monotonic() - began
     lines = lines_of(told)
     alone = await _left_alone(
@@ -123,12 +123,12 @@ def _generation(cluster: LocalCluster) -> int:
     return cluster.directory.state.generation if cluster.directory.state is not None else 0
 
 
-async def _until(there: Callable[[], bool], what: str) -> None:
+async def _until(there: Callable[[], bool], what: str, look_s: float = LOOK_S) -> None:
     deadline = clock.monotonic() + LIMIT_S
     while not there():
         if clock.monotonic() > deadline:
             raise TimeoutError(f"waited {LIMIT_S:g} s for {what}")
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(look_s)
 
 
 async def _left_alone(folder: Path, last: str, most: int) -> list[str]:
