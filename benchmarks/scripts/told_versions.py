@@ -2,7 +2,7 @@
 
 STEPS_DATA names the folder for the data. TOLD names a folder of one job: a line in TOLD/<process id> is the moment, by the monotonic clock that all processes
 share, at which a process begins its first minibatch of a version, and the digest of the parameters then. Of about one version in 16, whichever its digest says,
-TOLD/saved/<digest>-<process id> are the parameters themselves.
+TOLD/saved/<digest>-<process id> are the parameters themselves. Each minibatch takes TOLD_PAUSE_S (0) seconds longer, which leaves processors to those that join.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import trireme
 
 DATA = Path(os.environ["STEPS_DATA"])
 TOLD = Path(os.environ.get("TOLD", DATA / "told"))
+PAUSE_S = float(os.environ.get("TOLD_PAUSE_S", "0"))
 RECORDS, WIDTH, SAVED_OF_256 = 1 << 16, 32, 16
 
 config = trireme.Config(
@@ -42,6 +43,7 @@ def dataset():
 
 def loss(model, batch):
     tell([parameter.detach() for parameter in model.parameters()])
+    time.sleep(PAUSE_S)
     (values,) = batch.values()
     return F.mse_loss(model(values), values.flip(1))
 

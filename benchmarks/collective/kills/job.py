@@ -27,6 +27,7 @@ from trireme.launch.cluster import LocalCluster
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "told_versions.py"
 MEMBERS = 4
 LEASE_S = 2.0  # of jobs in which members are frozen
+MINIBATCH_S = 0.02  # longer, or four trainers on few processors would leave none to a replacement that starts
 PAUSE_S = 0.5  # a fault comes within it, once all have lanes
 LOOK_S, LIMIT_S = 0.005, 240.0
 
@@ -65,7 +66,8 @@ async def measure(
     more = {"lease_ttl_s": LEASE_S} if frozen else {}
     spec = endless(SCRIPT, folder / "run", MEMBERS + spares, MEMBERS, **more)
     chance, blows = random.Random(seed), []
-    async with LocalCluster(spec, folder / "run", environment={"TOLD": str(told)}) as cluster:
+    environment = {"TOLD": str(told), "TOLD_PAUSE_S": str(MINIBATCH_S)}
+    async with LocalCluster(spec, folder / "run", environment=environment) as cluster:
         await _until(lambda: _whole(cluster, 0), "all trainers")
         await asyncio.sleep(PAUSE_S)
         for number in range(count):
