@@ -101,7 +101,7 @@ async def _strike(cluster: LocalCluster, chance: random.Random, *, frozen: bool)
     at = clock.monotonic()
     victim.send(signal.SIGSTOP if frozen else signal.SIGKILL)
     if frozen:
-        await _until(lambda: _generation(cluster) > before, "a generation without the frozen trainer")
+        await _until(lambda: victim not in _owners(cluster), "a generation without the frozen trainer")
         if victim.alive and victim.pid == pid:
             victim.send(signal.SIGCONT)
     await _until(lambda: _whole(cluster, before), "all trainers again")
