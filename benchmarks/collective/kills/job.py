@@ -29,7 +29,7 @@ MEMBERS = 4
 LEASE_S = 2.0  # of jobs in which members are frozen
 MINIBATCH_S = 0.02  # longer, or four trainers on few processors would leave none to a replacement that starts
 PAUSE_S = 0.5  # a fault comes within it, once all have lanes
-LOOK_S, LIMIT_S = 0.005, 240.0
+LOOK_S, SEEN_S, LIMIT_S = 0.005, 0.05, 240.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,8 @@ async def measure(
                 break
             await asyncio.sleep(PAUSE_S * chance.random())
             blows.append(await _strike(cluster, chance, frozen=frozen))
+            if not spares:  # else a kill may come while the others still recover from the one before
+                await _until(_all_compute(cluster, told), "a step of all trainers", SEEN_S)
             if number % 10 == 9:
                 progress(f"{number + 1} of {count}, {clock.monotonic() - began:.0f} s")
         pids = [child.pid for child in _owners(cluster)]
@@ -106,6 +108,22 @@ async def _strike(cluster: LocalCluster, chance: random.Random, *, frozen: bool)
             victim.send(signal.SIGCONT)
     await _until(lambda: _whole(cluster, before), "all trainers again")
     return Blow(at, survivors)
+
+
+def _all_compute(cluster: LocalCluster, told: Path) -> Callable[[], bool]:
+    """Whether all that have lanes have begun with two versions since this was called."""
+
+    def counts() -> dict[int, int]:
+        files = {child.pid: told / str(child.pid) for child in _owners(cluster)}
+        return {pid: file.read_text().count("\n") if file.exists() else 0 for pid, file in files.items()}
+
+    before = counts()
+
+    def there() -> bool:
+        now = counts()
+        return len(now) == MEMBERS and all(count >= before.get(pid, 0) + 2 for pid, count in now.items())
+
+    return there
 
 
 def _whole(cluster: LocalCluster, beyond: int) -> bool:
