@@ -33,7 +33,7 @@ LOOK_S, SEEN_S, LIMIT_S = 0.005, 0.05, 240.0
 
 
 @dataclass(frozen=True)
-class Blow:
+class Fault:
     """`at`: the moment of the signal; `survivors`: the processes with lanes that did not get it."""
 
     at: float
@@ -42,7 +42,7 @@ class Blow:
 
 @dataclass(frozen=True)
 class Found:
-    """`seconds`: of each blow, until all survivors had finished the next step that began after it, None: never. `disagreed`: blows after which a trainer had
+    """`seconds`: of each fault, until all survivors had finished the next step that began after it, None: never. `disagreed`: faults after which a trainer had
     another version than the undisturbed job, or one that it had before. `equal`: trainers, of MEMBERS at the end, whose parameters are torch.equal to the
     undisturbed job's. `versions`: steps of the job; `digests`: that were compared."""
 
@@ -61,11 +61,11 @@ class Found:
 async def measure(
     count: int, folder: Path, *, frozen: bool = False, spares: int = 0, seed: int = 1, within_s: float = math.inf
 ) -> Found:
-    """`count` blows, or as many as begin within that time."""
+    """`count` faults, or as many as begin within that time."""
     began, told = clock.monotonic(), folder / "told"
     more = {"lease_ttl_s": LEASE_S} if frozen else {}
     spec = endless(SCRIPT, folder / "run", MEMBERS + spares, MEMBERS, **more)
-    chance, blows = random.Random(seed), []
+    chance, faults = random.Random(seed), []
     environment = {"TOLD": str(told), "TOLD_PAUSE_S": str(MINIBATCH_S)}
     async with LocalCluster(spec, folder / "run", environment=environment) as cluster:
         await _until(lambda: _whole(cluster, 0), "all trainers")
@@ -74,7 +74,7 @@ async def measure(
             if clock.monotonic() - began > within_s:
                 break
             await asyncio.sleep(PAUSE_S * chance.random())
-            blows.append(await _strike(cluster, chance, frozen=frozen))
+            faults.append(await _harm(cluster, chance, frozen=frozen))
             if not spares:  # else a kill may come while the others still recover from the one before
                 await _until(_all_compute(cluster, told), "a step of all trainers", SEEN_S)
             if number % 10 == 9:
@@ -88,15 +88,15 @@ async def measure(
         folder / "alone", lines[pids[0]][-1][1], len({d for own in lines.values() for _, d in own})
     )
     history = History.of(lines, alone)
-    edges = [*(blow.at for blow in blows), float("inf")]
+    edges = [*(fault.at for fault in faults), float("inf")]
     wrong = [history.wrong(first, last) for first, last in itertools.pairwise(edges)]
     equal, _ = equal_at_the_end(told, pids, folder / "alone" / "told", end)
-    seconds = [history.next_step_s(blow.at, blow.survivors) for blow in blows]
+    seconds = [history.next_step_s(fault.at, fault.survivors) for fault in faults]
     newest = max(version or 0 for own in history.versions.values() for _, version in own)
     return Found(seconds, sum(map(bool, wrong)), equal, newest, sum(map(len, lines.values())), took)
 
 
-async def _strike(cluster: LocalCluster, chance: random.Random, *, frozen: bool) -> Blow:
+async def _harm(cluster: LocalCluster, chance: random.Random, *, frozen: bool) -> Fault:
     owners = _owners(cluster)
     victim, before = chance.choice(owners), _generation(cluster)
     pid, survivors = victim.pid, [child.pid for child in owners if child is not victim]
@@ -107,7 +107,7 @@ async def _strike(cluster: LocalCluster, chance: random.Random, *, frozen: bool)
         if victim.alive and victim.pid == pid:
             victim.send(signal.SIGCONT)
     await _until(lambda: _whole(cluster, before), "all trainers again")
-    return Blow(at, survivors)
+    return Fault(at, survivors)
 
 
 def _all_compute(cluster: LocalCluster, told: Path) -> Callable[[], bool]:
