@@ -3,7 +3,7 @@
     add([a, b)) --siblings combine upwards--> ... --> [0, lanes) --> Whole
 
 The tree fixes the order of arithmetic, whatever the order of arrival. The first contribution is kept (copied, if its memory may
-not be kept), later ones are combined with it. A larger interval replaces the smaller ones inside it, which have the same bits.
+not be kept), later ones are combined with it. Two that may only be read are combined into memory of the tree, so neither is copied. A larger interval replaces the smaller ones inside it, which have the same bits.
 If gradients are sent in a narrower dtype, every node is rounded to it where it is computed (shared.blocks.narrow.round_to).
 """
 
@@ -54,6 +54,8 @@ class Accumulator:
         self._pool = pool
         self._root = (0, lanes)
         self._dtype, self._elements = dtype, elements
+        self._spare: Buffer | None = None  # for the next root, if roots are made in memory of the tree
+        self._makes_roots = False
         self._payload: str | None = None  # the dtype that the waiting data was sent in
 
     def __repr__(self) -> str:
@@ -82,7 +84,7 @@ class Accumulator:
 
         `value` is used during the call (until the root is released) and may be overwritten. `memory`: the buffer that is all
         of `value`; it is retained if the node has to wait. `payload`: the dtype that it was sent in (None: its own).
-        `lent`: the value may only be read; the same holds for the root's if the root is `lent`.
+        `lent`: the value may only be read; the same holds for the root's if the root is `lent`. If it waits in `memory`, `keep` copies it.
         """
         if self.nodes:
             self._supersede(lanes)
@@ -91,8 +93,8 @@ class Accumulator:
         node = Node(value, count, lent=lent and value is not None)
         while lanes != self._root and (other := self.nodes.pop(sibling(lanes), None)) is not None:
             on_left = lanes[0] < sibling(lanes)[0]
-            node = self._combined(node, other) if on_left else self._combined(other, node)
             lanes = parent(lanes)
+            node = self._combined(node, other, lanes) if on_left else self._combined(other, node, lanes)
         if lanes == self._root:
             self._payload = None
             if not self._keeps_root:
@@ -114,8 +116,25 @@ class Accumulator:
         """The root that was kept leaves the tree; release it after use."""
         return self.nodes.pop(self._root)
 
+    def keep(self) -> None:
+        """Copy what waits in memory that was lent, and give that back."""
+        for node in self.nodes.values():
+            if node.lent:
+                self._own(node)
+
+    def reuse(self, buffer: Buffer) -> None:
+        """Take over a reference: the next root shall be there, as far as it can, so that where it lies comes again."""
+        if self._spare is not None or buffer.references > 1 or not self._makes_roots:
+            buffer.release()
+        else:
+            buffer.forget_narrowed()
+            self._spare = buffer
+
     def clear(self) -> None:
-        """Forget all data of the step."""
+        """Forget all data of the step, and give back what was for its root."""
+        if self._spare is not None:
+            self._spare.release()
+        self._spare, self._makes_roots = None, False
         for node in self.nodes.values():
             node.release()
         self.nodes.clear()
@@ -125,16 +144,21 @@ class Accumulator:
         for inside in [node for node in self.nodes if lanes[0] <= node[0] and node[1] <= lanes[1]]:
             self.nodes.pop(inside).release()
 
-    def _combined(self, left: Node, right: Node) -> Node:
-        """One node of two. It keeps the memory of the result; the other memory is released."""
+    def _combined(self, left: Node, right: Node, lanes: Interval) -> Node:
+        """One node, of `lanes`, of two. It keeps the memory of the result; the other memory is released."""
         if left.value is None or right.value is None:
             return left if right.value is None else right
+        if left.lent and right.lent and left.count == right.count and self._mean is combine:
+            return self._rounded(self._halved(left, right, lanes))
+        if left.lent and right.lent:
+            self._own(right)
         reader, written = (left, right) if left.lent else (right, left)
         if reader.lent and left.count == right.count and left.value.is_floating_point():
             assert written.value is not None
             assert reader.value is not None
             # a + b is b + a
             written.value, written.count = self._mean(written.value, left.count, reader.value, right.count)
+            reader.release()
             return self._rounded(written)
         if reader.lent:
             self._own(reader)
@@ -144,6 +168,24 @@ class Accumulator:
         kept, given_up = (left, right) if value is left.value else (right, left)
         given_up.release()
         return self._rounded(Node(value, count, kept.buffer))
+
+    def _halved(self, left: Node, right: Node, lanes: Interval) -> Node:
+        """As shared.lanes.combine of equal counts, into memory of its own."""
+        assert left.value is not None
+        assert right.value is not None
+        if not left.value.is_floating_point():
+            self._own(left)
+            right.release()
+            return Node(left.value, left.count + right.count, left.buffer)
+        made, self._makes_roots = None, self._makes_roots or lanes[0] == 0
+        if lanes[0] == 0:
+            made, self._spare = self._spare, None
+        if made is None:
+            made = self._pool.take(self._dtype, self._elements)
+        torch.add(left.value, right.value, out=made.tensor).mul_(0.5)
+        left.release()
+        right.release()
+        return Node(made.tensor, left.count + right.count, made)
 
     def _rounded(self, node: Node) -> Node:
         """Rounded to the dtype that the data was sent in."""
@@ -156,6 +198,7 @@ class Accumulator:
     def _own(self, node: Node) -> None:
         """Copy a value whose memory may not be kept."""
         assert node.value is not None
-        node.buffer = self._pool.take(self._dtype, self._elements)
-        node.buffer.tensor.copy_(node.value)
-        node.value, node.lent = node.buffer.tensor, False
+        own = self._pool.take(self._dtype, self._elements)
+        own.tensor.copy_(node.value)
+        node.release()
+        node.buffer, node.value, node.lent = own, own.tensor, False

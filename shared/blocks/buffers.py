@@ -12,7 +12,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,19 +24,32 @@ Allocate = Callable[[int], tuple[torch.Tensor, Home | None]]
 """Returns so many bytes, 64-byte aligned, as uint8. They are never given back."""
 
 
+class Owner(Protocol):
+    """Of buffers: gets them back with their last reference."""
+
+    def put_back(self, buffer: Buffer) -> None: ...
+
+
 class Buffer:
     """`tensor`: 1-d, 64-byte aligned; `view`: its bytes, writable; `home` None: other processes cannot read it. `cast`: the values in
     a narrower dtype, if a reader asked for them."""
 
-    __slots__ = ("_pool", "cast", "home", "kind", "references", "tensor", "view")
+    __slots__ = ("_owner", "cast", "home", "kind", "references", "tensor", "view")
 
-    def __init__(self, pool: BufferPool, kind: tuple[str, int], tensor: torch.Tensor, home: Home | None = None) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        kind: tuple[str, int],
+        tensor: torch.Tensor,
+        home: Home | None = None,
+        view: memoryview | None = None,
+    ) -> None:
         self.kind = kind
         self.home = home
         self.tensor = tensor
-        self.view = bytes_of(tensor)
+        self.view = bytes_of(tensor) if view is None else view
         self.references = 1
-        self._pool = pool
+        self._owner = owner
         self.cast: Buffer | None = None
 
     def __repr__(self) -> str:
@@ -49,7 +62,8 @@ class Buffer:
 
     def replaced(self) -> Buffer:
         """Exchange a reference to this buffer for another buffer of the same kind."""
-        another = self._pool.take(*self.kind)
+        assert isinstance(self._owner, BufferPool)
+        another = self._owner.take(*self.kind)
         self.release()
         return another
 
@@ -58,7 +72,7 @@ class Buffer:
         self.references -= 1
         if self.references == 0:
             self.forget_narrowed()
-            self._pool.put_back(self)
+            self._owner.put_back(self)
 
     @property
     def dtype(self) -> str:
@@ -68,7 +82,8 @@ class Buffer:
         """The same values cast to `dtype`, for the caller to release. Raises OverflowError if they do not fit."""
         if self.cast is None or self.cast.dtype != dtype:
             self.forget_narrowed()
-            made = self._pool.take(dtype, self.kind[1])
+            assert isinstance(self._owner, BufferPool)
+            made = self._owner.take(dtype, self.kind[1])
             try:
                 cast_into(made.tensor, self.tensor)
             except OverflowError:

@@ -8,6 +8,7 @@ There are no locks: a block changes between two awaits, and a pull that sends it
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,7 @@ from shared.serving.core.held import learn_norm
 from shared.serving.core.progress import check_pull, progress_of
 from shared.serving.core.pushes import OpenPush
 from shared.serving.core.store import Store
+from shared.serving.settling import settled
 from shared.serving.table_loops import PrepareTables, StartRows, compile_when_used, no_rows_yet
 from shared.wire.lending import NOTHING
 from shared.wire.messages import (
@@ -178,21 +180,20 @@ class Pserver(BlockServer):
     async def push(self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, Payload]]) -> PushAnswer:
         """Apply block after block. If the stream breaks, the blocks before stay applied.
 
-        A payload is used until the next block comes; a writable one may be overwritten. Raises NotReady, StaleGeneration,
-        LayoutMismatch, BadFrame (nothing of the push was used).
+        A writable payload is used until the next block comes, and may be overwritten; one that may only be read, until this returns. Raises NotReady,
+        StaleGeneration, LayoutMismatch, BadFrame (nothing of the push was used).
         """
-        pushing, settled = self.begin_push(header), asyncio.Event()
-        pushing.on_settled = settled.set
-        async for item, payload in blocks:
-            # the memory of rows that wait is somebody else's from the next block on
-            pushing.apply(item, memoryview(payload).toreadonly() if item.block == ROWS else payload)
-            await asyncio.sleep(0)
-        while pushing.waiting:
-            settled.clear()
-            if not await event_within(settled, self._max_wait_s):
-                raise NotReady(
-                    f"rows of a push have waited for {self._max_wait_s:g} s at pserver-{self.index}: push again"
-                )
+        pushing = self.begin_push(header)
+        try:
+            async for item, payload in blocks:
+                # the memory of rows that wait is somebody else's from the next block on
+                pushing.apply(item, memoryview(payload).toreadonly() if item.block == ROWS else payload)
+                await asyncio.sleep(0)
+            if not await settled(pushing, self._max_wait_s):
+                msg = f"rows of a push have waited for {self._max_wait_s:g} s at pserver-{self.index}: push again"
+                raise NotReady(msg)
+        finally:
+            pushing.keep_some(sys.maxsize)
         return pushing.answer()
 
     async def pull(self, request: PullRequest) -> AsyncGenerator[tuple[PulledBlock, memoryview] | PullEnd, None]:

@@ -118,7 +118,7 @@ class MeanBlock(BlockState):
 
     def _drop(self, version: int) -> None:
         if (buffer := self.kept.pop(version)) is not None:
-            buffer.release()
+            self.tree.reuse(buffer)
 
 
 class MeanStore(Store):

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shared.lanes import Interval
@@ -43,6 +44,12 @@ class PushedRows:
             slots=slots,
             version=self.versions.get((slots, index)),
         )
+
+
+@lru_cache(1 << 14)
+def _head(block: int, lanes: Interval, count: int, dtype: Narrow | None, version: int | None) -> PushBlock:
+    """Those of most steps are equal."""
+    return PushBlock.model_construct(block=block, lanes=lanes, count=count, dtype=dtype, version=version)
 
 
 class Outbox:
@@ -170,14 +177,9 @@ class Outboxes(dict[int, Outbox]):
             if result is not None and owners[block] in unaware:
                 unaware.remove(owners[block])
                 told = found = found or result()
-            item = PushBlock.model_construct(
-                block=block,
-                lanes=lanes,
-                count=samples(),
-                dtype=dtypes[block],
-                result=told,
-                version=versions.get(block),
-            )
+            item = _head(block, lanes, samples(), dtypes[block], versions.get(block))
+            if told is not None:
+                item = item.model_copy(update={"result": told})
             self[owners[block]].add(item, contribution(block))
 
         return add

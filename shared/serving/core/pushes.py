@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from shared.blocks.buffers import Buffer
+from shared.blocks.buffers import Buffer, tensor_over
 from shared.errors import BadFrame
 from shared.records import Mode
 from shared.records.layout import ROWS
@@ -26,13 +26,15 @@ if TYPE_CHECKING:
 
 class OpenPush:
     """An admitted push. Blocks that were applied stay applied, even if the rest fails. Raises as `Store.admit`. `waiting`: rows of an asynchronous one that
-    are not applied yet; `on_settled` is called when some are."""
+    are not applied yet, and blocks that wait for their siblings where the sender has them (`keep_some` copies those); `on_settled` is called when some are
+    not any more."""
 
     def __init__(self, server: BlockServer, store: Store, header: PushHeader) -> None:
         self._server, self._store, self._header = server, store, header
         self._push = store.admit(header)
         store.history.results.forget(header.stored)
         self._applied = self._duplicate = self.waiting = 0
+        self._borrowed: dict[int, None] = {}  # blocks that may wait in the sender's memory
         self._refused: list[Refusal] = []
         self._error: Exception | None = None
         self.on_settled: Callable[[], None] | None = None
@@ -42,12 +44,46 @@ class OpenPush:
 
     def apply(self, item: PushBlock, payload: Payload, memory: Buffer | None = None) -> None:
         """The payload of a block is used during the call only; a writable one may be overwritten. `memory`: the buffer that starts with
-        it; it is retained if the payload has to wait for others. A writable payload of rows without `memory` is kept: it is ours."""
+        it; it is retained if the payload has to wait for others. A writable payload of rows without `memory` is kept: it is ours. A block that may only
+        be read stays as it is until nothing of the push is `waiting`."""
         view = memoryview(payload).cast("B")
         stale = self._server.is_stale(self._header.generation)
-        verdict = Verdict.STALE_GENERATION if stale else self.take_block(item, view, memory)
+        lent = self._lent(item, view) if memory is None and not stale else None
+        verdict = Verdict.STALE_GENERATION if stale else self.take_block(item, view, memory or lent)
         if verdict is not None:
             self._count(item, view.nbytes, verdict)
+        if lent is not None:
+            lent.release()
+
+    def _lent(self, item: PushBlock, view: memoryview) -> Buffer | None:
+        """A synchronous push's block, if it may wait where it is."""
+        state = self._store.blocks.get(item.block)
+        if not view.readonly or state is None or item.dtype is not None or self._store.mode is not Mode.SYNC:
+            return None
+        place = state.place
+        if view.nbytes != place.bytes:
+            return None
+        self.waiting += 1
+        self._borrowed[item.block] = None
+        return Buffer(self, (place.dtype, place.elements), tensor_over(view, place.dtype), view=view)
+
+    def put_back(self, buffer: Buffer) -> None:  # noqa: ARG002
+        """A block waits in the sender's memory no more."""
+        self.waiting -= 1
+        if not self.waiting:
+            self._borrowed.clear()
+        if self.on_settled is not None:
+            self.on_settled()
+
+    def keep_some(self, most_bytes: int) -> bool:
+        """Copy blocks that wait in the sender's memory, of so many bytes; whether there may be more."""
+        done = 0
+        while self._borrowed and done < most_bytes:
+            number, _ = self._borrowed.popitem()
+            if (state := self._store.blocks.get(number)) is not None:
+                done += state.place.bytes
+                state.tree.keep()
+        return bool(self._borrowed)
 
     def _count(self, item: PushBlock, size: int, verdict: Verdict) -> None:
         server, counters = self._server, self._server.counters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from dataclasses import dataclass
 
 from shared.blocks.buffers import Buffer
@@ -12,7 +13,8 @@ from shared.serving.core.pushes import OpenPush
 
 @dataclass(slots=True)
 class Push:
-    """`pushing` None: it is refused, its blocks are skipped. `memory`: where one is received. `ahead`: those that are not applied yet. `ended`: no more will come."""
+    """`pushing` None: it is refused, its blocks are skipped. `memory`: where one is received. `ahead`: those that are not applied yet. `ended`: no more will come. `keeping`: copies what waits in the
+    sender's memory, soon."""
 
     number: int
     pushing: OpenPush | None = None
@@ -20,6 +22,7 @@ class Push:
     blocks_left: int = 0
     ahead: int = 0
     ended: bool = False
+    keeping: asyncio.Handle | None = None
 
     def close(self) -> None:
         if self.memory is not None:
@@ -27,6 +30,9 @@ class Push:
             self.memory = None
         if self.pushing is not None:
             self.pushing.on_settled = None  # it holds this one: memory is given back at once
+            self.pushing.keep_some(sys.maxsize)
+        if self.keeping is not None:
+            self.keeping.cancel()
 
 
 @dataclass(slots=True)

@@ -14,10 +14,12 @@ from shared.blocks.buffers import Buffer
 from shared.errors import BadFrame, DeadlineExceeded, PeerError, TooLarge, TriremeError
 from shared.records.layout import ROWS
 from shared.runtime import clock, telemetry
+from shared.serving.core.pushes import OpenPush
 from shared.serving.data_plane.heads import head_of, same_of
 from shared.serving.data_plane.lookups import StreamLookups, found_end
 from shared.serving.data_plane.open_calls import Pull, Push
 from shared.serving.pserver import Pserver
+from shared.serving.settling import LENT_S
 from shared.tables.payload import MOST_BYTES
 from shared.wire import codec
 from shared.wire.lending import NOTHING, Offers, Place, place_in
@@ -182,7 +184,11 @@ class PserverStream(FrameStream):
 
     def _end_push(self, push: Push) -> None:
         push.ended = True
-        if push.ahead or self._pushes.get(push.number) is not push or (push.pushing and push.pushing.waiting):
+        if push.ahead or self._pushes.get(push.number) is not push:
+            return
+        if push.pushing is not None and push.pushing.waiting:
+            if push.keeping is None:
+                push.keeping = asyncio.get_running_loop().call_later(LENT_S, self._keep, push, push.pushing)
             return
         del self._pushes[push.number]
         push.close()
@@ -191,6 +197,11 @@ class PserverStream(FrameStream):
                 self.send_map({"id": push.number, "end": True, "message": codec.plain(push.pushing.answer())})
             except TriremeError as error:
                 self._refuse(push.number, error)
+
+    def _keep(self, push: Push, pushing: OpenPush) -> None:
+        """Copy what waits in the trainer's memory; the push is answered behind the last of it."""
+        if pushing.keep_some(BURST_BYTES):
+            push.keeping = asyncio.get_running_loop().call_soon(self._keep, push, pushing)
 
     def _begin_pull(self, number: int, request: PullRequest) -> None:
         try:

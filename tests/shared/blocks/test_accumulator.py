@@ -141,3 +141,55 @@ def test_values_that_are_lent_give_the_same_bits_and_stay_what_they_are(counts, 
     for order in permutations(range(FOUR)):
         assert torch.equal(whole_of(order, values, counts, lent), expected), order
     assert all(map(torch.equal, values, before))
+
+
+def lent_to(tree, number, lenders):
+    memory = lenders.take("float32", ELEMENTS)
+    memory.tensor.copy_(lane(number))
+    whole = tree.add((number, number + 1), memory.tensor, 1, memory, lent=True)
+    memory.release()
+    return memory, whole
+
+
+def test_two_values_that_are_lent_are_combined_without_a_copy():
+    pool, lenders = BufferPool(), BufferPool()
+    tree = Accumulator(pool, 2, "float32", ELEMENTS)
+    memory, _ = lent_to(tree, 1, lenders)
+    assert pool.allocated_bytes == 0
+    assert lenders.free_bytes == 0, "it still waits there"
+    _, whole = lent_to(tree, 0, lenders)
+    assert torch.equal(whole.value, (lane(0) + lane(1)) * 0.5)
+    assert torch.equal(memory.tensor, lane(1))
+    assert (whole.buffer.view.nbytes, lenders.free_bytes) == (pool.allocated_bytes, lenders.allocated_bytes)
+
+
+def test_what_waits_where_it_was_lent_can_be_kept():
+    pool, lenders = BufferPool(), BufferPool()
+    tree = Accumulator(pool, FOUR, "float32", ELEMENTS)
+    for number in (0, 2):
+        memory, _ = lent_to(tree, number, lenders)
+    tree.keep()
+    assert lenders.free_bytes == lenders.allocated_bytes
+    memory.tensor.zero_()
+    lent_to(tree, 1, lenders)
+    _, whole = lent_to(tree, 3, lenders)
+    assert torch.equal(whole.value, node(0, FOUR, [1] * FOUR)[0])
+    whole.release()
+    assert pool.free_bytes == pool.allocated_bytes
+
+
+def test_roots_of_what_was_lent_lie_where_the_last_one_was():
+    pool, lenders = BufferPool(), BufferPool()
+    tree, other = (Accumulator(pool, FOUR, "float32", ELEMENTS) for _ in range(2))
+    found = []
+    for _ in range(3):
+        for each in (tree, other):
+            for number in range(FOUR):
+                _, whole = lent_to(each, number, lenders)
+            if each is tree:
+                found.append(whole.value.data_ptr())
+            each.reuse(whole.buffer)
+    assert len(set(found)) == 1
+    for each in (tree, other):
+        each.clear()
+    assert pool.free_bytes == pool.allocated_bytes

@@ -1,0 +1,32 @@
+"""The end of a push: blocks may wait for their siblings in the memory of who sent them, but not for long."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from shared.runtime.waiting import event_within
+from shared.serving.core.pushes import OpenPush
+from shared.wire.stream import BURST_BYTES
+
+# From a push's end until its blocks are copied. Trainers that are about equally fast need no copies; one that is faster has to know that its lanes are
+# acknowledged before it computes those of others.
+LENT_S = 0.02
+
+
+async def settled(pushing: OpenPush, limit_s: float) -> bool:
+    """Until nothing of the push is `waiting`; False: something did not move for `limit_s`."""
+    changed = asyncio.Event()
+    pushing.on_settled = changed.set
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LENT_S):
+            while pushing.waiting:
+                changed.clear()
+                await changed.wait()
+    while pushing.keep_some(BURST_BYTES):  # noqa: ASYNC110  other tasks have their turns
+        await asyncio.sleep(0)
+    while pushing.waiting:
+        changed.clear()
+        if not await event_within(changed, limit_s):
+            return False
+    return True
