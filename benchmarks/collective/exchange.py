@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.baselines import Remote
 from benchmarks.collective.direct import DirectMember
+from benchmarks.collective.floor import FloorMember
 from benchmarks.collective.gloo import GlooMember
 from benchmarks.collective.spread import spread
 
@@ -26,6 +27,7 @@ TITLES = {
     "tcp": "direct, TCP",
     "unix": "direct, UNIX sockets",
     "shm": "direct, shared memory",
+    "floor": "plain TCP sockets, as many bytes, nothing computed",
 }
 GLOO = ("bucketed", "whole", "canonical", "native", "native-fast")
 GOALS = {"tcp": 0.6, "shm": 0.35}
@@ -62,6 +64,8 @@ def measure(
         for row in rows:
             if row.name in GLOO:
                 gloo = row.members = gloo or _gloo(members, mib, buckets, folder / f"gloo-{members}", stack)
+            elif row.name == "floor":
+                row.members = _floor(members, mib, stack)
             else:
                 row.members = _direct(row.name, members, mib, block_kib, folder, stack)
         for number in range(WARM_UP + rounds):
@@ -102,6 +106,14 @@ def _gloo(count: int, mib: int, buckets: int, store: Path, stack: ExitStack) -> 
     for member in members:
         stack.callback(member.close)
     _all(members, "begin", mib, buckets)
+    return members
+
+
+def _floor(count: int, mib: int, stack: ExitStack) -> list[Remote]:
+    members = [Remote(FloorMember, place, count) for place in range(count)]
+    for member in members:
+        stack.callback(member.close)
+    _all(members, "begin", mib, _all(members, "serve"))
     return members
 
 

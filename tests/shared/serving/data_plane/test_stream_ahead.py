@@ -1,15 +1,19 @@
-"""References are read ahead of the work they mean: what is heard meanwhile, and where that ends."""
+"""References are read ahead of the work they mean, and blocks wait where they lie: what is heard meanwhile, and where that ends."""
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 import torch
 
+from shared.blocks.buffers import bytes_of
+from shared.errors import PeerError
 from shared.serving.core.pushes import OpenPush
 from shared.serving.data_plane.stream import PserverStream
 from shared.wire import codec
+from shared.wire.messages import PushBlock
 from shared.wire.shared_memory import Region
-from tests.pserver_service.jobs import pull_request
+from tests.pserver_service.jobs import pull_request, push_header
 from tests.shared.serving.data_plane.servers import LAYOUT, SIZES, server
 from tests.shared.serving.data_plane.streams import all_given_back, opening, over_shm, raw_stream, reference, versions
 
@@ -126,3 +130,32 @@ async def test_however_many_streams_there_are_one_block_is_applied_in_a_turn_of_
     assert len(applied_in) == len(set(applied_in)) == 2 * len(SIZES)
     await all_given_back(server)
     del regions
+
+
+@over_shm
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_block_that_waits_is_copied_when_its_push_ends_or_its_connection(server, ends):
+    """Then the trainer may write there again."""
+    await server.initialise()
+
+    async def half():
+        yield PushBlock(block=0, lanes=(0, 2), count=2), bytes_of(torch.ones(SIZES[0]))
+        await asyncio.sleep(0 if ends else 30)
+
+    pushing = asyncio.ensure_future(server.client.push(push_header(0, (0, 1)), half()))
+    tree = server.pserver.store.blocks[0].tree
+    async with asyncio.timeout(5):
+        while not tree.nodes:
+            await asyncio.sleep(0.001)
+        (node,) = tree.nodes.values()
+        assert node.lent, "it is not copied at once"
+        if not ends:
+            await server.client.stream.close()
+        with suppress(PeerError):
+            assert (await pushing).applied == 1
+        while node.lent:
+            await asyncio.sleep(0.001)
+    for region in server.client.regions:
+        region[:] = bytes(len(region))
+    assert len(server.client.regions) == ends
+    assert torch.equal(node.value, torch.ones(SIZES[0]))

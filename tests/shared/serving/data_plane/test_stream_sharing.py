@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shared.blocks.buffers import bytes_of
-from shared.errors import InvalidArgument, PeerError, Unauthorized
+from shared.errors import InvalidArgument, Unauthorized
 from shared.records import PserverMember
 from shared.runtime.network import own_network
 from shared.wire import codec
@@ -371,32 +371,3 @@ async def test_a_trainer_killed_in_a_push_leaves_whole_blocks_and_no_memory_behi
 def mappings(process) -> list[str]:
     with open(f"/proc/{process}/maps") as lines:  # noqa: PTH123
         return lines.read().splitlines()
-
-
-@over_shm
-@pytest.mark.parametrize("ends", [True, False])
-async def test_a_block_that_waits_is_copied_when_its_push_ends_or_its_connection(server, ends):
-    """Then the trainer may write there again."""
-    await server.initialise()
-
-    async def half():
-        yield PushBlock(block=0, lanes=(0, 2), count=2), bytes_of(torch.ones(SIZES[0]))
-        await asyncio.sleep(0 if ends else 30)
-
-    pushing = asyncio.ensure_future(server.client.push(push_header(0, (0, 1)), half()))
-    tree = server.pserver.store.blocks[0].tree
-    async with asyncio.timeout(5):
-        while not tree.nodes:
-            await asyncio.sleep(0.001)
-        (node,) = tree.nodes.values()
-        assert node.lent, "it is not copied at once"
-        if not ends:
-            await server.client.stream.close()
-        with suppress(PeerError):
-            assert (await pushing).applied == 1
-        while node.lent:
-            await asyncio.sleep(0.001)
-    for region in server.client.regions:
-        region[:] = bytes(len(region))
-    assert len(server.client.regions) == ends
-    assert torch.equal(node.value, torch.ones(SIZES[0]))
