@@ -148,9 +148,9 @@ class Accumulator:
         """One node, of `lanes`, of two. It keeps the memory of the result; the other memory is released."""
         if left.value is None or right.value is None:
             return left if right.value is None else right
-        if left.lent and right.lent and left.count == right.count and self._mean is combine:
-            return self._rounded(self._halved(left, right, lanes))
         if left.lent and right.lent:
+            if left.count == right.count and left.value.is_floating_point() and self._mean is combine:
+                return self._rounded(self._halved(left, right, lanes))
             self._own(right)
         reader, written = (left, right) if left.lent else (right, left)
         if reader.lent and left.count == right.count and left.value.is_floating_point():
@@ -173,10 +173,6 @@ class Accumulator:
         """As shared.lanes.combine of equal counts, into memory of its own."""
         assert left.value is not None
         assert right.value is not None
-        if not left.value.is_floating_point():
-            self._own(left)
-            right.release()
-            return Node(left.value, left.count + right.count, left.buffer)
         made, self._makes_roots = None, self._makes_roots or lanes[0] == 0
         if lanes[0] == 0:
             made, self._spare = self._spare, None

@@ -116,21 +116,11 @@ class Collective(MeanGradients):
     # ------------------------------------------------------------ the loop's calls
 
     @asynccontextmanager
-    async def using(self, timeline: int) -> AsyncIterator[None]:
-        """Waits until the replica has a version of that timeline."""
+    async def using(self, timeline: int | None) -> AsyncIterator[None]:
+        """Waits until the replica has a version, of that timeline (None: of any; one that joins at the end of training is still getting it)."""
         while True:
             async with self.in_use:
-                if self.replica.record is not None and self.replica.timeline == timeline:
-                    yield
-                    return
-            await self._directory.changed(self._directory.revision, LOOK_S)
-
-    @asynccontextmanager
-    async def _with_version(self) -> AsyncIterator[None]:
-        """Waits until the replica has any version: one that joins at the end of training is still getting it."""
-        while True:
-            async with self.in_use:
-                if self.replica.record is not None:
+                if self.replica.record is not None and timeline in (None, self.replica.timeline):
                     yield
                     return
             await self._directory.changed(self._directory.revision, LOOK_S)
@@ -191,7 +181,7 @@ class Collective(MeanGradients):
             group = await self._formed()
             infos = await self._while_it_lasts(group, self._versions(group))
         newest = max([self.has, *(info.highest for info in infos)])
-        async with self._with_version():
+        async with self.using(None):
             while self.replica.version is not None and self.replica.version < newest:
                 await self.pull(self.replica.version + 1)
                 self.swap()
@@ -289,7 +279,7 @@ class Collective(MeanGradients):
         """Of this trainer's own rows."""
         from trainer_agent.collective.rows.stepping import rows_at  # noqa: PLC0415  loads numba
 
-        return await rows_at(self._own_rows(), version, ids)
+        return await rows_at(self._own_rows, version, ids)
 
     async def count_rows(self, table: int, version: int | None) -> int:  # noqa: ARG002
         return self._own_rows().rows_in_table(table)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import signal
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.collective.kills.job import MEMBERS
 
-ELEMENTS, TIMEOUT_S = 4096, 10.0
+ELEMENTS, TIMEOUT_S, LIMIT_S = 4096, 10.0, 60.0
 RUNNING_S = 0.02  # a process is killed within that, once all have finished an operation
 
 
@@ -41,6 +42,10 @@ def _one(store: Path, chance: random.Random) -> Sequence[int]:
             _member(rank, store, started[1], finished[1])
         pids.append(pid)
     for _ in pids:
+        if not select.select([started[0]], [], [], LIMIT_S)[0]:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            raise TimeoutError(f"waited {LIMIT_S:g} s for the first operation of {MEMBERS} processes")
         os.read(started[0], 1)
     time.sleep(RUNNING_S * chance.random())
     os.kill(victim := chance.choice(pids), signal.SIGKILL)

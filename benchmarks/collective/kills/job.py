@@ -143,11 +143,11 @@ def _generation(cluster: LocalCluster) -> int:
     return cluster.directory.state.generation if cluster.directory.state is not None else 0
 
 
-async def _until(there: Callable[[], bool], what: str, look_s: float = LOOK_S) -> None:
-    deadline = clock.monotonic() + LIMIT_S
+async def _until(there: Callable[[], bool], what: str, look_s: float = LOOK_S, limit_s: float = LIMIT_S) -> None:
+    deadline = clock.monotonic() + limit_s
     while not there():
         if clock.monotonic() > deadline:
-            raise TimeoutError(f"waited {LIMIT_S:g} s for {what}")
+            raise TimeoutError(f"waited {limit_s:g} s for {what}")
         await asyncio.sleep(look_s)
 
 
@@ -155,9 +155,15 @@ async def _left_alone(folder: Path, last: str, most: int) -> list[str]:
     """Digests of the versions of a job of one trainer, in order, until `last` is among them, or `most` and some more are there."""
     spec = endless(SCRIPT, folder / "run", 1, MEMBERS)
     told = folder / "told"
+
+    def digests() -> list[str]:
+        return [digest for own in (lines_of(told) if told.exists() else {}).values() for _, digest in own]
+
+    def there() -> bool:
+        found = digests()
+        return last in found or len(found) > most + MEMBERS
+
     async with LocalCluster(spec, folder / "run", environment={"TOLD": str(told)}):
-        while True:
-            await asyncio.sleep(PAUSE_S)
-            found = [digest for own in (lines_of(told) if told.exists() else {}).values() for _, digest in own]
-            if last in found or len(found) > most + MEMBERS:
-                return found
+        limit_s = LIMIT_S + most * MINIBATCH_S
+        await _until(there, f"the version with digest {last} of the job that is left alone", PAUSE_S, limit_s)
+        return digests()

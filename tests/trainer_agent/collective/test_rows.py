@@ -20,7 +20,7 @@ from trainer_agent.collective.rows import means as means_module
 from trainer_agent.collective.rows.giving import RowsGiver
 from trainer_agent.collective.rows.joining import JoiningRows
 from trainer_agent.collective.rows.means import WHOLE_PLACE, MeanRows, RowMeans
-from trainer_agent.collective.rows.stepping import new_rows, step_rows, whole_table
+from trainer_agent.collective.rows.stepping import new_rows, rows_at, step_rows, whole_table
 from trainer_agent.collective.state.giving import at_once
 from trainer_agent.collective.state.messages import Portion, StateRequest
 
@@ -188,6 +188,21 @@ async def test_rows_come_at_one_version_while_the_donor_steps_and_the_steps_sinc
     await joiner.note(record(9), means(8))
     assert same(joiner.rows, replica.rows)
     assert not any(each.is_open for each in replica.rows.snapshots)
+
+
+async def test_rows_of_the_next_version_are_waited_for_until_the_step_that_makes_it_or_until_the_job_goes_back():
+    replica = await donor_at(2)
+    waiting = asyncio.ensure_future(rows_at(lambda: replica.rows, 3, [IDS]))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    await stepped(replica)
+    assert np.array_equal((await waiting)[0], (await rows_at(lambda: replica.rows, None, [IDS]))[0])
+    waiting = asyncio.ensure_future(rows_at(lambda: replica.rows, 4, [IDS]))
+    await asyncio.sleep(0.01)
+    replica.rows = new_rows(LAYOUT, 0)
+    async with asyncio.timeout(5):
+        with pytest.raises(Gone, match="while version 4 of its rows was waited for"):
+            await waiting
 
 
 @pytest.mark.parametrize("fault", ["damaged", "twice", "dead"])

@@ -8,7 +8,7 @@ They take the mean as the gradient of the only lane.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -47,10 +47,14 @@ async def step_rows(rows: TableRows, means: RowMeans, lane_zero: LaneZero | None
         table.removed.forget(rows.version)  # there are no deltas
 
 
-async def rows_at(rows: TableRows, version: int | None, ids: Sequence[Numbers]) -> list[Floats]:
-    """Of each table float32 (n, dim), at `version` (None: the newest one), once it is there. Raises Gone: it is not kept."""
-    while (verdict := rows.judge(version)) is Verdict.TOO_EARLY:  # noqa: ASYNC110  rows change in turns
+async def rows_at(own: Callable[[], TableRows], version: int | None, ids: Sequence[Numbers]) -> list[Floats]:
+    """Of each table float32 (n, dim), at `version` (None: the newest one), once it is there: after the step that makes it. `own()`: the trainer's rows.
+    Raises Gone: it is not kept, or the trainer has other rows by then (the job went back)."""
+    rows = own()
+    while (verdict := rows.judge(version)) is Verdict.TOO_EARLY:
         await asyncio.sleep(LOOK_S)
+        if own() is not rows:
+            raise Gone(f"the job went back while version {version} of its rows was waited for: join again")
     if verdict is not None:
         raise Gone(f"the tables are at version {rows.version}, {version} was asked: join again")
     found = []

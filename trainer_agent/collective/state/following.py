@@ -128,8 +128,10 @@ class Following:
         try:
             if self._versions.has <= version:
                 wait = self._versions.wait(version + 1)
-                await self._while_true(
-                    lambda: self._has_version(state) and self._is_current(state) and self._is_spare(), wait
+                await while_true(
+                    self._directory,
+                    lambda: self._has_version(state) and self._is_current(state) and self._is_spare(),
+                    wait,
                 )
             async with self._versions.in_use:
                 stands = self._replica.version == version and self._has_version(state) and self._is_spare()
@@ -175,7 +177,7 @@ class Following:
         began = clock.monotonic()
         log.info("catching_up", donors=len(donors), timeline=state.timeline)
         try:
-            await self._while_true(lambda: self._is_current(state), attempt.run())
+            await while_true(self._directory, lambda: self._is_current(state), attempt.run())
         except (Gone, PeerError, StaleGeneration) as error:
             log.warning("not_caught_up", cause=error.message, state=repr(attempt))
             await asyncio.sleep(ids.jitter(PAUSE_S))
@@ -234,9 +236,6 @@ class Following:
             and now.phase is not Phase.ROLLING_BACK
             and (now.timeline, now.checkpoint) == (state.timeline, state.checkpoint)
         )
-
-    async def _while_true(self, holds: Callable[[], bool], work: Coroutine[Any, Any, None]) -> None:
-        await while_true(self._directory, holds, work)
 
 
 class ListedDonor:
