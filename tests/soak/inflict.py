@@ -235,8 +235,11 @@ async def _last(run: Run, probe: JobProbe, fault: Fault, pids: Collection[int]) 
 
 
 async def _drop_packets(fault: Fault, urls: Collection[str], *, certain: bool) -> str:
-    with DroppedPackets([urlsplit(url).port or 0 for url in urls], 1.0 if certain else LOSS) as dropped:
+    ports = [port for url in urls if (port := urlsplit(url).port)]
+    with DroppedPackets(ports, 1.0 if certain else LOSS) as dropped:
         await asyncio.sleep(fault.seconds)
+    if not dropped.count:
+        raise SoakError(f"no packet was sent to or from {', '.join(urls)} in {fault.seconds:g} s: nothing was cut")
     return f"{dropped.count} packets dropped"
 
 

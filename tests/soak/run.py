@@ -66,7 +66,8 @@ class Trained:
 
 class Run:
     """In `folder`: `data` and `checkpoints` (with `small_disks` each on a file system of its own), what the launcher wrote (`out`,
-    `err`), which records were computed (`tally`). `transport`: see TRIREME_TRANSPORT."""
+    `err`), which records were computed (`tally`). `transport`: see TRIREME_TRANSPORT. `etcd_port`: etcd
+    has a port instead of a UNIX socket."""
 
     def __init__(
         self,
@@ -80,6 +81,7 @@ class Run:
         transport: str = "auto",
         mode: Mode = Mode.SYNC,
         small_disks: bool = False,
+        etcd_port: bool = False,
         strategy: Strategy = Strategy.PARAMETER_SERVER,
         workload: Workload = CHARLM,
         lanes: int = 4,
@@ -90,6 +92,7 @@ class Run:
         self.folder = self._data / JOB
         self.mode, self.strategy, self.workload = mode, strategy, workload
         self._transport, self._lanes = transport, lanes
+        self._program = "tests.soak.etcd_with_port" if etcd_port else "trireme"
         self._brake = folder / "brake"
         self._epochs = epochs
         self._members = {"trainers": trainers, "standbys": standbys}
@@ -112,7 +115,7 @@ class Run:
         flags = {"job": JOB, "data-dir": self._data, "storage": self._storage}
         flags |= {"epochs": self._epochs, "global-batch-size": self.workload.batch}
         flags |= {"strategy": self.strategy}
-        command = [sys.executable, "-m", "trireme", "run", self.workload.path, "--no-check", "--json"]
+        command = [sys.executable, "-m", self._program, "run", self.workload.path, "--no-check", "--json"]
         command += [word for name, value in (flags | self._members).items() for word in (f"--{name}", value)]
         command += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
         clean = {name: value for name, value in os.environ.items() if not name.startswith("TRIREME_")}

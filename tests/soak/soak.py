@@ -13,7 +13,7 @@ from pathlib import Path
 from shared.records import Mode, Strategy
 from tests.soak.growth import Growth
 from tests.soak.inflict import VERY_SLOWLY_S, Cost, inflict
-from tests.soak.plan import ANYWHERE, DISKS, SERVERS, Crew, Kind, plan
+from tests.soak.plan import ANYWHERE, DISKS, PACKETS, SERVERS, Crew, Kind, plan
 from tests.soak.run import ALIVE_S, POLL_S, Run, SoakError, Trained, pserver_infos, until
 from tests.soak.workload import CHARLM, Workload
 from trireme.cli.faults.job_probe import JobProbe
@@ -74,7 +74,8 @@ async def disturbed(
     members = {"trainers": crew.trainers, "pservers": crew.pservers, "standbys": crew.standbys, "spares": seed % 2}
     options = {"transport": transport, "mode": mode, "strategy": strategy, "workload": workload}
     options |= {"environment": {"TRIREME_EXCHANGE": exchange}} if exchange != "direct" else {}
-    run = Run(folder, epochs, **members, **options, small_disks=bool(DISKS & set(kinds)))
+    options |= {"small_disks": bool(DISKS & set(kinds)), "etcd_port": bool(PACKETS & set(kinds))}
+    run = Run(folder, epochs, **members, **options)
     costs = []
     with run.cleaned_up():
         run.slow_down(SLOWLY_S)
