@@ -3,14 +3,21 @@
 lock held, key under that lease --one transaction--> key deleted --> lease revoked, with whatever else it holds
    |           `-- key under another lease: it belongs to a newer registration, nothing is done
    `-- lock lost: LockLost
+
+A frozen member answers nothing, and its lease tells when it is over: etcd ends it up to 0.5 s later. The leases of members that others suspect are
+looked at (`LeaseEnds`), and ended when their time is over.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 
 from master_service.store.writer import ATTEMPT_S, PAUSE_S, HeldLock, LockLost
-from shared.errors import DeadlineExceeded, PeerError
+from shared.errors import DeadlineExceeded, PeerError, TriremeError
 from shared.etcd import Compare, Delete, Etcd, Get, TxnResult
 from shared.etcd.fenced_write import FencedWrite
 from shared.keys import Keys
@@ -18,6 +25,10 @@ from shared.records import PserverMember, TrainerMember
 from shared.runtime import clock, telemetry
 
 LIMIT_S = 10.0
+WATCHED = 16  # leases that are looked at at once; etcd ends the others
+LOOK_S = 0.05
+ANSWER_S = 1.0
+LATE_S = 0.5  # etcd ends leases at most so late
 
 log = telemetry.logger("evictions")
 
@@ -29,6 +40,41 @@ class Evictions:
     def __init__(self, etcd: Etcd, keys: Keys, lock: HeldLock | None) -> None:
         self._etcd, self._keys, self._lock = etcd, keys, lock
         self.ended: set[str] = set()
+        self._watched: dict[int, asyncio.Task[None]] = {}  # by lease
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """While the block runs `watch` may be called. After it nobody is evicted any more."""
+        try:
+            yield
+        finally:
+            for watch in self._watched.values():
+                watch.cancel()
+            await asyncio.gather(*self._watched.values(), return_exceptions=True)
+
+    def watch(self, member: TrainerMember | PserverMember, ttl_s: float) -> None:
+        """Somebody waits for that member: end its registration as soon as its lease's time is over, unless it renews it. Does not wait."""
+        if self._lock is None or not member.lease or member.lease in self._watched or len(self._watched) >= WATCHED:
+            return
+        watch = asyncio.ensure_future(self._end_overdue(member, ttl_s))
+        self._watched[member.lease] = watch
+        watch.add_done_callback(lambda _: self._watched.pop(member.lease, None))
+
+    async def _end_overdue(self, member: TrainerMember | PserverMember, ttl_s: float) -> None:
+        lease, deadline = LeaseEnd(ttl_s), clock.monotonic() + ttl_s + LATE_S
+        try:
+            while clock.monotonic() < deadline:
+                asked = clock.monotonic()
+                left_s = await self._etcd.time_to_live(member.lease, timeout_s=ANSWER_S)
+                lease.take(asked, clock.monotonic(), left_s)
+                if left_s < 0 or lease.renewed:
+                    return
+                if lease.over:
+                    await self.end(member, f"its lease of {ttl_s:g} s is over")
+                    return
+                await asyncio.sleep(max(LOOK_S, left_s - 1))
+        except TriremeError as error:  # etcd ends it
+            log.info("lease_not_watched", member=self._place(member)[0], cause=error.message)
 
     async def end(self, member: TrainerMember | PserverMember, cause: str) -> bool:
         """Whether that registration is over now. Raises LockLost; DeadlineExceeded if etcd does not answer."""
@@ -72,3 +118,31 @@ class Evictions:
                 who = holder.value.decode() if holder else "nobody"
                 raise LockLost(f"{lock.key} of term {lock.term} is lost; {who} holds it now")
         return found.revision if found.range(0).first is None else 0
+
+
+class LeaseEnd:
+    """When a lease's time is over, by what etcd says is left of it: whole seconds, rounded down, so the moment in which it is one less tells more. etcd renews
+    no lease whose time is over: who ends it then takes nothing from its holder.
+
+    `renewed`: since the first answer. `over`: its time is."""
+
+    def __init__(self, ttl_s: float) -> None:
+        self._ttl_s = math.floor(ttl_s)  # at least what a renewal gives
+        self._asked = -math.inf  # when etcd was asked last
+        self._over_by = self._first = (
+            math.inf
+        )  # when it is surely over unless it is renewed, by all answers since it may have been, and by the first one
+        self.renewed = self.over = False
+
+    def take(self, asked: float, answered: float, left_s: int) -> None:
+        """etcd's answer to a question at `asked`."""
+        certain = (
+            self._ttl_s - (answered - self._asked) >= left_s + 1
+        )  # a renewal since the last answer would leave more
+        self.over = certain and left_s == 0 and asked >= self._over_by
+        self.renewed = not self.over and asked + left_s > self._first
+        over_by = answered + left_s + 1
+        self._over_by = min(self._over_by, over_by) if certain else over_by
+        if self._first == math.inf:
+            self._first = over_by
+        self._asked = asked

@@ -182,7 +182,7 @@ class TaskService(ABC):
     async def report_suspect(self, member_id: str, once: Once[bool] | None = None) -> bool:
         """Probe a member that is suspected dead (or all of that name), and end its registration if nothing listens at its url.
 
-        Answers whether one was dead. A member that listens, or does not answer, stays; so does one whose url is a loopback
+        Answers whether one was dead. A member that listens, or does not answer, stays as long as its lease; so does one whose url is a loopback
         address of another machine or container. Raises NotFound.
         """
         if once is None:
@@ -200,6 +200,7 @@ class TaskService(ABC):
         """Raises NotFound."""
         dead = False
         for suspect in self.find_members(member_id):
+            self.evictions.watch(suspect, self.job.spec.lease_ttl_s)
             if suspect.url in self._probing or not tells(suspect.url, suspect.network, self.network):
                 continue
             self._probing.add(suspect.url)

@@ -26,10 +26,12 @@ from shared.tables.payload import ids_in, rows_in
 from shared.wire.messages import PserverInfo, TableRequest
 from trainer_agent.collective.arriving import Arriving
 from trainer_agent.collective.groups import Group, GroupView
+from trainer_agent.collective.late_members import LateMembers
 from trainer_agent.collective.mean_blocks import MeanStore
 from trainer_agent.collective.native.exchange import NativeExchange
 from trainer_agent.collective.own_share import OwnShare
 from trainer_agent.collective.ports import CollectivePorts
+from trainer_agent.collective.server import missing_lanes
 from trainer_agent.core.steps import agreed
 from trainer_agent.data_plane.http import PserverPort
 from trainer_agent.data_plane.lookups import Rows
@@ -69,6 +71,7 @@ class MeanGradients(Transfer):
         self.view, self.server, self._spec = view, ports.server, spec
         self._compute, self._ports = compute, ports
         self._own = OwnShare(ports.server)
+        self._late = LateMembers(suspect, spec.lease_ttl_s)
         self.store: MeanStore | None = None
         self.native: NativeExchange | None = None  # of a job with native exchange
         self._gathering = asyncio.Lock()
@@ -245,17 +248,18 @@ class MeanGradients(Transfer):
         self._staged = {}
         async with SingleErrorGroup() as tasks:
             ending = tasks.create_task(self._end_of(group, GRACE_S))
-            pulls = [
-                tasks.create_task(self._pull_part(place, blocks, arriving))
-                for place, blocks in self._parts_of(group, arriving, store).items()
-            ]
+            parts = self._parts_of(group, arriving, store)
+            pulls = {
+                place: tasks.create_task(self._pull_part(place, blocks, arriving)) for place, blocks in parts.items()
+            }
             if arriving.version > group.newest and group.owns:
-                pulls.append(tasks.create_task(self._own_record(store, arriving)))
+                pulls[group.place] = tasks.create_task(self._own_record(store, arriving))
             if pulls:
-                await asyncio.wait(pulls)
+                with self._late.watching(group, lambda: _late_places(group, store, pulls)):
+                    await asyncio.wait(pulls.values())
             ending.cancel()
         arriving.check()
-        return agreed([pull.result() for pull in pulls])
+        return agreed([pull.result() for pull in pulls.values()])
 
     async def _pull_part(self, place: int, blocks: Sequence[int], arriving: Arriving) -> StepRecord | None:
         """None: the generation is over. The pulls from other trainers may come to their ends, too, so that connections stay."""
@@ -343,3 +347,12 @@ class MeanGradients(Transfer):
         if group is not None and index == group.place:
             return self._own
         return super()._port(index)
+
+
+def _late_places(group: Group, store: MeanStore, pulls: Mapping[int, asyncio.Task[StepRecord | None]]) -> set[int]:
+    """Whose lanes the own share lacks. If it lacks none: whose mean gradients have not come."""
+    own = pulls.get(group.place)
+    if own is None or own.done():
+        return {place for place, pull in pulls.items() if not pull.done()}
+    trainers = group.trainers
+    return {trainers.place_of(lane) for first, last in missing_lanes(store) for lane in range(first, last)}

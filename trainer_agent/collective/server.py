@@ -162,7 +162,7 @@ class ShareServer(Pserver):
             bytes=sum(store.blocks[number].place.bytes for number in store.own),
             lowest=store.has,
             highest=store.has,
-            missing=_missing(store),
+            missing=missing_lanes(store),
             slots=store.slots.version if store.slots is not None else 0,
             kept=store.first_kept,
             made_of=store.made_of(),
@@ -184,7 +184,7 @@ class ShareServer(Pserver):
             raise NotReady(msg)
 
 
-def _missing(store: MeanStore) -> tuple[Interval, ...]:
+def missing_lanes(store: MeanStore) -> tuple[Interval, ...]:
     """The lanes that some block of the share lacks in the step after the version that all of it has."""
     waiting = {
         frozenset(block.tree.nodes) for number in store.own if (block := store.blocks[number]).version == store.has
