@@ -19,6 +19,12 @@ def test_the_next_step_is_one_that_began_after_the_kill_and_ends_with_the_last_s
     assert history.next_step_s(2.05, [1, 3]) is None
 
 
+def test_a_step_that_the_killed_one_had_begun_before_the_others_is_not_the_next_one():
+    survivor, killed = [(2.0, "b"), (3.0, "c"), (4.0, "d"), (5.0, "e")], [(1.9, "b"), (2.4, "c")]
+    assert History.of({1: survivor}, ALONE).next_step_s(2.5, [1]) == pytest.approx(4.0 - 2.5)
+    assert History.of({1: survivor, 2: killed}, ALONE).next_step_s(2.5, [1]) == pytest.approx(5.0 - 2.5)
+
+
 @pytest.mark.parametrize(
     "own",
     [[(1.0, "a"), (2.0, "b"), (3.0, "x")], [(1.0, "a"), (2.0, "c"), (3.0, "b")], [(1.0, "b"), (2.0, "a"), (3.0, "b")]],

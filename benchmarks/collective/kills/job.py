@@ -1,8 +1,10 @@
 """What the others lose by one of four trainers that is killed or frozen at a random instant, again and again, and whether all have the bits of a job
 that was left alone.
 
-    all four have lanes ─ a random time ─► SIGKILL (SIGSTOP) of one ─► a generation without it ─► (SIGCONT) ─► four have lanes again ─ ...
+    all four have lanes ─ a random time ─► SIGKILL of one ─► a generation without it ─► four have lanes again ─ ...
+                                       └─► SIGSTOP of one ─► a generation without it ─► the others go on ─► SIGCONT ─► four have lanes again
 
+A thawed trainer is a member again after 0.1 s, which is a generation of its own: it must not come while the others recover from the freeze.
 With `spares` beside the four, one of them takes over at once, so that the next kill need not wait for the dead one's replacement.
 """
 
@@ -74,7 +76,7 @@ async def measure(
             if clock.monotonic() - began > within_s:
                 break
             await asyncio.sleep(PAUSE_S * chance.random())
-            faults.append(await _harm(cluster, chance, frozen=frozen))
+            faults.append(await _harm(cluster, chance, told, frozen=frozen))
             if not spares:  # else a kill may come while the others still recover from the one before
                 await _until(_all_compute(cluster, told), "a step of all trainers", SEEN_S)
             if number % 10 == 9:
@@ -96,7 +98,7 @@ async def measure(
     return Found(seconds, sum(map(bool, wrong)), equal, newest, sum(map(len, lines.values())), took)
 
 
-async def _harm(cluster: LocalCluster, chance: random.Random, *, frozen: bool) -> Fault:
+async def _harm(cluster: LocalCluster, chance: random.Random, told: Path, *, frozen: bool) -> Fault:
     owners = _owners(cluster)
     victim, before = chance.choice(owners), _generation(cluster)
     pid, survivors = victim.pid, [child.pid for child in owners if child is not victim]
@@ -104,6 +106,7 @@ async def _harm(cluster: LocalCluster, chance: random.Random, *, frozen: bool) -
     victim.send(signal.SIGSTOP if frozen else signal.SIGKILL)
     if frozen:
         await _until(lambda: victim not in _owners(cluster), "a generation without the frozen trainer")
+        await _until(_go_on(told, survivors), "a step of the others", SEEN_S)
         if victim.alive and victim.pid == pid:
             victim.send(signal.SIGCONT)
     await _until(lambda: _whole(cluster, before), "all trainers again")
@@ -113,17 +116,28 @@ async def _harm(cluster: LocalCluster, chance: random.Random, *, frozen: bool) -
 def _all_compute(cluster: LocalCluster, told: Path) -> Callable[[], bool]:
     """Whether all that have lanes have begun with two versions since this was called."""
 
-    def counts() -> dict[int, int]:
-        files = {child.pid: told / str(child.pid) for child in _owners(cluster)}
-        return {pid: file.read_text().count("\n") if file.exists() else 0 for pid, file in files.items()}
+    def pids() -> list[int]:
+        return [child.pid for child in _owners(cluster)]
 
-    before = counts()
+    before = _counts(told, pids())
 
     def there() -> bool:
-        now = counts()
+        now = _counts(told, pids())
         return len(now) == MEMBERS and all(count >= before.get(pid, 0) + 2 for pid, count in now.items())
 
     return there
+
+
+def _go_on(told: Path, pids: Sequence[int]) -> Callable[[], bool]:
+    """Whether these have begun with two versions since this was called."""
+    before = _counts(told, pids)
+    return lambda: all(count >= before[pid] + 2 for pid, count in _counts(told, pids).items())
+
+
+def _counts(told: Path, pids: Sequence[int]) -> dict[int, int]:
+    """How many versions each process has begun with."""
+    files = {pid: told / str(pid) for pid in pids}
+    return {pid: file.read_text().count("\n") if file.exists() else 0 for pid, file in files.items()}
 
 
 def _whole(cluster: LocalCluster, beyond: int) -> bool:

@@ -34,11 +34,10 @@ class History:
         return cls({pid: [(moment, places.get(digest)) for moment, digest in own] for pid, own in lines.items()})
 
     def next_step_s(self, at: float, survivors: Iterable[int]) -> float | None:
-        """From `at` until each survivor has finished the first step that began after it; None: one of them never did."""
-        own = [self.versions.get(pid, ()) for pid in survivors]
-        newest = max((v for each in own for moment, v in each if moment <= at and v is not None), default=-1)
-        ends = []
-        for each in own:
+        """From `at` until each survivor has finished the first step that nobody had begun by then; None: one of them never did."""
+        before = (v for each in self.versions.values() for moment, v in each if moment <= at and v is not None)
+        newest, ends = max(before, default=-1), []
+        for each in (self.versions.get(pid, ()) for pid in survivors):
             moments = (moment for moment, v in each if moment > at and v is not None and v >= newest + 2)
             ends.append(next(moments, None))
         return None if None in ends else max(end for end in ends if end is not None) - at
