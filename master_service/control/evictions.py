@@ -5,7 +5,7 @@ lock held, key under that lease --one transaction--> key deleted --> lease revok
    `-- lock lost: LockLost
 
 A frozen member answers nothing, and its lease tells when it is over: etcd ends it up to 0.5 s later. The leases of members that others suspect are
-looked at (`LeaseEnds`), and ended when their time is over.
+looked at (`LeaseEnd`), and ended when their time is over.
 """
 
 from __future__ import annotations
