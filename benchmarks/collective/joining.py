@@ -4,7 +4,8 @@
     steps/s before                       steps/s meanwhile, against those before                     the longest step, against those before
 
 `apart`: everything that was there before has one processor, and the joiner, only it, has the other, as if it were a machine of its own.
-Steps are told by the script (scripts/large_state.py), where their minibatches begin: those of the trainers that were there before.
+Steps are told by the script (scripts/large_state.py), where their minibatches begin: those of the trainers that were there before. The joiner's keys are watched, not asked for again and again, which would take
+processor time of what is measured, and only meanwhile.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import asyncio
 import os
 import re
 import statistics
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -116,12 +117,10 @@ async def _join(cluster: LocalCluster, members: int, folder: Path, processor: in
     if processor is not None:
         for thread in Path(f"/proc/{pid}/task").iterdir():
             os.sched_setaffinity(int(thread.name), {processor})
-    while not (new := (await _trainers(cluster)).keys() - names):
-        await asyncio.sleep(LOOK_S)
-    (name,), registered, busy = new, clock.monotonic(), machine_ms()
+    name = (await _first(cluster, lambda member: member.trainer not in names)).trainer
+    registered, busy = clock.monotonic(), machine_ms()
     used = Usage({"members": pids})
-    while (await _trainers(cluster))[name].holds is None:
-        await asyncio.sleep(LOOK_S)
+    await _first(cluster, lambda member: member.trainer == name and member.holds is not None)
     whole = clock.monotonic()
     busy_use = Usage({"members": pids}).since(used)
     meanwhile_cores = (machine_ms() - busy) / 1000 / (whole - registered)
@@ -129,7 +128,8 @@ async def _join(cluster: LocalCluster, members: int, folder: Path, processor: in
     counted = clock.monotonic()
     await asked
     await asyncio.sleep(AFTER_S)
-    steps = [_steps(folder / str(each)) for each in pids]
+    while not (after := _between(steps := [_steps(folder / str(each)) for each in pids], whole, clock.monotonic())):
+        await asyncio.sleep(LOOK_S)
     copying = _copying_s(cluster.children[name.rpartition("-")[0]].log)
     before, meanwhile = _between(steps, quiet, began), _between(steps, registered, whole)
     return Join(
@@ -140,7 +140,7 @@ async def _join(cluster: LocalCluster, members: int, folder: Path, processor: in
         counted - whole,
         before,
         meanwhile,
-        max(_between(steps, whole, clock.monotonic())),
+        max(after),
         (cores, meanwhile_cores),
         (quiet_use.roles["members"] / len(before), busy_use.roles["members"] / len(meanwhile)),
     )
@@ -172,6 +172,18 @@ async def _trainers(cluster: LocalCluster) -> dict[str, TrainerMember]:
     found = (await cluster.etcd.range(keys.trainers, prefix=True)).kvs
     members = [read_record(TrainerMember, kv.key, kv.value) for kv in found if keys.is_trainer(kv.key)]
     return {member.trainer: member for member in members if member is not None}
+
+
+async def _first(cluster: LocalCluster, found: Callable[[TrainerMember], bool]) -> TrainerMember:
+    """The first trainer of which that holds, as soon as it does."""
+    keys = cluster.directory.keys
+    async with aclosing(cluster.etcd.watch(keys.trainers, prefix=True)) as batches:
+        async for batch in batches:
+            for kv in (*batch.kvs, *(event.kv for event in batch.events if event.type == "put")):
+                member = read_record(TrainerMember, kv.key, kv.value) if keys.is_trainer(kv.key) else None
+                if member is not None and found(member):
+                    return member
+    raise AssertionError("a watch has no end")
 
 
 async def _counted_in(cluster: LocalCluster, number: int) -> None:
