@@ -62,7 +62,8 @@ class Inside:
 
 @dataclass
 class TorchRow:
-    """`ranks` processes of benchmarks.torch_steps. `tuned`: as fast as they can be; else torch's defaults. `more`: its other options."""
+    """`ranks` processes of benchmarks.torch_steps. `tuned`: as fast as they can be; else torch's defaults. `more`: its other options; `environment`: more
+    variables of the processes."""
 
     script: Path
     batch: int
@@ -70,6 +71,7 @@ class TorchRow:
     tuned: bool
     folder: Path
     more: dict[str, int] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
     _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     async def __aenter__(self) -> Self:
@@ -80,7 +82,7 @@ class TorchRow:
             options |= {"store": self.folder / "store", **self.more}
             given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
             command = [sys.executable, "-m", "benchmarks.torch_steps", str(self.script), *given]
-            environment = {**os.environ}
+            environment = {**os.environ, **self.environment}
             if self.tuned:
                 command.append("--tuned")
                 environment |= malloc.tunables(environment)

@@ -1,10 +1,12 @@
 """Plain PyTorch, and DistributedDataParallel over gloo, training a user's script; steps.py starts one of these per rank.
 
     python -m benchmarks.torch_steps SCRIPT --batch 256 --ranks 2 --rank 0 --store FILE --steps FILE [--tuned] [--batches 16] [--threads 1]
+    python -m benchmarks.torch_steps SCRIPT --batch 256 --ranks 2 --rank 0 --store FILE --epochs 2
     python -m benchmarks.torch_steps SCRIPT --batch 256 --activations
 
 The batches lie in memory before the first step: reading costs these rows nothing. Trains until it is killed; rank 0 writes
-the time after each step into a file. --tuned: DDP with the options that make it fastest here, and memory as our trainers get it
+the time after each step into a file. --epochs: so many passes over all batches instead, in one order; then each rank
+prints what the evaluation dataset's metrics are, as JSON. --tuned: DDP with the options that make it fastest here, and memory as our trainers get it
 (the parent sets malloc.TUNABLES); without, as torch is by default. With --activations a few steps' forward and backward only: prints the bytes that the
 process took, at the highest, beyond its parameters and their gradients.
 """
@@ -12,6 +14,9 @@ process took, at the highest, beyond its parameters and their gradients.
 from __future__ import annotations
 
 import argparse
+import json
+from collections import Counter
+from collections.abc import Iterable
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +28,7 @@ from torch import nn
 from benchmarks.measurements import Memory
 from master_service.storage.counting import count_records
 from shared.runtime import clock, malloc
-from trainer_agent.data import default_collate
+from trainer_agent.data import Minibatch, default_collate
 from trainer_agent.script import user_module
 from trainer_agent.script.user_module import UserModule
 from trireme.plain import epoch_minibatches, plain_spec
@@ -33,18 +38,23 @@ FEW = 5
 TUNED = {"gradient_as_bucket_view": True, "static_graph": True, "bucket_cap_mb": 8}
 
 
-def batches_of(user: UserModule, batch: int, rank: int, ranks: int, most: int) -> list[Any]:
-    """This rank's shares of the first global batches, at most so many, collated."""
+def batches_of(user: UserModule, batch: int, rank: int, ranks: int, most: int | None) -> list[Any]:
+    """This rank's shares of the first global batches, at most so many, collated. None: of a whole epoch, as often as all ranks have one."""
     spec = plain_spec(user, {"global_batch_size": batch // ranks})
-    found = islice(epoch_minibatches(spec, count_records(spec.dataset, spec.task_records), 0), rank, None, ranks)
-    return [
-        user.call("collate", list(share)) if user.has("collate") else default_collate(share)
-        for share in islice(found, most)
-    ]
+    minibatches = list(
+        islice(epoch_minibatches(spec, count_records(spec.dataset, spec.task_records), 0), most and most * ranks)
+    )
+    return [_collated(user, share) for share in minibatches[rank : len(minibatches) // ranks * ranks : ranks]]
 
 
-def train(user: UserModule, batches: list[Any], ranks: int, steps: Path | None, *, tuned: bool) -> None:
-    """Never returns."""
+def _collated(user: UserModule, share: Minibatch) -> Any:
+    return user.call("collate", list(share)) if user.has("collate") else default_collate(share)
+
+
+def train(
+    user: UserModule, batches: list[Any], ranks: int, steps: Path | None, *, tuned: bool, numbers: Iterable[int]
+) -> nn.Module:
+    """One step for each of the numbers."""
     torch.manual_seed(1)
     model: nn.Module = user.call("model")
     optimizer = user.call("optimizer", model)
@@ -52,13 +62,28 @@ def train(user: UserModule, batches: list[Any], ranks: int, steps: Path | None, 
     options: dict[str, Any] = TUNED if tuned else {}
     wrapped = nn.parallel.DistributedDataParallel(model, **options) if ranks > 1 else model
     with (steps or Path("/dev/null")).open("w", buffering=1) as file:
-        for number in count():
+        for number in numbers:
             optimizer.zero_grad()
             user.call("loss", wrapped, batches[number % len(batches)]).backward()
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()
             file.write(f"{clock.monotonic()}\n")
+    return model
+
+
+def evaluated(user: UserModule, model: nn.Module, batch: int) -> dict[str, float]:
+    """The script's metrics of its evaluation dataset."""
+    spec = plain_spec(user, {"global_batch_size": batch})
+    spec = spec.model_copy(update={"dataset": spec.evaluation_dataset})
+    model.eval()
+    sums: Counter[str] = Counter()
+    with torch.no_grad():
+        for minibatch in epoch_minibatches(spec, count_records(spec.dataset, spec.task_records), 0):
+            sums.update(
+                {name: float(each) for name, each in user.call("evaluate", model, _collated(user, minibatch)).items()}
+            )
+    return {name: float(value) for name, value in user.call("metrics", sums).items()}
 
 
 def activations(user: UserModule, batches: list[Any]) -> int:
@@ -79,6 +104,7 @@ def main() -> None:
     parser.add_argument("--store", default="")
     parser.add_argument("--steps", type=Path)
     parser.add_argument("--batches", type=int, default=BATCHES, help="that are trained again and again")
+    parser.add_argument("--epochs", type=int)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tuned", action="store_true")
     parser.add_argument("--activations", action="store_true")
@@ -87,14 +113,18 @@ def main() -> None:
     if given.tuned:
         malloc.give_back()
     user = user_module.load(given.script)
-    batches = batches_of(user, given.batch, given.rank, given.ranks, given.batches)
+    batches = batches_of(user, given.batch, given.rank, given.ranks, None if given.epochs else given.batches)
     if given.activations:
         print(activations(user, batches))
         return
     if given.ranks > 1:
         store = dist.FileStore(given.store, given.ranks)
         dist.init_process_group("gloo", store=store, rank=given.rank, world_size=given.ranks)
-    train(user, batches, given.ranks, given.steps if given.rank == 0 else None, tuned=given.tuned)
+    numbers: Iterable[int] = range(given.epochs * len(batches)) if given.epochs else count()
+    model = train(
+        user, batches, given.ranks, given.steps if given.rank == 0 else None, tuned=given.tuned, numbers=numbers
+    )
+    print(json.dumps(evaluated(user, model, given.batch)))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """The collective strategy against its peers, as ratios within one run; a part of it with --parts.
 
-    python -m benchmarks.collective [--parts exchange,jobs,joining,rebuilds,kills] [--members 2,4] [--rounds 11] [--mib 64] [--buckets 16] [--block-kib 1024]
+    python -m benchmarks.collective [--parts exchange,jobs,tables,joining,rebuilds,kills] [--members 2,4] [--rounds 11] [--mib 64] [--buckets 16] [--block-kib 1024]
                                     [--models charlm,mlp] [--seconds 3] [--rebuilds 200]
+                                    [--table-models deepfm,clicks] [--table-rows 1000000] [--table-ways ddp,ours,...] [--no-losses]
                                     [--joining 1,2] [--state-mib 256] [--joins 5] [--apart both]
                                     [--kills 100] [--freezes 20] [--instants 250] [--gloo-kills 250] [--within-s 3600] [--seed 1]
 
 exchange    gradients of --mib, no model: direct exchange with the code of trainers, and Gloo's all_reduce of the same gradients in --buckets
 jobs        steps/s of whole jobs, and of DistributedDataParallel at its best with the same model, global batch and threads
+tables      samples/s of jobs with embedding tables, two trainers: collective, one and two parameter servers, DistributedDataParallel
 joining     what a trainer that joins with --state-mib of parameters and momentum costs the others, of which there are --joining
 rebuilds    what so many generations leave behind: a trainer is killed again and again
 kills       of four trainers one is killed (--kills) or frozen (--freezes): the others' next step; killed at random instants (--instants, with spares beside
@@ -24,13 +26,13 @@ import os
 import tempfile
 from pathlib import Path
 
-from benchmarks.collective import exchange, jobs, joining, kills, rebuilds
+from benchmarks.collective import exchange, jobs, joining, kills, rebuilds, tables
 from shared.runtime import malloc, telemetry
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="exchange,jobs,joining,rebuilds,kills")
+    parser.add_argument("--parts", default="exchange,jobs,tables,joining,rebuilds,kills")
     parser.add_argument("--members", default="2,4")
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--buckets", type=int, default=16, help="of Gloo; ours are blocks of --block-kib")
@@ -39,6 +41,10 @@ def main() -> int:
     parser.add_argument("--rows", default=",".join(exchange.TITLES))
     parser.add_argument("--models", default="charlm,mlp")
     parser.add_argument("--seconds", type=float, default=3.0, help="of jobs: measured per row and round")
+    parser.add_argument("--table-models", default="deepfm,clicks")
+    parser.add_argument("--table-rows", type=int, default=1_000_000, help="of clicks")
+    parser.add_argument("--table-ways", default=",".join(tables.TITLES))
+    parser.add_argument("--no-losses", action="store_true", help="of tables: do not look whether all learn the same")
     parser.add_argument("--rebuilds", type=int, default=200)
     parser.add_argument("--joining", default="1,2", help="of joins: members before")
     parser.add_argument("--state-mib", type=int, default=256)
@@ -74,6 +80,8 @@ def main() -> int:
                 for members in counts:
                     windows = asyncio.run(jobs.measure(model, members, given.rounds, given.seconds, Path(folder)))
                     print(jobs.table(model, members, windows), flush=True)
+        if "tables" in parts:
+            right = _tables(given, Path(folder)) and right
         if "joining" in parts:
             print(f"\n{joining.HEAD}")
             for members in map(int, given.joining.split(",")):
@@ -87,6 +95,23 @@ def main() -> int:
             counts_of = kills.Counts(given.kills, given.freezes, given.instants, given.gloo_kills, given.within_s)
             right = kills.report(counts_of, given.seed, Path(folder)) and right
     return 0 if right else 1
+
+
+def _tables(given: argparse.Namespace, folder: Path) -> bool:
+    """Prints its table. Whether all learn the same."""
+    print(f"\n{tables.HEAD}")
+    ways = given.table_ways.split(",")
+    for model in given.table_models.split(","):
+        if model == "clicks":
+            tables.write_clicks(folder, given.table_rows)
+        names = [name for name in tables.names_of(model) if name in ways]
+        windows = asyncio.run(tables.measure(model, names, given.rounds, given.seconds, folder))
+        print(tables.table(model, windows), flush=True)
+    if given.no_losses:
+        return True
+    line, right = tables.loss_line(tables.losses(ways, folder))
+    print(line)
+    return right
 
 
 if __name__ == "__main__":

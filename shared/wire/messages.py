@@ -215,7 +215,8 @@ class TableRequest(MessageHeader):
     one answer; of the first one those whose hash is at least `part` (shared/tables/memory.py). `first` = slot_count: only how many rows there are. `slots`: version
     of the slot map that the asker goes by; 0: not checked.
 
-    Of a trainer of a collective job: the mean gradients of rows that made `version`, from the `first`th on; by `slots` those of its own slots, 0: of all."""
+    Of a trainer of a collective job: the mean gradients of rows that made `version`, of all tables one after the other, from the `first`th of all on; by `slots` those
+    of its own slots, 0: of all."""
 
     version: int | None = None
     table: int = Field(ge=0, lt=MOST_TABLES)
@@ -228,9 +229,10 @@ class TableEnd(Record):
     """After a payload of `rows` ids, ascending, and their rows; expired rows are left out. `next`: the first slot that is not whole in it, and `part`, from
     which hash on it is not; slot_count: that was all. `total`: rows of the table at this parameter server, expired ones included.
 
-    Of mean gradients: `total` of them, `next` is the first that is not in it. `has_data`: whether any lane had records in the step."""
+    Of mean gradients: `counts` of each table, `total` of all, `next` is the first that is not in it. `has_data`: whether any lane had records in the step."""
 
     rows: int = Field(ge=0)
+    counts: tuple[int, ...] = Field(default=(), max_length=MOST_TABLES)
     next: int = Field(ge=0)
     part: int = Field(default=0, ge=0, lt=1 << 32)
     total: int = Field(ge=0)

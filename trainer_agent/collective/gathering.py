@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -40,6 +40,9 @@ from trainer_agent.data_plane.transfer import Transfer, found
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting.retry import Backoff
 from trainer_agent.waiting.single_error import SingleErrorGroup
+
+if TYPE_CHECKING:
+    from trainer_agent.collective.rows.means import RowMeans  # loads numba
 
 GRACE_S = 0.1  # for answers to calls of a generation that is over; then their connections are closed
 FIRST_ASK_S, LAST_ASK_S = 0.002, 0.1  # pauses between questions to a trainer that is not in the generation yet
@@ -275,29 +278,23 @@ class MeanGradients(Transfer):
 
     async def _pull_rows(self, place: int, arriving: Arriving) -> None:
         """The mean gradients of rows of a trainer that has them: it had the whole version of its blocks. Raises StaleGeneration: the generation is over."""
-        from trainer_agent.collective.rows.means import WHOLE_PLACE, RowMeans  # noqa: PLC0415  loads numba
+        from trainer_agent.collective.rows.means import WHOLE_PLACE  # noqa: PLC0415  loads numba
 
         group = self.view.group
         arriving.check()
         assert group is not None
         share = group.generation if arriving.version > group.newest else 0
-        found = [
-            await self._table_means(place, arriving, share, number, spec.dim)
-            for number, spec in enumerate(self._layout.tables)
-        ]
-        means = RowMeans(
-            [ids for ids, _, _ in found], [rows for _, rows, _ in found], any(data for _, _, data in found)
-        )
-        arriving.rows[place if share else WHOLE_PLACE] = means
+        arriving.rows[place if share else WHOLE_PLACE] = await self._row_means(place, arriving, share)
 
-    async def _table_means(
-        self, place: int, arriving: Arriving, share: int, table: int, dim: int
-    ) -> tuple[Ids, Rows, bool]:
-        backoff, parts = Backoff(f"mean gradients of rows from the trainer at place {place}"), list[tuple[Ids, Rows]]()
-        first = 0
+    async def _row_means(self, place: int, arriving: Arriving, share: int) -> RowMeans:
+        """Of all tables: one request, more only if they are large. `share`: see TableRequest.slots."""
+        from trainer_agent.collective.rows.means import RowMeans  # noqa: PLC0415  loads numba
+
+        backoff = Backoff(f"mean gradients of rows from the trainer at place {place}")
+        parts, first = list[tuple[list[Ids], list[Rows]]](), 0
         while True:
             arriving.check()
-            fields = {"version": arriving.version, "table": table, "first": first, "slots": share}
+            fields = {"version": arriving.version, "table": 0, "first": first, "slots": share}
             try:
                 end, payload = await self._port(place).table(TableRequest(**self.envelope(), **fields))
             except (PeerError, StaleGeneration) as error:
@@ -305,13 +302,17 @@ class MeanGradients(Transfer):
                 await self._suspect_peer(place, error)
                 await backoff.failed(error)
                 continue
-            (ids,) = ids_in(payload, [end.rows], [dim], rows=True)
-            (rows,) = rows_in(payload, [end.rows], [dim], ids=True)
-            parts.append((ids, rows))
+            ids = ids_in(payload, end.counts, self._dims, rows=True)
+            parts.append((ids, rows_in(payload, end.counts, self._dims, ids=True)))
             if end.next >= end.total:
                 arriving.check()
-                ids, rows = (np.concatenate(each) for each in zip(*parts, strict=True))
-                return ids, rows, end.has_data
+                if len(parts) > 1:
+                    ids, rows = (
+                        [np.concatenate(each) for each in zip(*some, strict=True)] for some in zip(*parts, strict=True)
+                    )
+                else:
+                    ids, rows = parts[0]
+                return RowMeans(ids, rows, end.has_data)
             if end.next <= first:
                 raise BadFrame(f"the trainer at place {place} sent no mean gradients of rows from the {first}th on")
             first = end.next

@@ -12,9 +12,12 @@ import pytest
 from shared.errors import Gone, InvalidArgument, NotReady
 from shared.records.layout import Layout, OptimizerSpec, RowInit, RowOptimizer, TableSpec
 from shared.records.step import LanePosition, StepRecord
+from shared.serving.core.table.part import RowsPart
+from shared.tables.payload import ids_in, rows_in
 from shared.tables.saving import snapshot
 from shared.wire.messages import TableRequest
 from tests.equipment.replaced import replaced
+from trainer_agent.collective.mean_blocks import MeanStore
 from trainer_agent.collective.rows import giving, joining
 from trainer_agent.collective.rows import means as means_module
 from trainer_agent.collective.rows.giving import RowsGiver
@@ -110,6 +113,37 @@ def test_large_means_come_in_several_answers():
     with replaced(means_module, "PORTION_BYTES", 100):
         end, payload = asked(rows, 1, slots=4)
     assert (end.rows, end.next, end.total, payload.nbytes) == (6, 6, 40, 96)
+
+
+def test_answers_have_all_tables_one_after_the_other_and_none_is_left_out():
+    tables = tuple(
+        LAYOUT.tables[0].model_copy(update={"name": name, "dim": dim}) for name, dim in (("a", 4), ("b", 1), ("c", 2))
+    )
+    rows = MeanRows(LAYOUT.model_copy(update={"tables": tables}), 1, 0)
+    dims, counts = (4, 1, 2), (3, 40, 5)
+    ids = [IDS[:count] for count in counts]
+    sent = [
+        np.arange(count * dim, dtype=np.float32).reshape(count, dim) for count, dim in zip(counts, dims, strict=True)
+    ]
+    rows.push(0, 0, ids, sent, 3)
+    made(rows)
+    for most in (1, 60, 100, 1 << 20):
+        first, found = 0, [[], [], []]
+        with replaced(means_module, "PORTION_BYTES", most):
+            while first < 48:
+                end, payload = asked(rows, 1, slots=4, first=first)
+                parts = zip(
+                    ids_in(payload, end.counts, dims, rows=True),
+                    rows_in(payload, end.counts, dims, ids=True),
+                    strict=True,
+                )
+                assert 0 < end.rows == end.next - first
+                for table, part in zip(found, parts, strict=True):
+                    table.append(part)
+                first = end.next
+        for number, table in enumerate(found):
+            assert np.concatenate([part[0] for part in table]).tolist() == ids[number].tolist()
+            assert np.concatenate([part[1] for part in table]).tolist() == sent[number].tolist()
 
 
 def test_it_says_that_it_has_no_rows():
@@ -249,3 +283,43 @@ async def test_snapshots_that_nobody_asks_for_are_closed():
     with pytest.raises(NotReady, match="begin anew"):
         await giver.give(request("first", 1))
     assert not any(each.is_open for each in replica.rows.snapshots)
+
+
+# ---------------------------------------------------------------- safeguards, and what happens without them
+
+
+def counts_a_late_duplicate() -> bool:
+    """Whether a lane's rows of a step that is made already, pushed again, count in the next step."""
+    rows = MeanRows(LAYOUT, 2, 5)
+    for lane in (0, 1):
+        pushed(rows, 5, lane, IDS[:10])
+    made(rows)
+    pushed(rows, 5, 0, IDS[:10])
+    pushed(rows, 6, 1, IDS[:10])
+    return rows.is_whole
+
+
+def test_rows_that_are_pushed_again_count_once(monkeypatch):
+    assert not counts_a_late_duplicate()
+    monkeypatch.setattr(RowsPart, "judge", lambda *_: None)
+    assert counts_a_late_duplicate()
+
+
+def gives_the_last_version() -> bool:
+    """Whether a trainer that has all of version 7 gives its means to one that has version 6."""
+    store = MeanStore("j", LAYOUT, 2, record(5), lambda _: memoryview(b""))
+    for version in (6, 7):
+        store.complete(version, {}, record(version), {WHOLE_PLACE: means(version)})
+    store.in_use = 7
+    store.forget()
+    assert store.rows is not None
+    try:
+        return asked(store.rows, 7, slots=0)[0].total > 0
+    except Gone:
+        return False
+
+
+def test_means_of_the_last_version_are_kept_for_those_who_lack_it(monkeypatch):
+    assert gives_the_last_version()
+    monkeypatch.setattr(MeanStore, "_needed", property(lambda store: store.in_use + 1))
+    assert not gives_the_last_version()

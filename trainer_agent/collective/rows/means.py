@@ -97,20 +97,27 @@ class MeanRows(TableRows):
                 del kept[older]
 
     def portion_of_means(self, request: TableRequest) -> tuple[TableEnd, memoryview]:
-        """As many as go into one answer. Raises InvalidArgument; NotReady: not yet; Gone: not any more."""
-        if request.table >= len(self.dims) or request.version is None:
-            raise InvalidArgument(f"mean gradients of table {request.table}: the model has {len(self.dims)}")
+        """Of all tables, one after the other, as many as go into one answer. Raises InvalidArgument; NotReady: not yet; Gone: not any more."""
+        if request.version is None:
+            raise InvalidArgument("mean gradients of rows are those of a version, and none was asked for")
         found = (self.shares if request.slots else self.whole).get(request.version)
         if found is None:
             what = f"mean gradients of rows that made version {request.version}"
             if request.version > self.version:
                 raise NotReady(f"{what} are not there: the rows are at version {self.version}; ask again")
             raise Gone(f"{what} are not kept: the rows are at version {self.version}")
-        dim, ids, gradients = self.dims[request.table], found.ids[request.table], found.gradients[request.table]
-        last = min(len(ids), request.first + max(1, PORTION_BYTES // (ID_BYTES + NUMBER_BYTES * dim)))
-        some = slice(min(request.first, last), last)
-        end = TableEnd(rows=last - some.start, next=last, total=len(ids), has_data=found.has_data)
-        return end, joined([ids[some]], [gradients[some]])
+        ids, gradients, passed, left = [], [], request.first, PORTION_BYTES
+        for dim, of_table, rows in zip(self.dims, found.ids, found.gradients, strict=True):
+            first, size = min(passed, len(of_table)), ID_BYTES + NUMBER_BYTES * dim
+            last = min(len(of_table), first + max(left // size, left == PORTION_BYTES))
+            ids.append(of_table[first:last])
+            gradients.append(rows[first:last])
+            passed -= first
+            left = left - (last - first) * size if last == len(of_table) else 0
+        counts = tuple(map(len, ids))
+        count, total = sum(counts), sum(map(len, found.ids))
+        end = TableEnd(rows=count, counts=counts, next=request.first + count, total=total, has_data=found.has_data)
+        return end, joined(ids, gradients)
 
     # ------------------------------------------------------------ it has no rows
 
