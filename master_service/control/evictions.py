@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 
 from master_service.store.writer import ATTEMPT_S, PAUSE_S, HeldLock, LockLost
@@ -40,28 +38,23 @@ class Evictions:
     def __init__(self, etcd: Etcd, keys: Keys, lock: HeldLock | None) -> None:
         self._etcd, self._keys, self._lock = etcd, keys, lock
         self.ended: set[str] = set()
-        self._watched: dict[int, asyncio.Task[None]] = {}  # by lease
+        self._watched: set[int] = set()
+        self._suspects: asyncio.Queue[tuple[TrainerMember | PserverMember, float]] = asyncio.Queue()  # of those watched
 
-    @asynccontextmanager
-    async def watching(self) -> AsyncIterator[None]:
-        """While the block runs `watch` may be called. After it nobody is evicted any more."""
-        try:
-            yield
-        finally:
-            for watch in self._watched.values():
-                watch.cancel()
-            await asyncio.gather(*self._watched.values(), return_exceptions=True)
+    async def run(self) -> None:
+        """Look at the leases of suspects. Until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                group.create_task(self._end_overdue(*await self._suspects.get()))
 
-    def watch(self, member: TrainerMember | PserverMember, ttl_s: float) -> None:
-        """Somebody waits for that member: end its registration as soon as its lease's time is over, unless it renews it. Does not wait."""
-        if self._lock is None or not member.lease or member.lease in self._watched or len(self._watched) >= WATCHED:
-            return
-        watch = asyncio.ensure_future(self._end_overdue(member, ttl_s))
-        self._watched[member.lease] = watch
-        watch.add_done_callback(lambda _: self._watched.pop(member.lease, None))
+    def suspect(self, member: TrainerMember | PserverMember, ttl_s: float) -> None:
+        """Somebody waits for that member: `run` ends its lease as soon as that is over, unless it is renewed."""
+        if member.lease and member.lease not in self._watched and len(self._watched) < WATCHED:
+            self._watched.add(member.lease)
+            self._suspects.put_nowait((member, ttl_s))
 
     async def _end_overdue(self, member: TrainerMember | PserverMember, ttl_s: float) -> None:
-        lease, deadline = LeaseEnd(ttl_s), clock.monotonic() + ttl_s + LATE_S
+        name, lease, deadline = self._place(member)[0], LeaseEnd(ttl_s), clock.monotonic() + ttl_s + LATE_S
         try:
             while clock.monotonic() < deadline:
                 asked = clock.monotonic()
@@ -69,12 +62,15 @@ class Evictions:
                 lease.take(asked, clock.monotonic(), left_s)
                 if left_s < 0 or lease.renewed:
                     return
-                if lease.over:
-                    await self.end(member, f"its lease of {ttl_s:g} s is over")
+                if lease.over:  # without a fence: etcd is about to do the same
+                    log.warning("lease_is_over", suspect=name, ttl_s=ttl_s)
+                    await self._etcd.revoke(member.lease, timeout_s=ANSWER_S)
                     return
                 await asyncio.sleep(max(LOOK_S, left_s - 1))
         except TriremeError as error:  # etcd ends it
-            log.info("lease_not_watched", member=self._place(member)[0], cause=error.message)
+            log.info("lease_not_watched", suspect=name, cause=error.message)
+        finally:
+            self._watched.discard(member.lease)
 
     async def end(self, member: TrainerMember | PserverMember, cause: str) -> bool:
         """Whether that registration is over now. Raises LockLost; DeadlineExceeded if etcd does not answer."""

@@ -72,7 +72,7 @@ class Supervisor:
     async def run(self) -> None:
         """Until the writer's term ends (raises NotLeader in an ExceptionGroup) or cancelled."""
         self._changed.set()
-        async with self.evictions.watching(), asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as group:
             group.create_task(self._reconcile_members())
             group.create_task(self._recover())
             group.create_task(self._sweep())
@@ -80,6 +80,7 @@ class Supervisor:
             group.create_task(self._pauses.run())
             group.create_task(self.operations.run())
             group.create_task(self._evaluations.run())
+            group.create_task(self.evictions.run())
 
     def members_changed(self) -> None:
         self._changed.set()

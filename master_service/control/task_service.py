@@ -200,7 +200,7 @@ class TaskService(ABC):
         """Raises NotFound."""
         dead = False
         for suspect in self.find_members(member_id):
-            self.evictions.watch(suspect, self.job.spec.lease_ttl_s)
+            self.evictions.suspect(suspect, self.job.spec.lease_ttl_s)
             if suspect.url in self._probing or not tells(suspect.url, suspect.network, self.network):
                 continue
             self._probing.add(suspect.url)

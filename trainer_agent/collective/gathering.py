@@ -225,7 +225,8 @@ class MeanGradients(Transfer):
     async def _gather(self, group: Group, version: int) -> None:
         """All blocks of the next version, unless this trainer has `version`, or the generation ends before. Raises Gone: nobody can give it."""
         if self.native is not None and group.owns and self.has >= group.newest:
-            await self.native.reached(group, version)
+            with self._late.watching(group, lambda: range(group.trainers.owner_count)):  # an operation is one of all
+                await self.native.reached(group, version)
             return
         async with self._gathering:
             store = self.store

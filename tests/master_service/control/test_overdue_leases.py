@@ -60,7 +60,7 @@ def test_a_frozen_member_is_none_once_its_lease_is_over() -> None:
 
 def test_without_a_look_at_its_lease_etcd_ends_it_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ablation."""
-    monkeypatch.setattr(Evictions, "watch", lambda *_: None)
+    monkeypatch.setattr(Evictions, "suspect", lambda *_: None)
 
     async def main() -> None:
         assert await longest_s() > TTL_S + LATE_S
