@@ -142,7 +142,7 @@ class MeanGradients(Transfer):
             msg = f"version {self.has} of this trainer is made of other records than that of generation {group.generation}"
             raise Gone(msg)
         while self.has < group.newest:
-            await self._gather(group, group.newest)
+            await self.catch_up(group)
         self.server.open(group.generation)
         group.formed.set()
 
@@ -158,8 +158,10 @@ class MeanGradients(Transfer):
                 await self._versions(group)
 
     async def catch_up(self, group: Group) -> None:
-        """The next of the versions that others of the group have. Raises Gone."""
+        """The next of the versions that others of the group have. Raises Gone; StaleGeneration: the generation is over, and nothing may have come."""
         await self._gather(group, group.newest)
+        if self.view.group is not group:
+            raise StaleGeneration(_over(group))
 
     async def _while_it_lasts(self, group: Group, work: Coroutine[Any, Any, T]) -> T | None:
         """None: another generation came first."""
@@ -181,8 +183,7 @@ class MeanGradients(Transfer):
         while self.view.group is group:
             await self.view.next_group.wait()
         await asyncio.sleep(grace_s)
-        msg = f"generation {group.generation} is over"
-        raise StaleGeneration(msg)
+        raise StaleGeneration(_over(group))
 
     async def _ask_for_version(self, group: Group, place: int) -> PserverInfo:
         """What the trainer at that place has, in this generation."""
@@ -358,3 +359,7 @@ def _late_places(group: Group, store: MeanStore, pulls: Mapping[int, asyncio.Tas
         return {place for place, pull in pulls.items() if not pull.done()}
     trainers = group.trainers
     return {trainers.place_of(lane) for first, last in missing_lanes(store) for lane in range(first, last)}
+
+
+def _over(group: Group) -> str:
+    return f"generation {group.generation} is over"
