@@ -22,7 +22,6 @@ from shared.errors import (
     WrongOwner,
 )
 from shared.lanes import Interval
-from shared.records import Mode
 from shared.records.layout import ROWS
 from shared.records.operations import CheckpointRequest
 from shared.records.step import StepRecord
@@ -135,8 +134,6 @@ class Transfer(Pulls):
             except PeerError as error:
                 if self._silence.failed(index, error, skip_after_s):
                     return {index: Verdict.SKIPPED}
-                if header.mode is Mode.SYNC and self.generation > header.generation:
-                    return {index: Verdict.STALE}  # without a look for news: this is what followed from the last ones
                 await self._suspect_peer(index, error)
                 if routes is not None and self.routes.version != routes.version:
                     return await self._push_again(index, header, outbox, await outbox.items(), routes, skip_after_s)
