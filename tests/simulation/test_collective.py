@@ -27,7 +27,11 @@ MOST_SEEDS = 40
 
 
 @pytest.mark.parametrize(
-    "seeds", [pytest.param(range(FEW), id="few"), pytest.param(range(FEW, MANY), id="many", marks=pytest.mark.soak)]
+    "seeds",
+    [
+        pytest.param(range(FEW), id="few"),
+        pytest.param(range(FEW, MANY), id="many", marks=[pytest.mark.soak, pytest.mark.timeout(1200)]),
+    ],
 )
 def test_every_promise_is_kept_without_parameter_servers(seeds):
     for seed in seeds:
