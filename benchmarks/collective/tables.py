@@ -114,7 +114,11 @@ def _loss(name: str, folder: Path) -> float:
             subprocess.Popen([str(each) for each in command], env=environment, stdout=subprocess.PIPE, text=True)
             for command in commands
         ]
-        found = [rank.communicate(timeout=RUN_S)[0] for rank in ranks]
+        try:
+            found = [rank.communicate(timeout=RUN_S)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
         return float(json.loads(found[0])["loss"])
     options: Mapping[str, object] = {"strategy": "collective"} if name == "ours" else {"pservers": int(name[-1])}
     more = {"trainers": TRAINERS, "lanes": TRAINERS, "global-batch-size": batch, "epochs": EPOCHS, "data-dir": folder}

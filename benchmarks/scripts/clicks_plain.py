@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "deepfm"))
 import clicks
 from clicks import config, dataset, loss
 
+from benchmarks.scripts.two_optimizers import TwoOptimizers
+
 __all__ = ["config", "dataset", "loss", "model", "optimizer"]
 ROWS = json.loads((clicks.DATA / "about.json").read_text())["total_rows"]
 LR = 0.002
@@ -29,25 +31,10 @@ class DeepFM(clicks.FactorizedScores):
         return self.scores(self.rows(ids), dense)
 
 
-class Both:
-    def __init__(self, model):
-        self._all = (
-            torch.optim.SparseAdam(model.rows.parameters(), lr=LR),
-            torch.optim.Adam(model.deep.parameters(), lr=LR, fused=True),
-        )
-
-    def zero_grad(self):
-        for one in self._all:
-            one.zero_grad()
-
-    def step(self):
-        for one in self._all:
-            one.step()
-
-
 def model():
     return DeepFM()
 
 
 def optimizer(model):
-    return Both(model)
+    rows = torch.optim.SparseAdam(model.rows.parameters(), lr=LR)
+    return TwoOptimizers(rows, torch.optim.Adam(model.deep.parameters(), lr=LR, fused=True))

@@ -20,6 +20,7 @@ import deepfm
 from data import GENRES, PADDING, prepare
 from deepfm import config, dataset, evaluation_dataset
 
+from benchmarks.scripts.two_optimizers import TwoOptimizers
 from trainer_agent.data import default_collate
 
 __all__ = ["collate", "config", "dataset", "evaluate", "evaluation_dataset", "loss", "metrics", "model", "optimizer"]
@@ -67,29 +68,13 @@ class DeepFM(deepfm.FactorizedScores):
         return self.scores(torch.stack([*fields, of["genre"](genres - PADDING)], dim=1))
 
 
-class Both:
-    def __init__(self, model):
-        tables = list(model.tables.parameters())
-        self._all = (
-            torch.optim.Adagrad(tables, lr=LR_OF_ROWS),
-            torch.optim.Adam(model.deep.parameters(), lr=LR, fused=True),
-        )
-
-    def zero_grad(self):
-        for one in self._all:
-            one.zero_grad()
-
-    def step(self):
-        for one in self._all:
-            one.step()
-
-
 def model():
     return DeepFM()
 
 
 def optimizer(model):
-    return Both(model)
+    tables = torch.optim.Adagrad(list(model.tables.parameters()), lr=LR_OF_ROWS)
+    return TwoOptimizers(tables, torch.optim.Adam(model.deep.parameters(), lr=LR, fused=True))
 
 
 def loss(model, batch):

@@ -87,7 +87,7 @@ class Collective(MeanGradients):
 
     async def _take_part(self, group: Group) -> None:
         try:
-            await self._form(group)
+            await self.form(group)
             if self.native is not None and group.owns:
                 await self.native.run(group)
         except Gone as error:

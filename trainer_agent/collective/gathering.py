@@ -21,6 +21,7 @@ from shared.records import JobSpec
 from shared.records.layout import Layout
 from shared.records.step import StepRecord
 from shared.runtime import telemetry
+from shared.serving.core.progress import missing_lanes
 from shared.tables.hashing import Ids
 from shared.tables.payload import ids_in, rows_in
 from shared.wire.messages import PserverInfo, TableRequest
@@ -31,7 +32,6 @@ from trainer_agent.collective.mean_blocks import MeanStore
 from trainer_agent.collective.native.exchange import NativeExchange
 from trainer_agent.collective.own_share import OwnShare
 from trainer_agent.collective.ports import CollectivePorts
-from trainer_agent.collective.server import missing_lanes
 from trainer_agent.core.steps import agreed
 from trainer_agent.data_plane.http import PserverPort
 from trainer_agent.data_plane.lookups import Rows
@@ -127,7 +127,7 @@ class MeanGradients(Transfer):
         self._stepped.set()
         log.info("regrouped", generation=self.view.generation, place=place, blocks=len(own), version=self.has)
 
-    async def _form(self, group: Group) -> None:
+    async def form(self, group: Group) -> None:
         """Learn what the trainers of the group have, and get what this one lacks. Raises Gone: nobody can give that."""
         await self.view.learn_addresses(group)
         said = await self._versions(group)

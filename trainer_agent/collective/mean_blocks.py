@@ -11,7 +11,7 @@ have beyond that is made again (`start_again`), maybe of other records.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -234,6 +234,10 @@ class MeanStore(Store):
             block.let_go()
 
     # ------------------------------------------------------------ Store
+
+    @property
+    def collected(self) -> Iterable[MeanBlock]:
+        return [self.blocks[number] for number in self.own]
 
     def apply(self, push: Push, item: PushBlock, payload: memoryview, memory: Buffer | None = None) -> Verdict:
         if item.block in self.blocks and item.block not in self.own:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from shared.blocks.buffers import Allocate, Buffer
 from shared.errors import InvalidArgument, NotReady, StaleGeneration, WrongOwner
-from shared.lanes import Interval, gaps, intervals
 from shared.records import Mode, SlotMap
 from shared.records.pauses import Torn
 from shared.runtime import telemetry
 from shared.serving.core.calls import BlockServer, OpenPull, Payload
+from shared.serving.core.progress import missing_lanes
 from shared.serving.core.pushes import OpenPush
 from shared.serving.core.store import Store
 from shared.serving.pserver import Pserver
@@ -182,14 +182,3 @@ class ShareServer(Pserver):
         if header.generation > self.generation:
             msg = f"generation {header.generation} is ahead of {self.generation}, the newest that {self.trainer} has read from etcd: ask again"
             raise NotReady(msg)
-
-
-def missing_lanes(store: MeanStore) -> tuple[Interval, ...]:
-    """The lanes that some block of the share lacks in the step after the version that all of it has."""
-    waiting = {
-        frozenset(block.tree.nodes) for number in store.own if (block := store.blocks[number]).version == store.has
-    }
-    if store.rows is not None and store.rows.version == store.has:
-        waiting.add(store.rows.lanes_there)
-    lacking = {lane for nodes in waiting for first, last in gaps(nodes, store.lanes) for lane in range(first, last)}
-    return tuple(intervals(sorted(lacking)))

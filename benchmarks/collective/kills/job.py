@@ -78,7 +78,8 @@ async def measure(
             await asyncio.sleep(PAUSE_S * chance.random())
             faults.append(await _harm(cluster, chance, told, frozen=frozen))
             if not spares:  # else a kill may come while the others still recover from the one before
-                await _until(_all_compute(cluster, told), "a step of all trainers", SEEN_S)
+                pids = lambda: [child.pid for child in _owners(cluster)]  # noqa: E731
+                await _until(_go_on(told, pids, MEMBERS), "a step of all trainers", SEEN_S)
             if number % 10 == 9:
                 progress(f"{number + 1} of {count}, {clock.monotonic() - began:.0f} s")
         pids = [child.pid for child in _owners(cluster)]
@@ -106,32 +107,22 @@ async def _harm(cluster: LocalCluster, chance: random.Random, told: Path, *, fro
     victim.send(signal.SIGSTOP if frozen else signal.SIGKILL)
     if frozen:
         await _until(lambda: victim not in _owners(cluster), "a generation without the frozen trainer")
-        await _until(_go_on(told, survivors), "a step of the others", SEEN_S)
+        await _until(_go_on(told, lambda: survivors, len(survivors)), "a step of the others", SEEN_S)
         if victim.alive and victim.pid == pid:
             victim.send(signal.SIGCONT)
     await _until(lambda: _whole(cluster, before), "all trainers again")
     return Fault(at, survivors)
 
 
-def _all_compute(cluster: LocalCluster, told: Path) -> Callable[[], bool]:
-    """Whether all that have lanes have begun with two versions since this was called."""
-
-    def pids() -> list[int]:
-        return [child.pid for child in _owners(cluster)]
-
+def _go_on(told: Path, pids: Callable[[], Sequence[int]], number: int) -> Callable[[], bool]:
+    """Whether these are so many, and all have begun with two versions since this was called."""
     before = _counts(told, pids())
 
     def there() -> bool:
         now = _counts(told, pids())
-        return len(now) == MEMBERS and all(count >= before.get(pid, 0) + 2 for pid, count in now.items())
+        return len(now) == number and all(count >= before.get(pid, 0) + 2 for pid, count in now.items())
 
     return there
-
-
-def _go_on(told: Path, pids: Sequence[int]) -> Callable[[], bool]:
-    """Whether these have begun with two versions since this was called."""
-    before = _counts(told, pids)
-    return lambda: all(count >= before[pid] + 2 for pid, count in _counts(told, pids).items())
 
 
 def _counts(told: Path, pids: Sequence[int]) -> dict[int, int]:

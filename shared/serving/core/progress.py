@@ -43,7 +43,7 @@ def missing_lanes(store: Store) -> tuple[Interval, ...]:
     if store.mode is not Mode.SYNC:
         return ()
     lowest = store.lowest
-    waiting = {frozenset(state.tree.nodes) for state in store.blocks.values() if state.version == lowest}
+    waiting = {frozenset(state.tree.nodes) for state in store.collected if state.version == lowest}
     if store.rows is not None and store.rows.version == lowest:
         waiting.add(store.rows.lanes_there)
     lacking = {lane for nodes in waiting for first, last in gaps(nodes, store.lanes) for lane in range(first, last)}

@@ -92,6 +92,11 @@ class Store:
 
     # ------------------------------------------------------------ blocks
 
+    @property
+    def collected(self) -> Iterable[BlockState]:
+        """The blocks that it takes pushes of."""
+        return self.blocks.values()
+
     def add_block(self, number: int, payload: memoryview) -> None:
         """Copy the initial values of a block. Raises BadFrame if they do not fit the layout or the block was added before."""
         place = self.geometry.block(number)

@@ -43,6 +43,6 @@ async def test_a_generation_that_ends_while_a_version_is_fetched_ends_forming_it
     )
     exchange.catch_up = partial(MeanGradients.catch_up, exchange)
     with pytest.raises(StaleGeneration):
-        await MeanGradients._form(exchange, group)
+        await MeanGradients.form(exchange, group)
     assert asked == [5]
     assert not group.formed.is_set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 
 from shared.records import Exchange, TrainerList, TrainerMember
 from tests.equipment.virtual_loop import run_virtually
@@ -65,4 +64,3 @@ def test_three_that_follow_it_tell_about_one_and_nobody_about_itself():
 def test_a_spare_tells_nothing():
     names = tuple(f"t{number}" for number in range(9))  # eight have lanes
     assert not any(follows(group_of("t8", names), place) for place in range(8))
-    assert re.match("<LateMembers after 0.5 s>", repr(LateMembers(lambda *_: None, LEASE_S)))
