@@ -179,6 +179,8 @@ class _Joining:
         self._written.append(data)
 
     def close(self) -> None:
+        if self._transport.is_closing():  # a TLS transport that is closed twice has no protocol any more
+            return
         self._flush()
         self._transport.close()
         if self._transport.get_write_buffer_size():  # a reader that takes nothing would keep it open for ever

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -14,6 +16,7 @@ from shared.errors import PeerError
 from shared.security import authority
 from shared.security.tls import Tls
 from tests.equipment.uvicorn_server import served
+from tests.equipment.waiting import until
 from tests.master_service.cluster import MasterCluster, running, spec_of
 from trireme.client import AsyncClient
 from trireme.view.client import Client
@@ -26,10 +29,14 @@ async def test_clients_that_trust_its_authority_and_have_a_certificate_get_answe
     authority.issue(tmp_path / "tls", "trireme", ("127.0.0.1",), 1)
     ca, cert, key = (str(tmp_path / "tls" / name) for name in ("ca.pem", "trireme.pem", "trireme-key.pem"))
     tls = Tls(ca, cert, key, mutual=True)
+    failed: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
     async with running(MasterCluster(spec_of()), "t1") as master:
         server = Server(make_app(master), tls=tls.server())
         async with served(server) as port:
             await _asked(port, tls, monkeypatch)
+            await until(lambda: not server.server_state.connections, "the end of all connections", 10)
+    assert not failed  # nobody's going is an error
 
 
 async def _asked(port: int, tls: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
