@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 
+from master_service.api.routes import dependencies
 from shared.etcd import Etcd, connect
 from shared.etcd.embedded import EmbeddedEtcd
 from tests.equipment.etcd.real import embedded_etcd
@@ -29,3 +30,9 @@ def _plain_logs() -> Iterator[None]:
     """Tracebacks drawn for terminals take seconds."""
     with configured(print):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _patient_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may hold the process up for longer than requests wait for etcd."""
+    monkeypatch.setattr(dependencies, "ANSWER_S", 60.0)
