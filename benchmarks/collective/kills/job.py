@@ -14,7 +14,9 @@ import asyncio
 import itertools
 import math
 import random
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +48,7 @@ class Fault:
 class Found:
     """`seconds`: of each fault, until all survivors had finished the next step that began after it, None: never. `disagreed`: faults after which a trainer had
     another version than the undisturbed job, or one that it had before. `equal`: trainers, of MEMBERS at the end, whose parameters are torch.equal to the
-    undisturbed job's. `versions`: steps of the job; `digests`: that were compared."""
+    undisturbed job's. `versions`: steps of the job; `digests`: that were compared. `ended`: why the job had to be ended before all faults; empty: it had not."""
 
     seconds: Sequence[float | None]
     disagreed: int
@@ -54,10 +56,11 @@ class Found:
     versions: int
     digests: int
     took: float
+    ended: str = ""
 
     @property
     def right(self) -> bool:
-        return not self.disagreed and self.equal == MEMBERS
+        return not self.ended and not self.disagreed and self.equal == MEMBERS
 
 
 async def measure(
@@ -67,43 +70,46 @@ async def measure(
     began, told = clock.monotonic(), folder / "told"
     more = {"lease_ttl_s": LEASE_S} if frozen else {}
     spec = endless(SCRIPT, folder / "run", MEMBERS + spares, MEMBERS, **more)
-    chance, faults = random.Random(seed), []
+    chance, faults, ended = random.Random(seed), list[Fault](), ""
     environment = {"TOLD": str(told), "TOLD_PAUSE_S": str(MINIBATCH_S)}
     async with LocalCluster(spec, folder / "run", environment=environment) as cluster:
         await _until(lambda: _whole(cluster, 0), "all trainers")
         await asyncio.sleep(PAUSE_S)
-        for number in range(count):
-            if clock.monotonic() - began > within_s:
-                break
-            await asyncio.sleep(PAUSE_S * chance.random())
-            faults.append(await _harm(cluster, chance, told, frozen=frozen))
-            if not spares:  # else a kill may come while the others still recover from the one before
-                pids = lambda: [child.pid for child in _owners(cluster)]  # noqa: E731
-                await _until(_go_on(told, pids, MEMBERS), "a step of all trainers", SEEN_S)
-            if number % 10 == 9:
-                progress(f"{number + 1} of {count}, {clock.monotonic() - began:.0f} s")
-        pids = [child.pid for child in _owners(cluster)]
-        end = clock.monotonic()
-        await _until(lambda: bool(all_saved(told, pids, end)), "parameters that all have saved", PAUSE_S)
+        try:
+            for number in range(count):
+                if clock.monotonic() - began > within_s:
+                    break
+                await asyncio.sleep(PAUSE_S * chance.random())
+                await _harm(cluster, chance, told, faults, frozen=frozen)
+                if not spares:  # else a kill may come while the others still recover from the one before
+                    pids = lambda: [child.pid for child in _owners(cluster)]  # noqa: E731
+                    await _until(_go_on(told, pids, MEMBERS), "a step of all trainers", SEEN_S)
+                if number % 10 == 9:
+                    progress(f"{number + 1} of {count}, {clock.monotonic() - began:.0f} s")
+            owners, end = [child.pid for child in _owners(cluster)], clock.monotonic()
+            await _until(lambda: bool(all_saved(told, owners, end)), "parameters that all have saved", PAUSE_S)
+        except TimeoutError as error:  # what was told until then still counts
+            logs = shutil.copytree(cluster.run_dir / "logs", Path(tempfile.mkdtemp(prefix="kills-")) / "logs")
+            ended = f"ended after {len(faults)} of {count}: {error}; {cluster!r}; logs: {logs}"
         took = clock.monotonic() - began
     lines = lines_of(told)
-    alone = await _left_alone(
-        folder / "alone", lines[pids[0]][-1][1], len({d for own in lines.values() for _, d in own})
-    )
+    _, newest_digest = max(own[-1] for own in lines.values() if own)
+    alone = await _left_alone(folder / "alone", newest_digest, len({d for own in lines.values() for _, d in own}))
     history = History.of(lines, alone)
     edges = [*(fault.at for fault in faults), float("inf")]
     wrong = [history.wrong(first, last) for first, last in itertools.pairwise(edges)]
-    equal, _ = equal_at_the_end(told, pids, folder / "alone" / "told", end)
+    equal = 0 if ended else equal_at_the_end(told, owners, folder / "alone" / "told", end)[0]
     seconds = [history.next_step_s(fault.at, fault.survivors) for fault in faults]
     newest = max(version or 0 for own in history.versions.values() for _, version in own)
-    return Found(seconds, sum(map(bool, wrong)), equal, newest, sum(map(len, lines.values())), took)
+    return Found(seconds, sum(map(bool, wrong)), equal, newest, sum(map(len, lines.values())), took, ended)
 
 
-async def _harm(cluster: LocalCluster, chance: random.Random, told: Path, *, frozen: bool) -> Fault:
+async def _harm(cluster: LocalCluster, chance: random.Random, told: Path, faults: list[Fault], *, frozen: bool) -> None:
+    """The fault is added at once, whatever becomes of the job."""
     owners = _owners(cluster)
     victim, before = chance.choice(owners), _generation(cluster)
     pid, survivors = victim.pid, [child.pid for child in owners if child is not victim]
-    at = clock.monotonic()
+    faults.append(Fault(clock.monotonic(), survivors))
     victim.send(signal.SIGSTOP if frozen else signal.SIGKILL)
     if frozen:
         await _until(lambda: victim not in _owners(cluster), "a generation without the frozen trainer")
@@ -111,7 +117,6 @@ async def _harm(cluster: LocalCluster, chance: random.Random, told: Path, *, fro
         if victim.alive and victim.pid == pid:
             victim.send(signal.SIGCONT)
     await _until(lambda: _whole(cluster, before), "all trainers again")
-    return Fault(at, survivors)
 
 
 def _go_on(told: Path, pids: Callable[[], Sequence[int]], number: int) -> Callable[[], bool]:

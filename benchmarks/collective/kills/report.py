@@ -46,7 +46,7 @@ def report(counts: Counts, seed: int, folder: Path) -> bool:
             options = {"frozen": frozen, "spares": spares, "seed": seed, "within_s": counts.within_s}
             found = asyncio.run(job.measure(count, folder / f"kills-{place}", **options))
             progress(f"seconds: {' '.join('never' if each is None else f'{each:.3f}' for each in found.seconds)}")
-            print(row(what, goal, found), flush=True)
+            print(row(what, goal, found), *filter(None, [found.ended]), sep="\n", flush=True)
             right = right and found.right
     if counts.gloo_kills:
         share = disagreed / counts.gloo_kills
