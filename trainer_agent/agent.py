@@ -206,7 +206,9 @@ class Agent:
         """False: only a new process can train."""
         job = self._spec, self._directory, self._etcd, self._membership, self._compute
         if self.collective is not None:
-            return await begin_together(*job, self.collective, self._offload)
+            usable = await begin_together(*job, self.collective, self._offload)
+            self.collective.begun.set()
+            return usable
         return await ensure_initialised(*job, self._connect)
 
     def _duty(self) -> Duty:

@@ -125,6 +125,9 @@ class OwnKey(Generic[R]):
         self.record = self.record.model_copy(update=fields)
         self._changed.set()
 
+    def created_again(self) -> None:
+        """Before the key, which was gone with its lease, is created again: `record` may say so."""
+
     def look(self) -> None:
         """By what is known of the job the key is gone or another's: `hold` asks etcd. Whoever deleted it may not have revoked the lease: it died in
         between, or its answer was lost and another process had the place before it asked again."""
@@ -215,6 +218,8 @@ class OwnKey(Generic[R]):
                 if proofs is None:
                     return False
                 lease = await self._etcd.grant(over.ttl_s)
+                if found is None:
+                    self.created_again()
                 if (revision := await self._put(lease, proofs)) > 0:
                     self._created = found.create_revision if found is not None else revision
                     self.record, self._lease = self.record.model_copy(update={"lease": lease.id}), lease

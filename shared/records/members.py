@@ -94,13 +94,15 @@ class Exchange(Record):
 class Holding(Record):
     """What a trainer of a collective job has: parameters and optimizer of `version` at the time it said so (it may be further by now), in
     `timeline`, which began with `checkpoint` (see JobState). `error`: why it could not load that checkpoint; then it has nothing.
-    `superseded`: see Restored."""
+    `superseded`: see Restored. `doubted`: the trainer's key was gone for a while, so others may have made versions since that it cannot get
+    any more."""
 
     timeline: int
     checkpoint: str = ""
     version: int = 0
     error: Message = ""
     superseded: bool = False
+    doubted: bool = False
 
 
 class TrainerMember(Record):

@@ -44,7 +44,7 @@ log = telemetry.logger("exchange")
 
 
 class Collective(MeanGradients):
-    """Run `run()` beside the loops. `in_use`: whoever uses or changes the parameters holds it. `on_lost` is called when what the replica has is of no use
+    """Run `run()` beside the loops. `begun`: to be set once `begin_together` has returned. `in_use`: whoever uses or changes the parameters holds it. `on_lost` is called when what the replica has is of no use
     any more."""
 
     def __init__(
@@ -60,6 +60,7 @@ class Collective(MeanGradients):
         super().__init__(view, connect, compute, suspect, certain, spec, ports)
         self.replica = Replica(compute, Clipping.of(spec))
         self.in_use = asyncio.Lock()
+        self.begun = asyncio.Event()
         self._measured: float | None = None
         self.on_lost: Callable[[], None] = lambda: None
 

@@ -80,6 +80,7 @@ class MeanGradients(Transfer):
         self._gathering = asyncio.Lock()
         self._stepped = asyncio.Event()
         self._lost = ""
+        self.on_formed: Callable[[], None] = lambda: None
         view.regrouped = self._regroup
         ports.server.on_step = self._stepped.set
 
@@ -145,6 +146,7 @@ class MeanGradients(Transfer):
             await self.catch_up(group)
         self.server.open(group.generation)
         group.formed.set()
+        self.on_formed()
 
     async def _versions(self, group: Group) -> list[PserverInfo]:
         async with SingleErrorGroup() as tasks:

@@ -58,6 +58,7 @@ class CollectiveMember(Collective):
         server.directory, server.in_doubt = directory, lambda: membership.in_doubt
         server.on_torn = lambda torn: membership.set(torn=torn)
         self.on_lost = lambda: membership.set(holds=None)
+        self.on_formed = membership.without_doubt
         server.giver = StateGiver(spec.job, compute, self.replica, self._saved, ports.step_in)
         server.own_rows = lambda: self.replica.rows
         place = etcd, directory, membership

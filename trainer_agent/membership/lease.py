@@ -29,6 +29,20 @@ class Membership(OwnKey[TrainerMember]):
         if before and not listed:
             self.look()
 
+    def created_again(self) -> None:
+        """Collective: others may have gone on, further than this trainer can follow. It is no member before it knows."""
+        if self.record.holds is not None:
+            self._say_doubt(doubted=True)
+
+    def without_doubt(self) -> None:
+        """Collective: it has what the others have, or gets it."""
+        if self.record.holds is not None and self.record.holds.doubted:
+            self._say_doubt(doubted=False)
+
+    def _say_doubt(self, *, doubted: bool) -> None:
+        assert self.record.holds is not None
+        self.set(holds=self.record.holds.model_copy(update={"doubted": doubted}))
+
     @property
     def lease_id(self) -> int:
         return self._lease.id if self._lease else 0

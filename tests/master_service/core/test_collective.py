@@ -40,6 +40,7 @@ LISTED = TrainerList(generation=4, lanes=4, names=("a", "b"))
 BACK = JobState(phase=Phase.ROLLING_BACK, generation=5, timeline=5, checkpoint="newest")
 FIRST = Holding(timeline=0)
 LOADED = Holding(timeline=5, checkpoint="newest", version=40)
+DOUBTED = Holding(timeline=0, doubted=True)
 BROKEN = Holding(timeline=5, checkpoint="newest", error="part 0 is damaged")
 
 
@@ -335,3 +336,35 @@ def test_decisions_come_to_rest_and_list_nobody_without_the_parameters(
     if state.phase is Phase.RUNNING:
         assert set(listed.names) == set(having)
         assert len(having) >= least
+
+
+# ------------------------------------------------------------------ who comes back, and may be too far behind
+
+
+def test_who_comes_back_is_no_member_before_it_knows_whether_it_can_follow_those_that_went_on():
+    assert decide(RUNNING, LISTED, members({"a": FIRST, "b": FIRST, "c": DOUBTED})) == Decision(None)
+    joined = decide(RUNNING, LISTED, members({"a": FIRST, "b": FIRST, "c": FIRST}))
+    assert list_after(joined).names == ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("listed", "says", "least"),
+    [
+        (NOBODY, {"a": DOUBTED, "b": DOUBTED}, 1),
+        (LISTED, {"a": DOUBTED, "b": DOUBTED, "c": DOUBTED}, 1),
+        (LISTED, {"a": FIRST, "c": DOUBTED}, 2),
+        (NOBODY, {"a": FIRST, "c": DOUBTED}, 1),
+    ],
+    ids=["all were away", "nobody is sure", "too few without it", "nobody is listed"],
+)
+def test_where_nobody_went_on_or_too_few_all_that_have_the_parameters_are_members(
+    listed: TrainerList, says: dict[str, Holding | None], least: int
+):
+    found, state = members(says), RUNNING if listed.names else WAITING
+    decision = decide(state, listed, found, min_members=least)
+    after = list_after(decision).names if decision.changes else listed.names
+    assert after == tuple(says)
+
+
+def test_who_is_listed_stays_whatever_it_doubts():
+    assert decide(RUNNING, LISTED, members({"a": FIRST, "b": DOUBTED})) == Decision(None)

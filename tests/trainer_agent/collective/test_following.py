@@ -46,6 +46,8 @@ class Waiting:
 
     def __init__(self, replica: Any) -> None:
         self.replica, self.in_use, self.waits = replica, asyncio.Lock(), asyncio.Event()
+        self.begun = asyncio.Event()
+        self.begun.set()
 
     def listed(self) -> TrainerList:
         return TrainerList(generation=1, lanes=1, names=("other",))
@@ -72,6 +74,30 @@ async def test_first_values_that_are_given_up_are_fetched():
             assert not etcd.ranged.is_set()
             replica.forget()
             await etcd.ranged.wait()
+    finally:
+        following.cancel()
+
+
+async def test_first_values_are_not_fetched_before_it_is_known_whether_the_own_ones_are_those_of_the_job():
+    """The job started over. Fetched values would be handed over when the trainer has gone on from its own."""
+    compute, replica = begun()
+    versions, etcd = Waiting(replica), Asked()
+    versions.begun.clear()
+    ports: Any = etcd, versions
+    directory = Directory(ports[0], Keys("job"))
+    directory.state, directory.init_done = JobState(phase=Phase.WAITING, generation=2, timeline=2), True
+    own: Any = SimpleNamespace(record=SimpleNamespace(trainer="late"), set=lambda **_: None)
+    copies: Any = SimpleNamespace(ends_unsaved=False)
+    connect: Any = None
+    following = asyncio.ensure_future(Following(ports[0], directory, own, compute, ports[1], copies, connect).run())
+    try:
+        await asyncio.sleep(0.05)
+        assert not etcd.ranged.is_set()
+        replica.timeline = 2  # they are
+        versions.begun.set()
+        async with asyncio.timeout(5):
+            await versions.waits.wait()
+        assert not etcd.ranged.is_set()
     finally:
         following.cancel()
 

@@ -8,7 +8,7 @@ import pytest
 
 from shared.etcd import Etcd, Put
 from shared.keys import Keys
-from shared.records import TrainerMember
+from shared.records import Holding, TrainerMember
 from trainer_agent.membership.lease import Membership
 
 
@@ -86,3 +86,37 @@ async def test_a_name_that_is_taken_is_not_taken_over(member):
     await etcd.txn([], [Put(keys.trainer("trainer-0-x"), b"{}")])
     with pytest.raises(PeerError, match="is taken"):
         await membership.try_register(keys, 2.0)
+
+
+@pytest.mark.parametrize("gone", [True, False], ids=["its key was gone", "its key stayed"])
+async def test_a_trainer_whose_key_was_gone_doubts_what_it_has_until_it_knows(member, gone):
+    store, _, keys, membership = member
+    other = Etcd(store.transport("other"))
+
+    async def said() -> Holding | None:
+        found = await other.get(keys.trainer("trainer-0-x"))
+        return None if found is None else TrainerMember.model_validate_json(found.value).holds
+
+    await membership.register(keys, 2.0)
+    membership.set(holds=Holding(timeline=3, version=7))
+    async with asyncio.TaskGroup() as group:
+        holding = group.create_task(membership.hold())
+        first = membership.lease_id
+        if gone:
+            store.cut("trainer")
+            await asyncio.sleep(3.0)
+            assert await other.get(keys.trainer("trainer-0-x")) is None
+            store.mend("trainer")
+        else:
+            store.stop()
+            await asyncio.sleep(2.2)  # longer than the lease lasts by the local clock
+            store.start()
+        async with asyncio.timeout(10):
+            while membership.lease_id == first or await said() is None:
+                await asyncio.sleep(0.05)
+        assert await said() == Holding(timeline=3, version=7, doubted=gone)
+        membership.without_doubt()
+        async with asyncio.timeout(10):
+            while await said() != Holding(timeline=3, version=7):
+                await asyncio.sleep(0.05)
+        holding.cancel()

@@ -33,10 +33,12 @@ log = telemetry.logger("collective.following")
 
 
 class Versions(Follow, Protocol):
-    """The exchange, as this module needs it. `in_use`: held by whoever uses or changes the parameters."""
+    """The exchange, as this module needs it. `in_use`: held by whoever uses or changes the parameters. `begun`: set once it is known whether this trainer has the
+    job's first values."""
 
     replica: Replica
     in_use: asyncio.Lock
+    begun: asyncio.Event
 
     @property
     def has(self) -> int:
@@ -88,7 +90,8 @@ class Following:
         return f"<Following of {self._me}: {self._replica!r}>"
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled. Who has the first values itself must not fetch them meanwhile: they would be put into use when training has gone on."""
+        await self._versions.begun.wait()
         while True:
             revision, state = self._directory.revision, self._directory.state
             stands = state is None or state.phase.final or state.phase is Phase.ROLLING_BACK

@@ -8,7 +8,8 @@ ROLLING_BACK  a trainer has loaded the checkpoint -> the queue goes back (contro
               all that are there say that they cannot -> the checkpoint before
 
 A trainer says in its own key what it has (`holds`): the parameters of this timeline, which began with this checkpoint. Who does not
-say so is no member: it still fetches them from the others.
+say so is no member: it still fetches them from the others. Who was gone for a while, because its lease ran out, doubts what it has
+until it knows how far the others are.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def reconcile(
         return rollback.go_back(spec, state, None, members, why)
     if obstacle := why_waiting(spec, state, members):
         return _wait(spec, state, listed, members, obstacle)
-    having = members.holding(state.timeline, state.checkpoint)
+    having = _without_doubted(spec, listed, members, members.holding(state.timeline, state.checkpoint))
     if state.phase is Phase.RUNNING and set(having) == listed.places.keys():
         return Decision(None)
     return lifecycle.regroup(spec, state, listed, members, having, lane_s)
@@ -103,6 +104,14 @@ def storage_waits(members: Members) -> dict[str, str]:
 
 
 # -------------------------------------------------------------------- parts
+
+
+def _without_doubted(spec: JobSpec, listed: TrainerList, members: Members, having: tuple[str, ...]) -> tuple[str, ...]:
+    """Without trainers that come back and do not know yet whether they can follow those that went on. With them, if nobody went on, or too few."""
+    doubted = {name for name in having if (holds := members.trainers[name].holds) is not None and holds.doubted}
+    certain = tuple(name for name in having if name in listed or name not in doubted)
+    went_on = any(name in listed and name not in doubted for name in having)
+    return certain if went_on and len(certain) >= spec.min_members else having
 
 
 def _supervise(spec: JobSpec, state: JobState, members: Members) -> Decision[None]:
