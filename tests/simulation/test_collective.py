@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from master_service.core.decisions.collective import members
 from shared.records import Mode
+from tests.equipment.cluster.network import STEADY
+from tests.equipment.replaced import replaced
 from tests.simulation.collective import collective_plan
 from tests.simulation.collective_ablations import ABLATIONS
 from tests.simulation.collective_moments import MOMENTS, play
+from tests.simulation.compute import Speed
+from tests.simulation.plans import Fault, FaultKind
 from tests.simulation.run import simulate
 
 FEW, MANY = 2, 320
@@ -62,3 +69,20 @@ def test_the_simulation_misses_the_safeguard(name):
         if broken and not play(moment, seed).violations:
             return
     pytest.fail(f"{MOST_SEEDS} seeds ran without the safeguard {name!r}, and no promise was broken for lack of it")
+
+
+def test_without_doubt_who_comes_back_is_listed_with_a_version_that_it_cannot_go_on_from():
+    def listed_at_once(*given: object) -> object:
+        return given[-1]
+
+    for seed in (6, *range(MOST_SEEDS)):
+        drawn = collective_plan(seed)
+        job = replace(drawn.job, files=(24, 20), task_records=4, minibatch=2, lanes=4, epochs=3)
+        fault = Fault(3.0, FaultKind.CUT_TRAINER if seed % 2 else FaultKind.FREEZE_TRAINER, lasts_s=10.0)
+        steady = {"masters": 1, "speed": Speed(0.2, 0.4), "conditions": STEADY, "slow": 1.0, "stragglers": False}
+        plan = replace(drawn, job=job, trainers=3, faults=(fault,), **steady)
+        with replaced(members, "_without_doubted", listed_at_once):
+            broken = simulate(seed, Mode.SYNC, plan=plan).violations
+        if broken and not simulate(seed, Mode.SYNC, plan=plan).violations:
+            return
+    pytest.fail("nobody lost a version without it")
