@@ -11,6 +11,8 @@ import fsspec
 import pytest
 import structlog
 
+from tests.equipment.api_document import documents_made_once
+
 FIRST = ("tests/soak/", "tests/end_to_end/", "tests/simulation/", "tests/pserver_service/checkpoints/")
 
 
@@ -43,6 +45,12 @@ def empty_memory_filesystem() -> Iterator[None]:
     memory = fsspec.filesystem("memory")
     memory.store.clear()
     memory.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture(autouse=True)
+def documents_of_the_api_are_made_once() -> Iterator[None]:
+    with documents_made_once():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -93,6 +93,7 @@ def install(app: FastAPI, paths: DocumentedPaths) -> None:
         if error.status_code == 404:
             detail = f"{request.url.path} does not exist"
         elif error.status_code == 405:
+            await paths.ready()
             allowed = paths.allowed(request.url.path)
             headers = {**{k: v for k, v in headers.items() if k.lower() != "allow"}, "Allow": ", ".join(allowed)}
             detail = f"{request.method} is not possible on {request.url.path}; {', '.join(allowed)} are"

@@ -5,6 +5,7 @@ FastAPI's document ─► problems by status ─► who may ask (security) ─�
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
@@ -22,6 +23,7 @@ from master_service.api.resources import Problem
 
 Json = dict[str, Any]
 
+_MAKING = threading.Lock()
 LICENSE = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
 BEARER = {"type": "http", "scheme": "bearer", "description": "A token with the role viewer, member or admin."}
 OPTIONAL = "A request without a token is answered too, where the service was started without tokens."
@@ -44,9 +46,14 @@ OF_FILES = frozenset({"listLogs", "getLog", "listMetricSeries", "queryMetric"}) 
 
 
 def document_of(app: FastAPI) -> Json:
-    """Made once for each application."""
-    if app.openapi_schema:
+    """Made once for each application, however many threads ask."""
+    with _MAKING:
+        if not app.openapi_schema:
+            app.openapi_schema = new_document(app)
         return app.openapi_schema
+
+
+def new_document(app: FastAPI) -> Json:
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     document["info"]["license"] = LICENSE
     for method, path, operation in operations(document):
@@ -75,7 +82,6 @@ def document_of(app: FastAPI) -> Json:
     document["tags"] = [{"name": tag, "description": text} for tag, text in TAGS.items() if tag in used]
     _widths(document["paths"])
     _widths(components)
-    app.openapi_schema = document
     return document
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from master_service import dashboard
+from master_service.api.openapi import paths
 
 FOLDER = Path(__file__).parent
 FILES = {
@@ -52,7 +53,8 @@ async def _file(request: Request) -> Response:
 async def _document(request: Request) -> Response:
     state = request.app.state
     if not hasattr(state, "document"):
-        state.document = _tagged(text_of(request.app.openapi()).encode())
+        document = await paths.offload(request.app.openapi)
+        state.document = _tagged(text_of(document).encode())
     return _answer(request, state.document, "application/json")
 
 

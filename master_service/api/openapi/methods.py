@@ -29,6 +29,9 @@ class EveryMethod:
             await self._app(scope, receive, send)
             return
         method, path = scope["method"], scope["path"]
+        versioned = any(name == b"if-match" for name, _ in scope["headers"])
+        if method == "OPTIONS" or scope["query_string"] or versioned:
+            await self._paths.ready()
         if method == "OPTIONS" and (allowed := self._paths.allowed(path)):
             await Response(status_code=204, headers={"Allow": ", ".join(allowed)})(scope, receive, send)
             return
@@ -36,7 +39,7 @@ class EveryMethod:
             method, send = "GET", _head_of(send)
             scope = {**scope, "method": method}
         wrong = self._wrong(method, path, scope["query_string"]) if scope["query_string"] else ()
-        if any(name == b"if-match" for name, _ in scope["headers"]):
+        if versioned:
             wrong += self._not_compared(method, path)
         if wrong:
             response = problem_response(invalid(wrong, scope.get("request_id", "")))

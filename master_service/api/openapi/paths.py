@@ -6,6 +6,7 @@ in it.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -14,15 +15,22 @@ from starlette.routing import compile_path
 
 Methods = dict[str, frozenset[str] | None]  # method -> names of its query parameters; None: it may have any
 IF_MATCH = "If-Match"
+offload = asyncio.to_thread
 
 
 class DocumentedPaths:
-    """`document` is asked for at the first request. `beside`: paths that can be read, which the document leaves out."""
+    """`document` is asked for by `ready`, in a thread: it takes a second of a processor, in which the event loop would renew no lease. `beside`: paths that
+    can be read, which the document leaves out."""
 
     def __init__(self, document: Callable[[], dict[str, Any]], beside: Iterable[str] = ()) -> None:
         self._document = document
         self._beside = frozenset(beside)
         self._patterns: list[tuple[re.Pattern[str], Methods, frozenset[str]]] | None = None
+
+    async def ready(self) -> None:
+        """Before any of the questions."""
+        if self._patterns is None:
+            self._patterns = await offload(self._read)
 
     def methods(self, path: str) -> Methods:
         """Without HEAD and OPTIONS. Empty: the path is not documented."""
@@ -43,19 +51,21 @@ class DocumentedPaths:
 
     def _matching(self, path: str) -> Iterator[tuple[Methods, frozenset[str]]]:
         """The methods of each path of the document that it is, and those of them that take If-Match."""
-        if self._patterns is None:
-            self._patterns = [
-                (
-                    compile_path(template)[0],
-                    {method.upper(): _names(operation, "query") for method, operation in methods.items()},
-                    frozenset(method.upper() for method, each in methods.items() if IF_MATCH in _names(each, "header")),
-                )
-                for template, methods in self._document()["paths"].items()
-            ]
+        assert self._patterns is not None, "not ready"
         named = "/v1/jobs/_" + path.removeprefix("/v1").removeprefix("/job")
         for pattern, methods, conditional in self._patterns:
             if pattern.match(path) or pattern.match(named):
                 yield methods, conditional
+
+    def _read(self) -> list[tuple[re.Pattern[str], Methods, frozenset[str]]]:
+        return [
+            (
+                compile_path(template)[0],
+                {method.upper(): _names(operation, "query") for method, operation in methods.items()},
+                frozenset(method.upper() for method, each in methods.items() if IF_MATCH in _names(each, "header")),
+            )
+            for template, methods in self._document()["paths"].items()
+        ]
 
 
 def _names(operation: dict[str, Any], place: str) -> frozenset[str]:
