@@ -22,6 +22,7 @@ from tests.equipment.forked import clean_environment, warm_server
 from tests.master_service.cluster import KEYS, spec_of
 
 pytestmark = pytest.mark.processes
+START_S = 60.0  # of two interpreters on a busy machine, and of a takeover
 
 
 @asynccontextmanager
@@ -44,7 +45,7 @@ async def started(**settings: str) -> AsyncIterator[asyncio.subprocess.Process]:
 
 
 async def ended(process: asyncio.subprocess.Process) -> tuple[int | None, str]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(START_S):
         _, errors = await process.communicate()
     return process.returncode, errors.decode()
 
@@ -60,7 +61,7 @@ async def refused(folder: Path, **settings: str) -> tuple[int, str]:
 
 
 async def leader(etcd: Etcd, other_than: str = "") -> MasterAddress:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(START_S):
         while True:
             found = await etcd.get(KEYS.master_address)
             if found is not None:
