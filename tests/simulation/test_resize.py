@@ -197,9 +197,14 @@ def test_without_rows_that_wait_for_the_norm_a_job_stops_or_goes_back_to_a_step_
         plan = replace(plan, job=job, checkpoint_every=1, conditions=replace(STEADY, high_s=0.02))
         with replaced(calls, "settle_rows", at_once), replaced(Plan, "bound_s", property(lambda _: 12.0)):
             broken = played(plan).violations
-        if broken and not played(plan).violations:
+        missed = (
+            "not over",
+            "grad_norm is stored of steps",
+            "two checkpoints of step",
+        )  # the last: one with the norm, one without
+        if any(line.startswith(missed) for line in broken) and not played(plan).violations:
             return
-    pytest.fail("nothing was missed without it")
+    pytest.fail("no norm was missing without it")
 
 
 def alike(rows):

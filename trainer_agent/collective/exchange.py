@@ -44,8 +44,8 @@ log = telemetry.logger("exchange")
 
 
 class Collective(MeanGradients):
-    """Run `run()` beside the loops. `begun`: to be set once `begin_together` has returned. `in_use`: whoever uses or changes the parameters holds it. `on_lost` is called when what the replica has is of no use
-    any more."""
+    """Run `run()` beside the loops. `begun`: to be set once `begin_together` has returned. `in_use`: whoever uses or changes the parameters
+    holds it. `on_lost` is called when what the replica has is of no use any more."""
 
     def __init__(
         self,

@@ -134,10 +134,9 @@ class Transfer(Pulls):
             except PeerError as error:
                 if self._silence.failed(index, error, skip_after_s):
                     return {index: Verdict.SKIPPED}
+                # without a look for news: the failure is what followed from the last ones
                 if self.makes_steps_again and self.generation > header.generation:
-                    return {
-                        index: Verdict.STALE
-                    }  # without a look for news: the failure is what followed from the last ones
+                    return {index: Verdict.STALE}
                 await self._suspect_peer(index, error)
                 if routes is not None and self.routes.version != routes.version:
                     return await self._push_again(index, header, outbox, await outbox.items(), routes, skip_after_s)

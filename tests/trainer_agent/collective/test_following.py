@@ -57,17 +57,21 @@ class Waiting:
         await asyncio.Event().wait()
 
 
+def following_in(state: JobState, compute: Any, versions: Any, etcd: Any) -> asyncio.Task[None]:
+    """In a job whose first values are known; it would connect to nobody."""
+    directory = Directory(etcd, Keys("job"))
+    directory.state, directory.init_done = state, True
+    own: Any = SimpleNamespace(record=SimpleNamespace(trainer="late"), set=lambda **_: None)
+    copies: Any = SimpleNamespace(ends_unsaved=False)
+    connect: Any = None
+    return asyncio.ensure_future(Following(etcd, directory, own, compute, versions, copies, connect).run())
+
+
 async def test_first_values_that_are_given_up_are_fetched():
     """A trainer makes its own first values; then it learns that the job has gone on from them without it."""
     compute, replica = begun()
     versions, etcd = Waiting(replica), Asked()
-    ports: Any = etcd, versions
-    directory = Directory(ports[0], Keys("job"))
-    directory.state, directory.init_done = JobState(phase=Phase.RUNNING, generation=1), True
-    own: Any = SimpleNamespace(record=SimpleNamespace(trainer="late"), set=lambda **_: None)
-    copies: Any = SimpleNamespace(ends_unsaved=False)
-    connect: Any = None
-    following = asyncio.ensure_future(Following(ports[0], directory, own, compute, ports[1], copies, connect).run())
+    following = following_in(JobState(phase=Phase.RUNNING, generation=1), compute, versions, etcd)
     try:
         async with asyncio.timeout(5):
             await versions.waits.wait()
@@ -83,13 +87,7 @@ async def test_first_values_are_not_fetched_before_it_is_known_whether_the_own_o
     compute, replica = begun()
     versions, etcd = Waiting(replica), Asked()
     versions.begun.clear()
-    ports: Any = etcd, versions
-    directory = Directory(ports[0], Keys("job"))
-    directory.state, directory.init_done = JobState(phase=Phase.WAITING, generation=2, timeline=2), True
-    own: Any = SimpleNamespace(record=SimpleNamespace(trainer="late"), set=lambda **_: None)
-    copies: Any = SimpleNamespace(ends_unsaved=False)
-    connect: Any = None
-    following = asyncio.ensure_future(Following(ports[0], directory, own, compute, ports[1], copies, connect).run())
+    following = following_in(JobState(phase=Phase.WAITING, generation=2, timeline=2), compute, versions, etcd)
     try:
         await asyncio.sleep(0.05)
         assert not etcd.ranged.is_set()
