@@ -291,7 +291,7 @@ class PserverInfo(Record):
     checkpoint_error: str = ""
     slots: int = 0
     kept: int | None = None
-    made_of: tuple[tuple[int, str], ...] = Field(default=(), max_length=8)
+    made_of: tuple[tuple[int, str], ...] = Field(default=(), max_length=256)
 
 
 class HandedNotes(Record):

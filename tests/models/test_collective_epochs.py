@@ -18,6 +18,7 @@ SHOWN = {
     "statements": 3,
     "fence-before-statement": 5,
     "made-of": 202,
+    "stated-as-kept": 673,
     "given-by-joiners": 164,
     "ids-never-repeat": 379,
     "verdict-before-rebuild": 14,

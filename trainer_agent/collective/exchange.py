@@ -127,10 +127,16 @@ class Collective(MeanGradients):
             await self._directory.changed(self._directory.revision, LOOK_S)
 
     async def join(self, timeline: int, known: StepRecord | None) -> StepRecord:  # noqa: ARG002
-        """The version in use: `known`, if it is that."""
+        """The version in use: `known`, if it is that. A spare that gets lanes may be behind: it makes the versions that the others have before it computes anything.
+        Raises Gone."""
         if known is not None and known.version == self.replica.version:
             return known
-        assert self.replica.record is not None
+        await self._formed()
+        while self.replica.version is not None and self.replica.version < self.has:
+            await self.pull(self.replica.version + 1)
+            self.swap()
+        if self.replica.record is None:
+            raise Gone("this trainer has no version to go on from")
         return self.replica.record
 
     async def settled(self, version: int) -> None:

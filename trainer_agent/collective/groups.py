@@ -58,18 +58,20 @@ class Group:
 
     def learn(self, infos: Iterable[PserverInfo], own: PserverInfo) -> None:
         """What the others have, and this one, which counts if it is listed. Versions of one number are not always the same: a trainer that was frozen may
-        have one of which the others have made the step again, and a record was discarded meanwhile. Then that of the first in the list holds."""
+        have one of which the others have made the step again, and a record was discarded meanwhile. Then that of the first in the list holds. Who can give the version
+        after this trainer's own also says what that one is made of."""
         said = {info.index: info for info in infos}
         listed = {**said, self.place: own} if self.place >= 0 else said
         self.newest = max((info.highest for info in listed.values()), default=-1)
         basis = next((info for _, info in sorted(listed.items()) if info.highest == self.newest), own)
-        made_of = dict(basis.made_of).get(self.newest)
+        made_of = _made_of(basis, self.newest)
         having = {place: info for place, info in said.items() if info.highest == self.newest}
-        same = {place: info for place, info in having.items() if dict(info.made_of).get(self.newest) == made_of}
+        same = {place: info for place, info in having.items() if _made_of(info, self.newest) == made_of}
         able = [place for place, info in same.items() if info.kept is not None and info.kept <= own.highest + 1]
         self.givers = sorted(able or same)
-        known = dict(basis.made_of).get(own.highest)
-        self.other_records = known is not None and known != dict(own.made_of).get(own.highest)
+        mine = _made_of(own, own.highest)
+        known = [_made_of(info, own.highest) or mine for info in (basis, *same.values())]
+        self.other_records = any(each != mine for each in known)
 
 
 class GroupView:
@@ -175,3 +177,8 @@ def pserver_of(member: TrainerMember) -> PserverMember:
         network=member.network,
         uds=member.exchange.uds,
     )
+
+
+def _made_of(info: PserverInfo, version: int) -> str | None:
+    """The digest that it says of that version; None: it says nothing of it."""
+    return next((digest for each, digest in reversed(info.made_of) if each == version), None)

@@ -1,4 +1,4 @@
-"""Mean gradients in one trainer of a collective job: all blocks of the last two versions that it has.
+"""Mean gradients in one trainer of a collective job: all blocks of the last versions that it has, two at least.
 
 own share     version s --pushes of step s, all lanes--> mean gradient of step s: version s + 1        (as a parameter server, without optimizer)
 other blocks  pulled from their owners, and taken all at once by `complete`: from then on this trainer has version s + 1
@@ -6,6 +6,9 @@ other blocks  pulled from their owners, and taken all at once by `complete`: fro
 Version s + 1 of a block is the mean gradient of step s, or the values of a buffer after it. A step without any data has no gradient. That of
 the version that the trainer began with is not known to it. A new generation of trainers begins at the version that the trainer has: what its own blocks
 have beyond that is made again (`start_again`), maybe of other records.
+
+Trainers with lanes are never more than two versions apart. A spare that had no processor for a moment may be further behind: of small models more versions are kept
+for it (older_versions.py).
 """
 
 from __future__ import annotations
@@ -25,16 +28,18 @@ from shared.records.layout import Block, Layout
 from shared.records.step import StepRecord
 from shared.serving.core.admission import Push
 from shared.serving.core.blocks import BlockState
+from shared.serving.core.history import KEPT
 from shared.serving.core.optimizers import Options
 from shared.serving.core.store import Store
 from shared.wire.messages import InitHeader, PushBlock
 from shared.wire.verdict import Verdict
+from trainer_agent.collective.older_versions import MOST_KEPT, RECORD_BYTES, OlderVersions
 
 if TYPE_CHECKING:
     from shared.serving.core.table.rows import TableRows  # loads numba
     from trainer_agent.collective.rows.means import MeanRows, RowMeans
 
-STATED = 3  # versions that a trainer says what they are made of: as far as trainers with lanes are apart, and the one that it has
+STATED = 3  # at least so many versions a trainer says what they are made of: as far as trainers with lanes are apart, and the one that it has
 
 Arrived = Mapping[int, Buffer | None]
 """By block: its mean gradient, or its values if it is a buffer, with a reference; None: there is none."""
@@ -105,8 +110,8 @@ class MeanBlock(BlockState):
         self.changed = version
 
     def forget_before(self, version: int) -> None:
-        for older in [each for each in self.kept if each < version]:
-            self._drop(older)
+        while self.kept and (oldest := next(iter(self.kept))) < version:  # they are in order
+            self._drop(oldest)
 
     def drop_tree(self) -> None:
         self.tree.clear()
@@ -143,6 +148,9 @@ class MeanStore(Store):
         self.has = self.in_use = record.version
         self.own: frozenset[int] = frozenset()
         self._made: Counter[int] = Counter()  # by version that it has not yet: blocks of its share that are made
+        self._digests: dict[int, str] = {}
+        self._older = OlderVersions(record.version + 1)
+        self.history.kept = MOST_KEPT + KEPT
         nothing: dict[tuple[str, int], Buffer] = {}
         for place in layout.blocks():
             kind = place.dtype, place.elements
@@ -188,18 +196,31 @@ class MeanStore(Store):
         self.history.take_record(record)
         self.has = version
         del self._made[version]
+        self._older.add(self._bytes_of(version, record))
         self.forget()
+
+    def _bytes_of(self, version: int, record: StepRecord) -> int:
+        """Of that version alone."""
+        size = len(record.positions) * RECORD_BYTES
+        for block in self.blocks.values():
+            made = block.kept[version]
+            if made is not None and made is not block.kept.get(version - 1):
+                size += made.view.nbytes
+        return size + (self.rows.whole[version].bytes if self.rows is not None else 0)
 
     def forget(self) -> None:
         """What nobody needs any more: others may lack the last version, this trainer what it has not stepped yet."""
+        before = self._older.first
+        first = self._older.forget_before(min(self.has - 1, self.in_use + 1))
+        if first == before:
+            return
         for block in self.blocks.values():
-            block.forget_before(self._needed)
+            block.forget_before(first)
         if self.rows is not None:
-            self.rows.forget_before(self._needed)
-
-    @property
-    def _needed(self) -> int:
-        return min(self.has - 1, self.in_use + 1)
+            self.rows.forget_before(first)
+        self.history.forget_before(self._first_stated)
+        for version in [each for each in self._digests if each < self._first_stated]:
+            del self._digests[version]
 
     def own_share_has(self, version: int) -> bool:
         """Whether all blocks of its own share have been made at `version`."""
@@ -208,17 +229,22 @@ class MeanStore(Store):
     @property
     def first_kept(self) -> int:
         """The first version of which it can give every block, up to `has`; `has` + 1: none."""
-        version = self.has + 1
-        while all(version - 1 in block.kept for block in self.blocks.values()) and (
-            self.rows is None or version - 1 in self.rows.whole
-        ):
-            version -= 1
-        return version
+        return self._older.first
+
+    @property
+    def _first_stated(self) -> int:
+        """Whoever has a version, of which this trainer can give the next one, sees whether both are made of the same records."""
+        return min(self.first_kept - 1, self.has - STATED + 1)
 
     def made_of(self) -> tuple[tuple[int, str], ...]:
         """By version, the last ones up to `has`: a digest of the positions of the lanes' readers behind it, so of which records its last step had."""
-        records = [self.history.record(version) for version in range(self.has - STATED + 1, self.has + 1)]
-        return tuple((record.version, digest_of(record)) for record in records if record is not None)
+        records = [self.history.record(version) for version in range(self._first_stated, self.has + 1)]
+        return tuple((record.version, self._digest_of(record)) for record in records if record is not None)
+
+    def _digest_of(self, record: StepRecord) -> str:
+        if (known := self._digests.get(record.version)) is None:
+            known = self._digests[record.version] = digest_of(record)
+        return known
 
     def retained(self, version: int) -> dict[int, Buffer | None]:
         """All blocks at a version that it has; the caller releases them."""

@@ -97,11 +97,11 @@ class Results:
 
 
 class History:
-    """The step records of the last versions, and the notes of steps under way. `lanes`: of a step."""
+    """The step records of the last versions, `kept` at most, and the notes of steps under way. `lanes`: of a step."""
 
     def __init__(self, first: StepRecord, lanes: int = 1) -> None:
         self.results = Results([*first.results, *((first.result,) if first.result is not None else ())])
-        self._lanes = lanes
+        self._lanes, self.kept = lanes, KEPT
         self._records = {first.version: first.model_copy(update={"results": ()})}
         self._notes: dict[int, Notes] = {}
         self._first: dict[int, dict[int, str]] = {}  # by step, of the steps of `_records`
@@ -192,7 +192,7 @@ class History:
         if result is not None:
             self.results.add(result)
         self._first[version - 1] = notes.first
-        while len(self._records) > KEPT:
+        while len(self._records) > self.kept:
             self._forget_oldest()
 
     def take_record(self, record: StepRecord) -> None:
@@ -201,7 +201,12 @@ class History:
         self._notes.pop(record.version - 1, None)
         if record.result is not None:
             self.results.put(record.result)
-        while len(self._records) > KEPT:
+        while len(self._records) > self.kept:
+            self._forget_oldest()
+
+    def forget_before(self, version: int) -> None:
+        """The records of versions before that one."""
+        while self._records and min(self._records) < version:
             self._forget_oldest()
 
     def start_again(self, version: int) -> None:
@@ -265,7 +270,7 @@ class History:
             notes.lane_zero = notes.lane_zero or each.lane_zero
             notes.grad_norm = each.grad_norm if notes.grad_norm is None else notes.grad_norm
         self.claims += 1
-        while len(self._records) > KEPT:
+        while len(self._records) > self.kept:
             self._forget_oldest()
 
     def record(self, version: int) -> StepRecord | None:

@@ -54,7 +54,8 @@ class Job:
                 common = min(other.has, member.has)
                 same = other.version.steps[:common] == member.version.steps[:common]
                 self.check(same, f"{member.name} and {other.name} have made different steps up to version {common}")
-                apart = abs(other.has - member.has) if {member.name, other.name} <= set(member.seen.owners) else 0
+                owners = member.formed and {member.name, other.name} <= set(member.seen.owners)
+                apart = abs(other.has - member.has) if owners else 0
                 self.check(
                     apart <= 1, f"owners {member.name} and {other.name} have versions {member.has} and {other.has}"
                 )

@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.models.collective_epochs.values import (
     BLOCKS,
+    KEPT,
     LANES,
     MOMENTUM,
     RATE,
@@ -58,24 +59,24 @@ class Member:
     def listed(self) -> bool:
         return self.name in self.seen.members
 
-    @property
-    def statement(self) -> Statement:
+    def statement(self, job: World) -> Statement:
         assert self.version is not None
         first = self.has + 1
         while len(self.kept.get(first - 1, {})) == BLOCKS:
             first -= 1
+        stated = self.has if job.ablation == "stated-as-kept" else min(first - 1, self.has - 2)
         return Statement(
             self.has,
             first,
             self.since,
-            {v: self.version.steps[v - 1] for v in range(max(1, self.has - 2), self.has + 1)},
+            {v: self.version.steps[v - 1] for v in range(max(1, stated), self.has + 1)},
         )
 
     def basis(self, job: World) -> tuple[str, Statement]:
         """The member whose version the generation goes on from: the first in the list that has the newest one."""
-        said = {name: self.statement if name == self.name else self.stated[name] for name in self.seen.members}
+        said = {name: self.statement(job) if name == self.name else self.stated[name] for name in self.seen.members}
         if job.ablation == "statements":
-            return self.name, self.statement
+            return self.name, self.statement(job)
         newest = max(one.has for one in said.values())
         return next((name, one) for name, one in said.items() if one.has == newest)
 
@@ -83,9 +84,16 @@ class Member:
         return self.basis(job)[1].has
 
     def differs(self, job: World) -> bool:
-        """Its version is made of other records than that of the basis."""
-        mine = self.statement.made_of.get(self.has)
-        return mine != self.basis(job)[1].made_of.get(self.has, mine) and job.ablation != "made-of"
+        """Its version is made of other records than that of those who can give it the newest one."""
+        mine = self.statement(job).made_of.get(self.has)
+        _, basis = self.basis(job)
+        known = {one.made_of.get(self.has, mine) for one in (basis, *self.same(basis).values())}
+        return known != {mine} and job.ablation != "made-of"
+
+    def same(self, basis: Statement) -> dict[str, Statement]:
+        """Of those that have stated: who has the newest version, of the records of the basis."""
+        newest = basis.has, basis.made_of.get(basis.has)
+        return {name: one for name, one in self.stated.items() if (one.has, one.made_of.get(basis.has)) == newest}
 
     # ------------------------------------------------------------ generations
 
@@ -174,12 +182,7 @@ class Member:
             return self.complete(job)
         block = rng.choice(wanted)
         if self.has < self.newest(job):
-            _, basis = self.basis(job)
-            same = {
-                n: one
-                for n, one in self.stated.items()
-                if (one.has, one.made_of.get(basis.has)) == (basis.has, basis.made_of.get(basis.has))
-            }
+            same = self.same(self.basis(job)[1])
             able = [name for name, one in same.items() if one.first <= self.has + 1]
             givers = able if able and job.ablation != "given-by-joiners" else list(same)
         else:
@@ -200,7 +203,7 @@ class Member:
         if job.ablation == "kept-means":
             own = {k for k in range(BLOCKS) if self.seen.owners and self.seen.owner(k) == self.name}
             self.kept[self.has] = {k: mean for k, mean in means.items() if k in own}
-        self.kept.pop(self.has - 2, None)
+        self.kept.pop(self.has - KEPT, None)
         self.arriving, self.made, self.computed, self.acked, self.lane_data = {}, {}, {}, set(), {}
         job.completed(self)
 
@@ -246,7 +249,7 @@ class Member:
 
     def on_ask(self, job: World, sender: str, generation: int) -> None:
         if self.version is not None and not self.is_stale(job, generation, "fence-before-statement"):
-            job.answer(self, sender, "statement", generation, self.statement)
+            job.answer(self, sender, "statement", generation, self.statement(job))
 
     def on_statement(self, job: World, sender: str, generation: int, said: Statement) -> None:
         if generation == self.seen.number and sender in self.seen.members:

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any, Protocol
 
 LANES, BLOCKS, STEPS, RATE, MOMENTUM = 4, 3, 6, 0.05, 0.9
+KEPT = 5  # versions of which a member keeps the mean gradients; it needs two
 Lane, Record = int, tuple[int, int]
 Steps = tuple[tuple[Record, ...], ...]
 Means = dict[int, tuple[float, tuple[Record, ...]]]

@@ -13,8 +13,8 @@ NAMES = ("a", "b", "c")
 
 def said(place: int, version: int, *, kept: int | None = None, records: str = "x") -> PserverInfo:
     """`records`: those of the last versions. `kept`: the first version whose means it can give; None: that before its own."""
-    made_of = tuple((each, f"{records}{each}") for each in range(max(0, version - 2), version + 1))
     first = max(1, version - 1) if kept is None else kept
+    made_of = tuple((each, f"{records}{each}") for each in range(max(0, min(first - 1, version - 2)), version + 1))
     common = {"job": "j", "incarnation": "i", "generation": 7, "ready": True}
     return PserverInfo(**common, index=place, lowest=version, highest=version, kept=first, made_of=made_of)
 
@@ -59,3 +59,11 @@ def test_what_is_too_old_to_be_compared_is_left_to_the_pull():
     group = learned("c", said(0, 9, records="y"), own=said(2, 5))
     assert (group.newest, group.givers, group.other_records) == (9, [0], False)
     assert learned("c", said(0, 9, kept=3), own=said(2, 5)).givers == [0]
+
+
+def test_who_is_far_behind_is_compared_by_whoever_can_give_it_the_next_version():
+    """The first in the list has joined not long ago."""
+    new, old = said(0, 9, kept=10, records="y"), said(1, 9, kept=5, records="y")
+    group = learned("c", new, old, own=said(2, 5, records="y"))
+    assert (group.newest, group.givers, group.other_records) == (9, [1], False)
+    assert learned("c", new, old, own=said(2, 5)).other_records

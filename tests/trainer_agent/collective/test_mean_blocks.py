@@ -16,8 +16,11 @@ from shared.records.step import LanePosition, NodeResult, StepRecord
 from shared.wire.messages import PushBlock
 from shared.wire.region_allocator import RegionAllocator
 from shared.wire.verdict import Verdict
+from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import JOB, layout_of, push_header
-from trainer_agent.collective.mean_blocks import MeanStore
+from trainer_agent.collective import older_versions
+from trainer_agent.collective.mean_blocks import MeanStore, released
+from trainer_agent.collective.older_versions import MOST_KEPT
 from trainer_agent.collective.server import ShareServer
 
 LANES = 2
@@ -83,6 +86,61 @@ def test_it_says_so_after_the_last_block_and_not_before(seed):
             store.regroup(SLOTS, set(chance.sample(sorted(BLOCKS), chance.randrange(len(BLOCKS) + 1))))
         assert agrees(store)
     assert versions > 5
+
+
+def made_alone(store: MeanStore, versions: int) -> None:
+    """All lanes are pushed to all blocks, which are its own."""
+    for _ in range(versions):
+        for block in BLOCKS:
+            assert [push(store, block, lane, store.has) for lane in range(LANES)] == [Verdict.APPLIED] * LANES
+        store.complete(store.has + 1, {}, record(store.has + 1))
+        store.in_use = store.has
+        store.forget()
+
+
+def test_of_a_small_model_it_can_give_many_versions_and_says_of_each_what_it_is_made_of():
+    """Also of the one before the first that it can give: whoever has that asks for the next one."""
+    store = begun(set(BLOCKS))
+    made_alone(store, 5)
+    assert store.first_kept == 1
+    assert [version for version, _ in store.made_of()] == [0, 1, 2, 3, 4, 5]
+    for version in range(1, 6):
+        released(store.retained(version))
+    made_alone(store, 200)
+    assert store.first_kept == 205 - 1 - MOST_KEPT
+    assert [version for version, _ in store.made_of()] == list(range(store.first_kept - 1, 206))
+    released(store.retained(store.first_kept))
+
+
+def test_of_a_large_model_it_keeps_the_versions_alone_that_are_needed():
+    with replaced(older_versions, "KEPT_BYTES", 0):
+        store = begun(set(BLOCKS))
+        made_alone(store, 9)
+    assert store.first_kept == 8
+    assert [version for version, _ in store.made_of()] == [7, 8, 9]
+    assert all(sorted(block.kept) == [8, 9] for block in store.blocks.values())
+
+
+def test_what_it_has_not_stepped_yet_it_keeps():
+    with replaced(older_versions, "KEPT_BYTES", 0):
+        store = begun(set())
+        for _ in range(9):
+            store.complete(store.has + 1, from_others(store, set(BLOCKS)), record(store.has + 1))
+        assert store.first_kept == 1
+        store.in_use = 5
+        store.forget()
+        assert store.first_kept == 6
+
+
+def test_a_new_generation_makes_only_those_versions_again_that_it_does_not_have():
+    store = begun(set(BLOCKS))
+    made_alone(store, 4)
+    push(store, 0, 0, 4)
+    push(store, 0, 1, 4)
+    store.regroup(SLOTS, set(BLOCKS))
+    assert (store.first_kept, store.has) == (1, 4)
+    made_alone(store, 1)
+    assert (store.first_kept, store.has) == (1, 5)
 
 
 def test_what_is_dropped_leaves_no_shared_memory_behind():

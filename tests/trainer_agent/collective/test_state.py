@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from shared.records.checkpoints import CheckpointLatest
 from tests.equipment.replaced import replaced
 from tests.trainer_agent.collective.cluster import CollectiveCluster, cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, write_script
+from trainer_agent.collective import older_versions
 from trainer_agent.collective.state import giving
 
 COMMON: dict[str, Any] = {"lanes": 4, "global_batch_size": 12, "records_per_task": 6, "epochs": 10, "block_bytes": 256}
@@ -136,3 +139,49 @@ async def test_a_spare_keeps_up_and_takes_over_at_once(tmp_path):
         assert made.given == given  # nothing had to be fetched
         assert made.agents[spare].done.steps > 0
     assert differing(found, await undisturbed(tmp_path, lanes=1)) == []
+
+
+@asynccontextmanager
+async def without_processor(made: CollectiveCluster, name: str, steps: int) -> AsyncIterator[None]:
+    """The others make so many steps meanwhile."""
+    exchange = made.agents[name].collective
+    assert exchange is not None
+    async with exchange.in_use:
+        made.last_step = exchange.has + steps
+        await made.version(exchange.has + steps)
+        yield
+    made.last_step = math.inf
+
+
+@pytest.mark.parametrize("kept_bytes", [older_versions.KEPT_BYTES, 0])
+async def test_a_spare_that_was_behind_goes_on_from_where_it_was(tmp_path, kept_bytes):
+    """Without older versions it gets everything anew."""
+    with replaced(older_versions, "KEPT_BYTES", kept_bytes):
+        async with cluster(spec_of(tmp_path, lanes=2), 3) as made:
+            await listed(made, C)
+            given = dict(made.given)
+            async with without_processor(made, made.directory.trainers.names[2], 5):
+                pass
+            await completed(made)
+    assert (made.given == given) is (kept_bytes > 0)
+
+
+async def test_a_spare_that_gets_lanes_while_it_is_behind_makes_all_versions_before_it_computes(tmp_path):
+    async with cluster(spec_of(tmp_path, lanes=2), 3) as made:
+        await listed(made, C)
+        first, _, spare = made.directory.trainers.names
+        given, begun, exchange = dict(made.given), list[int](), made.agents[spare].collective
+        assert exchange is not None
+
+        async def beginning(step: int) -> None:
+            begun.append(step)
+
+        exchange.beginning = beginning
+        before = exchange.has
+        async with without_processor(made, spare, 5):
+            await made.kill(first)
+            await made.directory.wait_for(lambda view: spare in view.trainers.owners, 20.0, "it has lanes")
+        found = await completed(made)
+        assert made.given == given
+        assert min(begun) >= before + 5
+    assert differing(found, await undisturbed(tmp_path, lanes=2)) == []
