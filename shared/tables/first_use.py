@@ -41,6 +41,7 @@ def compile_loops() -> None:
             copy.read_slot(0, 0, 1)
             copy.put(copy.rows_of(some.ids))
             copy.remove(some.ids[:1])
+        copy.are_all_in(np.ones(SLOTS, np.bool_), rows[0].ids)
         copy.restamp(np.ones(SLOTS, np.bool_), 1)
         copy.drop_slots(np.arange(SLOTS))
         for _ in copy.give_back():

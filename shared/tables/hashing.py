@@ -46,11 +46,20 @@ def slots_of(ids: Ids, seed: int, slot_count: int) -> npt.NDArray[np.int64]:
     return (hashes_of(ids, seed) % np.uint64(slot_count)).astype(np.int64)
 
 
+def slots_of_tables(ids: Sequence[Ids], seeds: Sequence[int], slot_count: int) -> npt.NDArray[np.int64]:
+    """`slots_of` the ids of several tables, one after the other: int64 (n,) of all. `seeds`: of each table."""
+    flat = np.concatenate(ids).view(np.uint64)
+    flat ^= np.repeat(np.array(seeds, np.uint64), [len(some) for some in ids])
+    with np.errstate(over="ignore"):
+        flat += GOLDEN
+    return (mix64(flat) % np.uint64(slot_count)).astype(np.int64)
+
+
 def owned_slots(owners: Sequence[int], index: int) -> npt.NDArray[np.bool_]:
     """Whether each slot is parameter server `index`'s: bool (slots,). `owners`: of a slot map."""
     return np.array([owner == index for owner in owners])
 
 
-def id_of_text(text: str) -> int:
-    """An id for a text: XXH3, 64 bits, seed 0, of its UTF-8 bytes, as a signed number in [-2**63, 2**63)."""
-    return int(np.uint64(xxhash.xxh3_64_intdigest(text.encode())).astype(np.int64))
+def ids_of_texts(texts: Sequence[str]) -> Ids:
+    """An id for each text, int64 (n,): XXH3, 64 bits, seed 0, of its UTF-8 bytes, as a signed number in [-2**63, 2**63)."""
+    return np.array([xxhash.xxh3_64_intdigest(text.encode()) for text in texts], np.uint64).view(np.int64)

@@ -107,6 +107,9 @@ class ShardedTable(Table):
         found: Flags = slots[slots_of(ids, self.spec.seed, self.slot_count)]
         return found
 
+    def are_all_in(self, slots: Flags, ids: Numbers) -> bool:
+        return bool(cell_loops.all_in(ids, self._cells.seed, slots))
+
     def drop_slots(self, slots: Numbers) -> None:
         """They belong to another process now: nobody finds their rows any more. The memory stays taken until `give_back`; snapshots that are open lack these rows
         until then, and must not be read meanwhile."""

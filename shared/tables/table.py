@@ -209,16 +209,16 @@ class Table:
 
     def prepare(self, ids: Numbers) -> Iterator[None]:
         """Makes room for the rows that the next step will bring. Both versions can be read all the time; milliseconds between two values."""
-        slots, n = self.slot_count, len(ids)
-        cells, places = self._cells, np.empty(n, np.int64)
-        self._admitted = np.ones(n, np.bool_)
-        more, held = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
-        wanted = np.ones(slots, np.bool_)
+        slots, n, cells = self.slot_count, len(ids), self._cells
+        places, self._admitted = np.empty(n, np.int64), np.ones(n, np.bool_)
+        more, held, wanted = np.zeros(slots, np.int64), np.zeros(slots, np.int64), np.ones(slots, np.bool_)
         if self.sketch is None and self._oldest is None:  # it matters in few slots which ids are new
             for some in portions(n, COUNTED_AT_ONCE):
                 cell_loops.count_by_slot(ids[some], cells.seed, more)
                 yield
             wanted, more = cells.lack(more), np.zeros(slots, np.int64)
+            if not wanted.any():  # there are cells for all of the ids
+                return (yield from self._rows.reserve_in_turns(n))
         for some in portions(n):
             own, found, admitted = ids[some], places[some], self._admitted[some]
             cell_loops.look(cells.addresses, cells.capacities, cells.seed, own, wanted, found)

@@ -143,7 +143,8 @@ class PullRequest(MessageHeader):
     it has none); blocks of buffers that are still the same come without them. None: all blocks come whole. `norm`: of the step that
     makes the version; the blocks that are held for it are stepped. `results_from`: the results of steps are wanted, too, from
     this one on. `slots`: the slot map by which the rows of embedding tables have to have the version; 0: not checked. `versions`: the end tells that
-    of each block. `bound`: answered when it holds."""
+    of each block. `bound`: answered when it holds. `row_means`: of a trainer of a collective job, the end brings the mean gradients of rows, if they are small; by
+    this number those of its own slots, 0: of all."""
 
     version: int | None = None
     blocks: tuple[int, ...]
@@ -155,6 +156,7 @@ class PullRequest(MessageHeader):
     slots: int = 0
     versions: bool = False
     bound: StalenessBound | None = None
+    row_means: int | None = None
 
 
 class PulledBlock(Record):
@@ -167,13 +169,22 @@ class PulledBlock(Record):
     same: Literal[True] | None = None
 
 
+class RowMeansPart(Record):
+    """Mean gradients of rows of all tables: `counts` of each, `payload` with the ids and the gradients. `has_data`: see TableEnd."""
+
+    counts: tuple[int, ...] = Field(max_length=MOST_TABLES)
+    payload: bytes = Field(repr=False)
+    has_data: bool
+
+
 class PullEnd(Record):
     """`code`: OK, TOO_EARLY (the wait ran out), GONE, NOT_READY, WRONG_OWNER (a block went to another parameter server meanwhile),
     OVERFLOW (values do not fit the requested dtype) or HELD (all data of the missing blocks is there; to clip, they wait for the norm
     of the whole gradient). `record`: of the version, if OK and sync. `known`: names the values that came, for `PullRequest.known`;
     the same in all requests that one pull was made of, or it names none of them. `squares`: (block, sum of the squares of its
     gradient), of the blocks of parameters that are held; if OK, of those that came, if the step was measured. `timeline`: of the blocks.
-    `results`: the first of those that were asked for and are kept. `versions`: (block, version), of those that came, if OK and asked for."""
+    `results`: the first of those that were asked for and are kept. `versions`: (block, version), of those that came, if OK and asked for.
+    `row_means`: if OK, asked for and small, mean gradients of rows as a TableRequest finds them, all of them."""
 
     code: Literal["OK", "TOO_EARLY", "GONE", "NOT_READY", "WRONG_OWNER", "OVERFLOW", "HELD"]
     message: str = ""
@@ -183,6 +194,7 @@ class PullEnd(Record):
     timeline: int = 0
     results: tuple[StepResult, ...] | None = None
     versions: tuple[tuple[int, int], ...] = ()
+    row_means: RowMeansPart | None = None
 
 
 class LookupRequest(MessageHeader):

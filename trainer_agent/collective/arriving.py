@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
 
 class Arriving:
-    """What a pull of the version after `store.has` brings, asked in the server's present generation. As the vectors of a compute. `release` it at the
-    end."""
+    """What a pull of the version after `store.has` brings, asked in the server's present generation, which began at version `newest`. As the vectors of a compute.
+    `shares`: which rows are asked for, those of each owner's slots (see TableRequest.slots); 0: one trainer gives all. `release` it at the end."""
 
-    def __init__(self, server: ShareServer, store: MeanStore) -> None:
+    def __init__(self, server: ShareServer, store: MeanStore, newest: int) -> None:
         self._server, self._store = server, store
         self.generation, self.version = server.generation, store.has + 1
+        self.shares = self.generation if self.version > newest else 0
         self.layout: Layout = store.layout
         self.blocks: dict[int, Buffer | None] = {}
         self.rows: dict[int, RowMeans] = {}  # by place of the owner, see MeanRows.complete

@@ -36,7 +36,7 @@ from trainer_agent.model.compute import Compute
 from trainer_agent.waiting.single_error import SingleErrorGroup
 
 if TYPE_CHECKING:
-    from shared.serving.core.table.rows import TableRows  # loads numba
+    from trainer_agent.collective.rows.stepping import ReplicaRows  # loads numba
 
 LOOK_S = 0.1
 
@@ -296,7 +296,7 @@ class Collective(MeanGradients):
 
         return whole_table(self._own_rows(), table, version)
 
-    def _own_rows(self) -> TableRows:
+    def _own_rows(self) -> ReplicaRows:
         if self.replica.rows is None:
             raise Gone("this trainer has no rows: the job went back, or it has none yet")
         return self.replica.rows

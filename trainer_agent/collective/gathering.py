@@ -24,7 +24,7 @@ from shared.runtime import telemetry
 from shared.serving.core.progress import missing_lanes
 from shared.tables.hashing import Ids
 from shared.tables.payload import ids_in, rows_in
-from shared.wire.messages import PserverInfo, TableRequest
+from shared.wire.messages import PserverInfo, RowMeansPart, TableRequest
 from trainer_agent.collective.arriving import Arriving
 from trainer_agent.collective.groups import Group, GroupView
 from trainer_agent.collective.late_members import LateMembers
@@ -235,7 +235,7 @@ class MeanGradients(Transfer):
             store = self.store
             if store is None or store.has >= version or self.view.group is not group:
                 return
-            self._vectors = arriving = Arriving(self.server, store)
+            self._vectors = arriving = Arriving(self.server, store, group.newest)
             try:
                 record = await self._arrived(group, arriving, store)
                 self._complete(store, arriving, found(record, arriving.version))
@@ -272,7 +272,7 @@ class MeanGradients(Transfer):
         """None: the generation is over. The pulls from other trainers may come to their ends, too, so that connections stay."""
         try:
             record = await self._pull_from(place, blocks, arriving.version, None, self._narrow)
-            if self._layout.tables:
+            if self._layout.tables and _place_of_rows(place, arriving) not in arriving.rows:  # they are many
                 await self._pull_rows(place, arriving)
             return record
         except StaleGeneration:
@@ -282,23 +282,35 @@ class MeanGradients(Transfer):
 
     async def _pull_rows(self, place: int, arriving: Arriving) -> None:
         """The mean gradients of rows of a trainer that has them: it had the whole version of its blocks. Raises StaleGeneration: the generation is over."""
-        from trainer_agent.collective.rows.means import WHOLE_PLACE  # noqa: PLC0415  loads numba
-
-        group = self.view.group
         arriving.check()
-        assert group is not None
-        share = group.generation if arriving.version > group.newest else 0
-        arriving.rows[place if share else WHOLE_PLACE] = await self._row_means(place, arriving, share)
+        arriving.rows[_place_of_rows(place, arriving)] = await self._row_means(place, arriving)
 
-    async def _row_means(self, place: int, arriving: Arriving, share: int) -> RowMeans:
-        """Of all tables: one request, more only if they are large. `share`: see TableRequest.slots."""
+    @property
+    def _row_means_wanted(self) -> int | None:
+        vectors = self._vectors
+        return vectors.shares if self._layout.tables and isinstance(vectors, Arriving) else None
+
+    def _take_row_means(self, index: int, found: RowMeansPart) -> None:
+        """Raises StaleGeneration: it does not count any more."""
+        from trainer_agent.collective.rows.means import RowMeans  # noqa: PLC0415  loads numba
+
+        arriving = self._vectors
+        assert isinstance(arriving, Arriving)
+        arriving.check()
+        payload = bytearray(found.payload)  # loops are compiled for arrays that can be written
+        ids = ids_in(payload, found.counts, self._dims, rows=True)
+        rows = rows_in(payload, found.counts, self._dims, ids=True)
+        arriving.rows[_place_of_rows(index, arriving)] = RowMeans(ids, rows, found.has_data)
+
+    async def _row_means(self, place: int, arriving: Arriving) -> RowMeans:
+        """Of all tables: one request, more only if they are large."""
         from trainer_agent.collective.rows.means import RowMeans  # noqa: PLC0415  loads numba
 
         backoff = Backoff(f"mean gradients of rows from the trainer at place {place}")
         parts, first = list[tuple[list[Ids], list[Rows]]](), 0
         while True:
             arriving.check()
-            fields = {"version": arriving.version, "table": 0, "first": first, "slots": share}
+            fields = {"version": arriving.version, "table": 0, "first": first, "slots": arriving.shares}
             try:
                 end, payload = await self._port(place).table(TableRequest(**self.envelope(), **fields))
             except (PeerError, StaleGeneration) as error:
@@ -352,6 +364,13 @@ class MeanGradients(Transfer):
         if group is not None and index == group.place:
             return self._own
         return super()._port(index)
+
+
+def _place_of_rows(place: int, arriving: Arriving) -> int:
+    """As in `Arriving.rows`."""
+    from trainer_agent.collective.rows.means import WHOLE_PLACE  # noqa: PLC0415  loads numba
+
+    return place if arriving.shares else WHOLE_PLACE
 
 
 def _late_places(group: Group, store: MeanStore, pulls: Mapping[int, asyncio.Task[StepRecord | None]]) -> set[int]:

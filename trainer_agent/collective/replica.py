@@ -27,7 +27,7 @@ from trainer_agent.collective.replica_optimizer import optimizer_of
 from trainer_agent.model.compute import Compute
 
 if TYPE_CHECKING:
-    from shared.serving.core.table.rows import TableRows  # loads numba
+    from trainer_agent.collective.rows.stepping import ReplicaRows  # loads numba
 
 State = Mapping[str, torch.Tensor]
 
@@ -58,7 +58,7 @@ class Replica:
         self.timeline, self.checkpoint = 0, ""
         self.stepping = False
         self._optimizer = optimizer_of(compute)
-        self.rows: TableRows | None = None
+        self.rows: ReplicaRows | None = None
 
     def __repr__(self) -> str:
         staged = f", {self.stepped.version} stepped" if self.stepped is not None else ""
@@ -175,7 +175,7 @@ class Replica:
         self._compute.staging(block)[:] = values.cast("B")
         self._optimizer.load(block, state)
 
-    def loaded(self, record: StepRecord, timeline: int, checkpoint: str, rows: TableRows | None = None) -> None:
+    def loaded(self, record: StepRecord, timeline: int, checkpoint: str, rows: ReplicaRows | None = None) -> None:
         """All blocks were loaded, at the version of `record`: it is in use from now on; `rows`: of the embedding tables, at that version. The loop that trains
         restores the schedule."""
         assert rows is not None or not self._compute.layout.tables
@@ -193,7 +193,7 @@ class Replica:
         self.timeline, self.checkpoint = timeline, checkpoint
 
 
-def rows_of(layout: Layout, version: int) -> TableRows | None:
+def rows_of(layout: Layout, version: int) -> ReplicaRows | None:
     """Of all slots of the embedding tables, none yet; None: the model has no tables."""
     if not layout.tables:
         return None

@@ -51,12 +51,19 @@ class SharePull(OpenPull):
     ) -> None:
         super().__init__(server, store, request, deadline, arrived)
         self._since = server.generation
+        self._row_means = request.row_means
 
     def next(self) -> tuple[int, int, Buffer | None] | PullEnd | None:
         now = self._server.generation
         if now != self._since:
             return PullEnd(code="NOT_READY", message=f"generation {self._since} is over: ask in {now}")
-        return super().next()
+        found, store, slots = super().next(), self._store, self._row_means
+        if slots is None or not isinstance(found, PullEnd) or found.code != "OK" or found.record is None:
+            return found
+        assert isinstance(store, MeanStore)
+        if store.rows is None:
+            return found
+        return found.model_copy(update={"row_means": store.rows.small_means(found.record.version, slots)})
 
 
 class ShareServer(Pserver):

@@ -34,8 +34,10 @@ def default_collate(minibatch: Mapping[str, Column] | Sequence[Mapping[str, Any]
 def _collated(name: str, column: Column) -> Any:
     if isinstance(column, np.ndarray):
         return _tensor(name, column)
-    _refuse_missing(name, column)
-    kinds = {_kind(value) for value in column}
+    of_types = {type(value): value for value in column}
+    if type(None) in of_types:
+        _refuse_missing(name, column)
+    kinds = {_kind(value) for value in of_types.values()}
     if len(kinds) > 1:
         other = next(i for i, value in enumerate(column) if _kind(value) != _kind(column[0]))
         msg = f"column {name!r}: record 0 of the minibatch has {_text(column[0])}, record {other} has {_text(column[other])}"

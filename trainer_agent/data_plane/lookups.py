@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from shared.errors import BadFrame, Gone, InvalidArgument, PeerError, StaleGeneration, UserCodeError, WrongOwner
 from shared.records.job_spec import Narrow
-from shared.tables.hashing import Ids, slots_of
+from shared.tables.hashing import Ids, slots_of_tables
 from shared.tables.payload import ids_in, joined, rows_in, size_of
 from shared.wire.messages import LookupEnd, LookupRequest, TableEnd, TableRequest
 from shared.wire.row_memory import GradientMemory
@@ -86,12 +86,10 @@ class Lookups(Peers):
         everyone = sorted(set(routes.slots))
         if len(everyone) == 1:
             return {everyone[0]: [ALL for _ in ids]}
-        owners = np.array(routes.slots)
-        count = self._layout.slot_count
-        owner_of = [
-            owners[slots_of(some, spec.seed, count)] for some, spec in zip(ids, self._layout.tables, strict=True)
-        ]
-        return {index: [own == index for own in owner_of] for index in everyone}
+        slots = slots_of_tables(ids, [spec.seed for spec in self._layout.tables], self._layout.slot_count)
+        owner_of, ends = np.array(routes.slots)[slots], np.cumsum([len(some) for some in ids]).tolist()
+        parts = [slice(first, end) for first, end in zip([0, *ends], ends, strict=False)]
+        return {index: [own[part] for part in parts] for index in everyone for own in [owner_of == index]}
 
     def row_parts(self, routes: Routes, lane: Sequence[LaneRows]) -> dict[int, RowPart]:
         """A lane's gradients by parameter server. Of all that own slots, also of those without any: then it is known that nothing is missing. Raises

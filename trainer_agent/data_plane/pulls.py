@@ -15,7 +15,7 @@ from shared.records.job_spec import Narrow, Nonfinite, Transported
 from shared.records.layout import ELEMENT_BYTES, Layout
 from shared.records.step import StepRecord, StepResult
 from shared.wire.lending import NOTHING
-from shared.wire.messages import PulledBlock, PullEnd, PullRequest, StalenessBound
+from shared.wire.messages import PulledBlock, PullEnd, PullRequest, RowMeansPart, StalenessBound
 from trainer_agent.core.steps import agreed
 from trainer_agent.data_plane.lookups import WholeTables
 from trainer_agent.data_plane.peers import OWN_LEASE, Connect, JobView, Suspect
@@ -270,7 +270,8 @@ class Pulls(WholeTables):
                 self._keep_current(missing)
                 return record
             try:
-                end = await self._port(index).pull(PullRequest(**self.envelope(), **wanted), place, placed)
+                request = PullRequest(**self.envelope(), **wanted, row_means=self._row_means_wanted)
+                end = await self._port(index).pull(request, place, placed)
             except WrongOwner as error:
                 end = PullEnd(code="WRONG_OWNER", message=error.message)
             except (PeerError, StaleGeneration) as error:
@@ -294,6 +295,8 @@ class Pulls(WholeTables):
             if end.code == "OK" and end.squares:
                 self._norm.measure(end.timeline, end.squares, self._parameters)
             self._take_results(end.results)
+            if end.row_means is not None:
+                self._take_row_means(index, end.row_means)
             if len(missing) < before:
                 backoff.reset()
             match end.code:
@@ -334,6 +337,15 @@ class Pulls(WholeTables):
         """Of those that were found, the ones that begin with the first step."""
         if found and (not self.results or found[0].step < self.results[0].step):
             self.results = tuple(found)
+
+    @property
+    def _row_means_wanted(self) -> int | None:
+        """See PullRequest.row_means."""
+        return None
+
+    def _take_row_means(self, index: int, found: RowMeansPart) -> None:
+        """They came with the end of a pull."""
+        raise BadFrame(f"mean gradients of {sum(found.counts)} rows came from pserver-{index}, and none were asked for")
 
     def _check_pull(self) -> None:
         """Before each request of a pull. Raises StaleGeneration: it does not count any more."""

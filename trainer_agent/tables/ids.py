@@ -9,7 +9,7 @@ import torch
 
 from shared.errors import InvalidArgument
 from shared.tables.grouping import Grouped, Numbers, grouped
-from shared.tables.hashing import id_of_text
+from shared.tables.hashing import ids_of_texts
 
 INTEGERS = torch.int64, torch.int32
 
@@ -17,15 +17,12 @@ INTEGERS = torch.int64, torch.int32
 def ids_of(texts: Iterable[str]) -> torch.Tensor:
     """An id for each text, int64 (n,): XXH3 of its UTF-8 bytes (64 bits, seed 0) as a signed number. The same everywhere. Raises
     InvalidArgument."""
-    found = []
     if isinstance(texts, str):
         raise InvalidArgument(f"ids_of takes a list of texts, got the text {texts!r:.80}; write ids_of([text])")
-    for text in texts:
-        value: object = text
-        if not isinstance(value, str):
-            raise InvalidArgument(f"ids_of takes texts, got {type(value).__name__} {value!r:.80}")
-        found.append(id_of_text(text))
-    return torch.tensor(found, dtype=torch.int64)
+    given: list[object] = list(texts)
+    if strange := [value for value in given if not isinstance(value, str)]:
+        raise InvalidArgument(f"ids_of takes texts, got {type(strange[0]).__name__} {strange[0]!r:.80}")
+    return torch.from_numpy(ids_of_texts([value for value in given if isinstance(value, str)]))
 
 
 def integers(what: str, value: object) -> torch.Tensor:

@@ -39,6 +39,15 @@ def count_by_slot(ids, seed, counts):
 
 
 @compiled
+def all_in(ids, seed, flags):
+    """Whether the slots of all ids have their flag (bool (slots,))."""
+    slots, found = np.uint64(len(flags)), True
+    for i in range(len(ids)):
+        found &= flags[hash_of(ids[i], seed) % slots]
+    return found
+
+
+@compiled
 def look(cells, capacities, seed, ids, wanted, rows):
     """The row of each id (int64 (n,)) into `rows` (int64 (n,)), expired ones too; ABSENT. Slots that are not `wanted` (bool (slots,)) are not searched:
     their ids are taken for absent."""

@@ -146,6 +146,22 @@ def test_answers_have_all_tables_one_after_the_other_and_none_is_left_out():
             assert np.concatenate([part[1] for part in table]).tolist() == sent[number].tolist()
 
 
+def test_small_means_are_those_of_an_answer_and_large_ones_or_those_that_are_not_there_are_none():
+    rows = MeanRows(LAYOUT, 1, 0)
+    pushed(rows, 0, 0, IDS)
+    made(rows)
+    end, payload = asked(rows, 1, slots=4)
+    found = rows.small_means(1, 4)
+    assert found is not None
+    assert (found.counts, found.payload, found.has_data) == (end.counts, bytes(payload), True)
+    assert rows.small_means(2, 4) is None
+    assert rows.small_means(1, 0) is None  # the other shares have not come
+    rows.complete(1, {})
+    assert rows.small_means(1, 0) == found
+    with replaced(means_module, "SMALL_BYTES", len(payload) - 1):
+        assert rows.small_means(1, 4) is None
+
+
 def test_it_says_that_it_has_no_rows():
     rows = MeanRows(LAYOUT, 1, 0)
     with pytest.raises(InvalidArgument, match="each trainer has the rows itself"):

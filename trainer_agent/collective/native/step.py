@@ -47,7 +47,7 @@ class StepMaker:
         """The version after the one that `store` has. Raises Broken, InvalidArgument, StaleGeneration."""
         nodes = await self._all_told(link, given)
         self._note(store, server, nodes)
-        arriving = Arriving(server, store)
+        arriving = Arriving(server, store, store.has)
         try:
             digests = await self._parameters(link, given, nodes, arriving)
             await self._buffer_values(link, given, nodes, arriving)

@@ -18,11 +18,10 @@ from shared.errors import BadFrame, Gone, NotReady, PeerError, StaleGeneration
 from shared.records.layout import Layout
 from shared.records.step import LaneZero, StepRecord
 from shared.runtime import ids, telemetry
-from shared.serving.core.table.rows import TableRows
 from shared.tables.saving.snapshot import from_records, record_words
 from trainer_agent.collective.rows.giving import ROWS_PART, SKETCH_PART
 from trainer_agent.collective.rows.means import RowMeans
-from trainer_agent.collective.rows.stepping import new_rows, step_rows
+from trainer_agent.collective.rows.stepping import ReplicaRows, new_rows, step_rows
 from trainer_agent.collective.state.messages import Portion
 
 KEPT_BYTES = 1 << 30  # of mean gradients of rows
@@ -47,7 +46,7 @@ class JoiningRows:
 
     def __init__(self, layout: Layout, compare: Callable[[StepRecord], None]) -> None:
         self._layout, self._compare = layout, compare
-        self.rows: TableRows | None = None
+        self.rows: ReplicaRows | None = None
         self._kept: deque[_Kept] = deque()
         self._bytes = 0
         self._stepping = asyncio.Lock()
@@ -91,7 +90,7 @@ class JoiningRows:
                 return
         raise NotReady(f"none of {donors} trainers gives its rows: {problem}")
 
-    async def _fetched(self, donor: int, ask: Ask) -> TableRows:
+    async def _fetched(self, donor: int, ask: Ask) -> ReplicaRows:
         token, number = ids.new_id("rows"), 0
         portion = await ask(donor, token, number)
         record = portion.head.record
@@ -110,7 +109,7 @@ class JoiningRows:
             portion = await ask(donor, token, number)
 
 
-def _take(rows: TableRows, portion: Portion) -> None:
+def _take(rows: ReplicaRows, portion: Portion) -> None:
     """Put the rows of whole slots into the tables. Raises BadFrame."""
     found: dict[tuple[int, str], list[np.ndarray[tuple[int, int], np.dtype[np.int64]]]] = {}
     for part, payload in portion.parts:

@@ -19,12 +19,13 @@ from shared.serving.core.table.rows import TableRows
 from shared.tables.lanes import means_over_lanes
 from shared.tables.memory import Floats, Numbers
 from shared.tables.payload import ID_BYTES, NUMBER_BYTES, joined
-from shared.wire.messages import TableEnd, TableRequest
+from shared.wire.messages import RowMeansPart, TableEnd, TableRequest
 from shared.wire.verdict import Verdict
 from trainer_agent.tables.files import in_order
 
 WHOLE_PLACE = -1  # in place of one owner: it gave all slots
 PORTION_BYTES = 16 << 20  # in one answer
+SMALL_BYTES = 32 << 10  # they come with the end of a pull: less than a header may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,14 @@ class MeanRows(TableRows):
         for kept in (self.shares, self.whole):
             for older in [each for each in kept if each < version]:
                 del kept[older]
+
+    def small_means(self, version: int, slots: int) -> RowMeansPart | None:
+        """What `portion_of_means` finds; None: it is not there, or too large for the end of a pull. `slots`: see PullRequest.row_means."""
+        found = (self.shares if slots else self.whole).get(version)
+        if found is None or found.bytes > SMALL_BYTES:
+            return None
+        payload = joined(found.ids, found.gradients)
+        return RowMeansPart(counts=tuple(map(len, found.ids)), payload=bytes(payload), has_data=found.has_data)
 
     def portion_of_means(self, request: TableRequest) -> tuple[TableEnd, memoryview]:
         """Of all tables, one after the other, as many as go into one answer. Raises InvalidArgument; NotReady: not yet; Gone: not any more."""

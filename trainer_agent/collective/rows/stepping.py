@@ -16,6 +16,7 @@ from shared.errors import Gone, InvalidArgument
 from shared.records.layout import Layout
 from shared.records.step import LaneZero
 from shared.runtime import clock
+from shared.runtime.waiting import event_within
 from shared.serving.core.table.rows import TableRows
 from shared.tables.memory import Floats, Numbers
 from shared.tables.table import joined, living
@@ -24,15 +25,23 @@ from trainer_agent.collective.rows.means import RowMeans
 
 TURN_S = 0.002  # of a step, before the event loop has its turn
 KEPT_S = 0.01  # between two looks whether a snapshot is written far enough
-LOOK_S = 0.001
+LOOK_S = 0.1  # between two looks whether the trainer has other rows now
 
 
-def new_rows(layout: Layout, version: int) -> TableRows:
+class ReplicaRows(TableRows):
+    """Those of one trainer. `moved`: set after each step; who waits for one clears it."""
+
+    def __init__(self, layout: Layout, version: int) -> None:
+        super().__init__(layout, 1, version)
+        self.moved = asyncio.Event()
+
+
+def new_rows(layout: Layout, version: int) -> ReplicaRows:
     """Without any row yet."""
-    return TableRows(layout, 1, version)
+    return ReplicaRows(layout, version)
 
 
-async def step_rows(rows: TableRows, means: RowMeans, lane_zero: LaneZero | None) -> None:
+async def step_rows(rows: ReplicaRows, means: RowMeans, lane_zero: LaneZero | None) -> None:
     """In place: the next version. `lane_zero`: of the step, with the options of the optimizer's groups in it. Must not be cancelled."""
     verdict = rows.push(rows.version, 0, means.ids, means.gradients, int(means.has_data))
     assert verdict is Verdict.APPLIED, (verdict, rows)
@@ -45,14 +54,16 @@ async def step_rows(rows: TableRows, means: RowMeans, lane_zero: LaneZero | None
             until = clock.monotonic() + TURN_S
     for table in rows.tables:
         table.removed.forget(rows.version)  # there are no deltas
+    rows.moved.set()
 
 
-async def rows_at(own: Callable[[], TableRows], version: int | None, ids: Sequence[Numbers]) -> list[Floats]:
+async def rows_at(own: Callable[[], ReplicaRows], version: int | None, ids: Sequence[Numbers]) -> list[Floats]:
     """Of each table float32 (n, dim), at `version` (None: the newest one), once it is there: after the step that makes it. `own()`: the trainer's rows.
     Raises Gone: it is not kept, or the trainer has other rows by then (the job went back)."""
     rows = own()
     while (verdict := rows.judge(version)) is Verdict.TOO_EARLY:
-        await asyncio.sleep(LOOK_S)
+        rows.moved.clear()
+        await event_within(rows.moved, LOOK_S)
         if own() is not rows:
             raise Gone(f"the job went back while version {version} of its rows was waited for: join again")
     if verdict is not None:

@@ -26,7 +26,7 @@ from shared.records.step import LaneZero
 from shared.serving.core.asynchronous.staleness import divisor
 from shared.serving.core.table.kept import KeptRows
 from shared.serving.core.table.part import RowsPart
-from shared.tables.hashing import owned_slots, slots_of
+from shared.tables.hashing import owned_slots
 from shared.tables.lanes import LaneRows, means_over_lanes
 from shared.tables.memory import HASHES, Floats, Numbers
 from shared.tables.payload import ID_BYTES, NUMBER_BYTES, ids_in, narrowed, rows_in, size_of
@@ -149,11 +149,7 @@ class TableRows:
             return True
         if self._owned_by != (slots, index):
             self._owned_by, self._owned = (slots, index), owned_slots(slots.owners, index)
-        return all(
-            bool(self._owned[slots_of(some, table.spec.seed, self.slot_count)].all())
-            for some, table in zip(ids, self.tables, strict=True)
-            if len(some)
-        )
+        return all(table.are_all_in(self._owned, some) for some, table in zip(ids, self.tables, strict=True))
 
     def are_by(self, version: int, slots: SlotMap | None) -> bool:
         """Whether slot map `version` gives the same slots to these rows: what went by it has all of their ids, and no others. 0: not checked."""
