@@ -211,7 +211,7 @@ class MeanStore(Store):
     def forget(self) -> None:
         """What nobody needs any more: others may lack the last version, this trainer what it has not stepped yet."""
         before = self._older.first
-        first = self._older.forget_before(min(self.has - 1, self.in_use + 1))
+        first = self._older.forget_before(self._needed)
         if first == before:
             return
         for block in self.blocks.values():
@@ -221,6 +221,10 @@ class MeanStore(Store):
         self.history.forget_before(self._first_stated)
         for version in [each for each in self._digests if each < self._first_stated]:
             del self._digests[version]
+
+    @property
+    def _needed(self) -> int:
+        return min(self.has - 1, self.in_use + 1)
 
     def own_share_has(self, version: int) -> bool:
         """Whether all blocks of its own share have been made at `version`."""
