@@ -34,7 +34,7 @@ from shared.security.tls import VARIABLES
 from shared.security.token_folder import TokenFolder
 from shared.security.tokens import Role
 from trireme.launch.child import Child, Exit
-from trireme.launch.leases import LostLeases, revoke_all_leases, revoke_leases_of
+from trireme.launch.leases import LostLease, LostLeases, revoke_all_leases, revoke_leases_of
 from trireme.launch.member_numbers import MemberNumbers, cores, threads_for
 from trireme.launch.processes import ForkServer
 from trireme.launch.restarts import RestartPolicy
@@ -195,7 +195,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
         }
         return await self._add_child(role, module, given)
 
-    def _silent_s(self, end: Exit) -> float | None:
+    def _lost_lease(self, end: Exit) -> LostLease | None:
         return self.lost_leases.ended(end.pid)
 
     def _restarts(self, child: Child) -> RestartPolicy:

@@ -4,6 +4,7 @@ a process is dead ─► its leases are revoked, so that no member waits until t
 registered ─► its key is gone, and etcd answers ─► still gone after the grace ─► overdue: the launcher ends the process
                  `── it registers again, or ends by itself
 etcd does not answer: nothing counts, since nobody can renew a lease or come back then
+a trainer that works, by its processor time, has a longer grace: it is only late, and others compute its lanes
 
 A standby master holds no key and a spare parameter server has none yet: only who was registered can lose it.
 """
@@ -22,11 +23,15 @@ from shared.keys import Keys
 from shared.records import MasterLock, PserverMember, TrainerMember
 from shared.runtime import clock
 from shared.runtime.network import is_here
+from shared.runtime.processor_use import ProcessorUse, processor_use
 
 REVOKE_TIMEOUT_S = 2.0
 LOOK_S = 1.0
 ANSWER_S = 2.0
 LEAST_GRACE_S = 3.0  # who wakes up needs some attempts to reach etcd
+# Of a trainer that works: its loop is busy, or the machine is. It registers again by itself, and a new one would take even more processor time.
+# Bounded, because its loop may never be free again.
+WORKING_GRACE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +100,55 @@ def _lease_of(child: str, holder: MasterLock | None) -> list[int]:
     return [holder.lease] if holder is not None and holder.master.startswith(f"{child}-") else []
 
 
-class LostLeases:
-    """`etcd_silent_s`: for how long etcd has not answered, by the last look; 0 if it answers."""
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """Of a process whose key is gone. `gone_s`: for how long; `idle_s`: since it last worked; `use`: by the last look."""
 
-    def __init__(self, lease_ttl_s: float) -> None:
+    gone_s: float = 0.0
+    idle_s: float = 0.0
+    use: ProcessorUse | None = None
+
+    def longer(self, elapsed_s: float, use: ProcessorUse | None) -> Absence:
+        """After one more look. What is more than two looks does not count: this process itself was frozen then."""
+        counted_s = min(elapsed_s, 2 * LOOK_S)
+        works = use is not None and use.works(self.use, elapsed_s)
+        return Absence(self.gone_s + counted_s, 0.0 if works else self.idle_s + counted_s, use)
+
+    def is_overdue(self, child: str, grace_s: float) -> bool:
+        """A job stands still without a parameter server or a leader, so their work does not count."""
+        if not child.startswith("trainer-"):
+            return self.gone_s > grace_s
+        return self.idle_s > grace_s or self.gone_s > max(grace_s, WORKING_GRACE_S)
+
+    def worked(self, grace_s: float) -> bool:
+        """Not only before its key was gone, and of late."""
+        return self.idle_s < self.gone_s and self.idle_s <= grace_s
+
+
+@dataclass(frozen=True, slots=True)
+class LostLease:
+    """`silent_s`: since it was last renewed. `worked`: its process did work without it."""
+
+    silent_s: float
+    worked: bool = False
+
+    def __str__(self) -> str:
+        what = "working without a lease" if self.worked else "frozen or cut off"
+        return f"{what} for {self.silent_s:.0f} s"
+
+
+class LostLeases:
+    """`use_of`: a process by its pid. `etcd_silent_s`: for how long etcd has not answered, by the last look; 0 if it answers."""
+
+    def __init__(self, lease_ttl_s: float, use_of: Callable[[int], ProcessorUse | None] = processor_use) -> None:
         self.grace_s = max(lease_ttl_s, LEAST_GRACE_S)
         self.etcd_silent_s = 0.0
-        self._ttl_s = lease_ttl_s
+        self._ttl_s, self._use_of = lease_ttl_s, use_of
         self._registered: set[int] = set()
-        self._gone_s: dict[int, float] = {}  # pid -> how long its key is gone, time without etcd left out
+        self._absent: dict[int, Absence] = {}  # by pid; time without etcd is left out
 
     def __repr__(self) -> str:
-        return f"<LostLeases: {len(self._registered)} registered, gone {self._gone_s}>"
+        return f"<LostLeases: {len(self._registered)} registered, {self._absent}>"
 
     async def follow(
         self,
@@ -126,35 +168,34 @@ class LostLeases:
                 self.etcd_silent_s = 0.0
                 overdue = self.observe(held, alive(), clock.monotonic() - before)
                 if overdue and (await etcd.space(timeout_s=ANSWER_S)).full:
-                    self._gone_s.clear()  # nobody can register again
+                    self._absent.clear()  # nobody can register again
                     continue
                 for name in overdue:
                     end(name)
             except TriremeError:
                 self.etcd_silent_s += clock.monotonic() - before
-                self._gone_s.clear()
+                self._absent.clear()
             finally:
                 before = clock.monotonic()
 
     def observe(self, held: HeldLeases, alive: Mapping[str, int], elapsed_s: float) -> list[str]:
-        """The names of those that are overdue. `elapsed_s`: since the last look; what is more than two looks does not count, because
-        this process itself was frozen then."""
+        """The names of those that are overdue. `elapsed_s`: since the last look."""
         overdue = []
         for name, pid in alive.items():
             if held.of(name, pid):
                 self._registered.add(pid)
-                self._gone_s.pop(pid, None)
+                self._absent.pop(pid, None)
             elif name.startswith("master-") and held.master is not None:
                 self._registered.discard(pid)  # another master leads, this one stands by
-                self._gone_s.pop(pid, None)
+                self._absent.pop(pid, None)
             elif pid in self._registered:
-                self._gone_s[pid] = self._gone_s.get(pid, 0.0) + min(elapsed_s, 2 * LOOK_S)
-                if self._gone_s[pid] > self.grace_s:
+                self._absent[pid] = self._absent.get(pid, Absence()).longer(elapsed_s, self._use_of(pid))
+                if self._absent[pid].is_overdue(name, self.grace_s):
                     overdue.append(name)
         return overdue
 
-    def ended(self, pid: int) -> float | None:
-        """Forget that process. Seconds since it last renewed its lease, None if it had not lost it."""
+    def ended(self, pid: int) -> LostLease | None:
+        """Forget that process. None if it had not lost its lease."""
         self._registered.discard(pid)
-        gone_s = self._gone_s.pop(pid, None)
-        return None if gone_s is None else self._ttl_s + gone_s
+        absent = self._absent.pop(pid, None)
+        return None if absent is None else LostLease(self._ttl_s + absent.gone_s, absent.worked(self.grace_s))

@@ -16,6 +16,7 @@ from shared.records import JobSpec
 from shared.records.job_spec import RestartPolicy as Kind
 from shared.runtime.service import LEASE_LOST
 from trireme.launch.child import Exit
+from trireme.launch.leases import LostLease
 from trireme.view.child_events import ChildEvent
 
 EARLY_S = 30.0
@@ -59,10 +60,10 @@ class RestartPolicy:
         return max(self.least_s, min(FIRST_DELAY_S * 2.0 ** (self.deaths - 1), MAX_DELAY_S))
 
 
-def death_event(name: str, end: Exit, silent_s: float | None, *, given_up: bool) -> ChildEvent:
-    """`silent_s`: since it last renewed its lease, if it had lost it."""
+def death_event(name: str, end: Exit, lost: LostLease | None, *, given_up: bool) -> ChildEvent:
+    """`lost`: the lease that it had lost, if so."""
     cause, what = str(end), "given_up" if given_up else "died"
-    if end.code == LEASE_LOST or (silent_s is not None and end.code == -signal.SIGKILL):
+    if end.code == LEASE_LOST or (lost is not None and end.code == -signal.SIGKILL):
         what = what if given_up else "lost_lease"
-        cause = f"frozen or cut off for {silent_s:.0f} s" if silent_s is not None else cause
+        cause = str(lost) if lost is not None else cause
     return ChildEvent(name, what, cause, end.pid)

@@ -27,6 +27,7 @@ from shared.runtime.service import READY_FILE
 from shared.security import private_files
 from trireme.launch.child import Child, ClusterError, Exit, tail_of
 from trireme.launch.disk_space import DiskFull, etcd_lacks_space, is_full
+from trireme.launch.leases import LostLease
 from trireme.launch.processes import PYTHON_MODULE, Start, inherited_environment
 from trireme.launch.restarts import RestartPolicy, death_event
 from trireme.view.child_events import ChildEvent, EventFile
@@ -83,8 +84,8 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         """Whether no child is needed any more."""
         return self.final.done()
 
-    def _silent_s(self, end: Exit) -> float | None:
-        """How long the process had been without its lease; None: it had not lost it."""
+    def _lost_lease(self, end: Exit) -> LostLease | None:
+        """Of the process that has ended; None: it had not lost it."""
         del end
         return None
 
@@ -169,7 +170,7 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         policy = self._restarts(child)
         while True:
             end = await child.wait()
-            silent_s = self._silent_s(end)
+            lost = self._lost_lease(end)
             if self._stopping:
                 return
             if child.name in self._removed or await self._is_over(child, end):
@@ -179,7 +180,7 @@ class SupervisedProcesses(ABC, Generic[Ended]):
                 policy.delay_s(end.code, end.lived_s, was_ready=child.was_ready),
                 policy.starts_again(end.code),
             )
-            self._record(death_event(child.name, end, silent_s, given_up=delay_s is None or not again))
+            self._record(death_event(child.name, end, lost, given_up=delay_s is None or not again))
             await self._mourn(child, end)
             if not again:
                 self._not_again.add(child.name)

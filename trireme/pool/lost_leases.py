@@ -1,4 +1,4 @@
-"""Ends children of a host that live on without their lease: they are frozen, and the place starts another process.
+"""Ends children of a host that live on without their lease for too long; the place starts another process.
 
 One watch for each job that has children here (trireme/launch/leases.py says what counts).
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from shared.errors import TriremeError
 from shared.etcd.reading import read_record
@@ -46,7 +47,7 @@ class FrozenChildren:
     async def _watch(self, job: str) -> None:
         keys = Keys(job, self._host.keys.root)
         lost = LostLeases(await self._lease_ttl_s(keys))
-        await lost.follow(self._host.etcd, keys, self._alive_in(job), self._end, f"{self._host.name}-")
+        await lost.follow(self._host.etcd, keys, self._alive_in(job), partial(self._end, lost), f"{self._host.name}-")
 
     async def _lease_ttl_s(self, keys: Keys) -> float:
         """Of the job's members, from its spec."""
@@ -70,8 +71,9 @@ class FrozenChildren:
 
         return alive
 
-    def _end(self, name: str) -> None:
+    def _end(self, lost: LostLeases, name: str) -> None:
         for place in self._places:
             if place.short_name == name and place.child is not None:
-                log.warning("child_lost_its_lease", member=place.member, pid=place.child.pid)
+                pid = place.child.pid
+                log.warning("child_lost_its_lease", member=place.member, pid=pid, cause=str(lost.ended(pid)))
                 place.child.send(signal.SIGKILL)

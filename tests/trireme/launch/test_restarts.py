@@ -8,6 +8,7 @@ from shared.records import JobSpec
 from shared.records.datasets import TextLines
 from shared.runtime.service import LEASE_LOST
 from trireme.launch.child import Exit
+from trireme.launch.leases import LostLease
 from trireme.launch.restarts import EARLY_S, MAX_DELAY_S, MAX_EARLY_ENDS, MAX_FAILED_STARTS, RestartPolicy, death_event
 
 
@@ -52,12 +53,19 @@ def test_a_child_that_never_started_up_is_given_up_whatever_its_exit_code():
 
 def test_a_death_says_whether_the_lease_was_lost_and_for_how_long_nobody_heard_of_it():
     told = [
-        death_event("trainer-1", Exit(7, code, 9.0), silent_s, given_up=False)
-        for code, silent_s in ((LEASE_LOST, 9.2), (-signal.SIGKILL, 9.2), (-signal.SIGKILL, None), (0, 5.0))
+        death_event("trainer-1", Exit(7, code, 9.0), lost, given_up=False)
+        for code, lost in (
+            (LEASE_LOST, LostLease(9.2)),
+            (-signal.SIGKILL, LostLease(9.2)),
+            (-signal.SIGKILL, LostLease(66.4, worked=True)),
+            (-signal.SIGKILL, None),
+            (0, LostLease(5.0)),
+        )
     ]
     assert [(event.what, event.cause) for event in told] == [
         ("lost_lease", "frozen or cut off for 9 s"),
         ("lost_lease", "frozen or cut off for 9 s"),
+        ("lost_lease", "working without a lease for 66 s"),
         ("died", "SIGKILL"),
         ("died", "exit code 0"),
     ]
