@@ -21,6 +21,7 @@ from shared.records.step import LanePosition, LaneZero, NodeResult, StepRecord, 
 
 PROTOCOL_VERSION = 1
 KNOWN_CHARACTERS = 300
+MOST_STATED = 256  # versions of which a trainer of a collective job says what they are made of
 
 
 class MessageHeader(Record):
@@ -303,7 +304,7 @@ class PserverInfo(Record):
     checkpoint_error: str = ""
     slots: int = 0
     kept: int | None = None
-    made_of: tuple[tuple[int, str], ...] = Field(default=(), max_length=256)
+    made_of: tuple[tuple[int, str], ...] = Field(default=(), max_length=MOST_STATED)
 
 
 class HandedNotes(Record):

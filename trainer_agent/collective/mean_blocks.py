@@ -13,6 +13,7 @@ for it (older_versions.py).
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -28,12 +29,11 @@ from shared.records.layout import Block, Layout
 from shared.records.step import StepRecord
 from shared.serving.core.admission import Push
 from shared.serving.core.blocks import BlockState
-from shared.serving.core.history import KEPT
 from shared.serving.core.optimizers import Options
 from shared.serving.core.store import Store
-from shared.wire.messages import InitHeader, PushBlock
+from shared.wire.messages import MOST_STATED, InitHeader, PushBlock
 from shared.wire.verdict import Verdict
-from trainer_agent.collective.older_versions import MOST_KEPT, RECORD_BYTES, OlderVersions
+from trainer_agent.collective.older_versions import RECORD_BYTES, OlderVersions
 
 if TYPE_CHECKING:
     from shared.serving.core.table.rows import TableRows  # loads numba
@@ -150,7 +150,7 @@ class MeanStore(Store):
         self._made: Counter[int] = Counter()  # by version that it has not yet: blocks of its share that are made
         self._digests: dict[int, str] = {}
         self._older = OlderVersions(record.version + 1)
-        self.history.kept = MOST_KEPT + KEPT
+        self.history.kept = sys.maxsize  # `forget` says which records nobody needs
         nothing: dict[tuple[str, int], Buffer] = {}
         for place in layout.blocks():
             kind = place.dtype, place.elements
@@ -232,8 +232,8 @@ class MeanStore(Store):
 
     @property
     def first_kept(self) -> int:
-        """The first version of which it can give every block, up to `has`; `has` + 1: none."""
-        return self._older.first
+        """The first version of which it gives every block, up to `has`; `has` + 1: none."""
+        return max(self._older.first, self.has + 2 - MOST_STATED)
 
     @property
     def _first_stated(self) -> int:

@@ -13,7 +13,7 @@ from shared.blocks.buffers import Buffer, BufferPool, bytes_of
 from shared.records import SlotMap
 from shared.records.layout import Segment
 from shared.records.step import LanePosition, NodeResult, StepRecord
-from shared.wire.messages import PushBlock
+from shared.wire.messages import MOST_STATED, PushBlock
 from shared.wire.region_allocator import RegionAllocator
 from shared.wire.verdict import Verdict
 from tests.equipment.replaced import replaced
@@ -130,6 +130,19 @@ def test_what_it_has_not_stepped_yet_it_keeps():
         store.in_use = 5
         store.forget()
         assert store.first_kept == 6
+
+
+def test_however_many_versions_it_has_not_stepped_yet_it_says_of_each_that_it_gives_what_it_is_made_of():
+    """A spare that got many of them at once, in several generations."""
+    store, server = begun(set()), ShareServer(JOB, "t")
+    for _ in range(MOST_STATED + 50):
+        store.complete(store.has + 1, from_others(store, set(BLOCKS)), record(store.has + 1))
+    said = server.stated(store)
+    assert said.kept is not None
+    assert [version for version, _ in said.made_of] == list(range(said.kept - 1, store.has + 1))
+    for version in range(1, store.has + 1):
+        assert store.history.record(version) is not None
+        released(store.retained(version))
 
 
 def test_a_new_generation_makes_only_those_versions_again_that_it_does_not_have():
