@@ -90,11 +90,18 @@ class TorchRow:
         try:
             async with asyncio.timeout(START_S):
                 while len(self._times()) < WARM_UP_STEPS:
+                    self._check_alive()
                     await asyncio.sleep(LOOK_S)
         except BaseException:
             await self.__aexit__()
             raise
         return self
+
+    def _check_alive(self) -> None:
+        """Raises RuntimeError. Torch's own crashes: sparse all_reduce over Gloo has ended with a corrupted heap."""
+        for rank, process in enumerate(self._processes):
+            if (code := process.poll()) is not None:
+                raise RuntimeError(f"rank {rank} of {self.script.name} ended with {code}; what it printed is above")
 
     async def __aexit__(self, *_: object) -> None:
         for process in self._processes:
@@ -109,6 +116,7 @@ class TorchRow:
         await asyncio.sleep(seconds)
         async with asyncio.timeout(START_S):
             while sum(end >= before.now for end in self._times()) < 2:
+                self._check_alive()
                 await asyncio.sleep(LOOK_S)
         used = Usage(self.pids()).since(before)
         ends = [end for end in self._times() if before.now <= end <= before.now + used.now]
