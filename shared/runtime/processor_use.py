@@ -1,14 +1,13 @@
-"""Whether a process works, as the kernel counts it: only Linux tells, in /proc."""
+"""Whether a process works, by the processor time that the system counts for it."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
+
+import psutil
 
 WORKS_FROM = 0.05  # of a processor; who only waits for an answer, or asks again and again, takes about a hundredth
-_STOPPED = ("T", "t")  # by a signal, by a debugger
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)  # by a signal, by a debugger
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +23,11 @@ class ProcessorUse:
 
 
 def processor_use(pid: int) -> ProcessorUse | None:
-    """None: nothing is known of it, because it has ended or this system has no /proc."""
+    """None: nothing is known of it, because it has ended or the system does not tell."""
     try:
-        return parsed(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace"))
-    except OSError:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            times, status = process.cpu_times(), process.status()
+    except psutil.Error:
         return None
-
-
-def parsed(stat: str) -> ProcessorUse:
-    """A line of /proc/<pid>/stat; see proc(5). The name, in brackets, may have brackets and spaces."""
-    state, *fields = stat.rpartition(")")[2].split()
-    return ProcessorUse((int(fields[10]) + int(fields[11])) / _TICKS_PER_S, state in _STOPPED)
+    return ProcessorUse(times.user + times.system, status in _STOPPED)

@@ -132,9 +132,7 @@ class Collective(MeanGradients):
         if known is not None and known.version == self.replica.version:
             return known
         await self._formed()
-        while self.replica.version is not None and self.replica.version < self.has:
-            await self.pull(self.replica.version + 1)
-            self.swap()
+        await self._step_and_swap_to(self.has)
         if self.replica.record is None:
             raise Gone("this trainer has no version to go on from")
         return self.replica.record
@@ -189,12 +187,16 @@ class Collective(MeanGradients):
             infos = await self._while_it_lasts(group, self._versions(group))
         newest = max([self.has, *(info.highest for info in infos)])
         async with self.using(None):
-            while self.replica.version is not None and self.replica.version < newest:
-                await self.pull(self.replica.version + 1)
-                self.swap()
+            await self._step_and_swap_to(newest)
         if results_from is not None:
             await self._ask_for_results(results_from)
         return self.replica.record
+
+    async def _step_and_swap_to(self, version: int) -> None:
+        """That version is in use afterwards, unless one as new is, or none any more."""
+        while self.replica.version is not None and self.replica.version < version:
+            await self.pull(self.replica.version + 1)
+            self.swap()
 
     async def _ask_for_results(self, first: int) -> None:
         """In place: `results` of steps from `first` on, as far as an owner keeps them."""

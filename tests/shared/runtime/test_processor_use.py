@@ -1,28 +1,35 @@
-"""Whether a process works, by its line in /proc."""
+"""Whether a process works, by its processor time."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 
-import pytest
-
-from shared.runtime.processor_use import ProcessorUse, parsed, processor_use
-
-
-def stat_of(state: str, name: str = "python") -> str:
-    """142 ticks in user mode, 58 in the kernel."""
-    return f"7 ({name}) {state} 1 7 7 0 -1 4194304 100 0 2 0 142 58 9 9 20 0 3 0 500 1 2\n"
+from shared.runtime.processor_use import ProcessorUse, processor_use
 
 
-@pytest.mark.parametrize("name", ["python", "a) Z (b", ")"])
-def test_the_time_in_user_mode_and_in_the_kernel_counts_whatever_the_process_is_called(name, monkeypatch):
-    monkeypatch.setattr("shared.runtime.processor_use._TICKS_PER_S", 100)
-    assert parsed(stat_of("R", name)) == ProcessorUse(2.0, stopped=False)
+def test_the_processor_time_of_this_process_is_that_of_its_clock():
+    before = time.process_time()
+    use = processor_use(os.getpid())
+    after = time.process_time()
+    assert use is not None
+    assert not use.stopped
+    assert before - 0.1 <= use.seconds <= after + 0.1, "the system counts in hundredths of a second"
 
 
-def test_a_stopped_process_is_told_from_one_that_runs_sleeps_or_waits_for_a_disk():
-    assert [parsed(stat_of(state)).stopped for state in "RSDTt"] == [False, False, False, True, True]
+def test_a_process_that_a_signal_stopped_is_told_from_one_that_waits():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        waits = processor_use(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        stopped = processor_use(process.pid)
+        process.kill()
+    assert waits is not None
+    assert stopped is not None
+    assert (waits.stopped, stopped.stopped) == (False, True)
 
 
 def test_a_twentieth_of_a_processor_since_the_last_look_is_work():

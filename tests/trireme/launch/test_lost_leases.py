@@ -190,7 +190,6 @@ def running(code: str) -> Iterator[int]:
 
 @pytest.mark.processes
 @pytest.mark.timeout(60)
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_of_trainers_without_leases_those_that_are_stopped_and_idle_are_overdue_and_one_that_spins_is_not():
     with ExitStack() as stack:
         codes = {"trainer-0": SPINNING, "trainer-1": SPINNING, "trainer-2": WAITING}
