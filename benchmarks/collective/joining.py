@@ -87,7 +87,7 @@ async def _measure(members: int, mib: int, joins: int, folder: Path, processor: 
     """`processor`: of the joiner alone."""
     os.environ["STATE_MIB"] = str(mib)
     run = folder / f"joining-{members}-{processor}"
-    lanes = members * (members + 1)  # as many for each, before and after
+    lanes = 1 << (members * (members + 1) - 1).bit_length()  # about as many for each, before and after
     spec = endless(SCRIPT, run, members, lanes, global_batch_size=16 * lanes)
     found: list[Join] = []
     async with LocalCluster(spec, run) as cluster, asyncio.timeout(LIMIT_S * (joins + 1)):

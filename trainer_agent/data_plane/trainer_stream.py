@@ -147,7 +147,9 @@ class TrainerStream(FrameStream):
         call.took += 1
 
     def _say_taken(self, number: int, call: _Call) -> None:
-        """A few at once, as long as more of them come."""
+        """A few at once, as long as more of them come. A connection that is over rests for ever, and there is nobody to tell."""
+        if not self.usable:
+            return
         if self.rests and call.took < HEADS:
             asyncio.get_running_loop().call_soon(self._say_taken, number, call)
             return

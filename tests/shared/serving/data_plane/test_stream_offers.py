@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shared.blocks.buffers import bytes_of
-from shared.errors import InvalidArgument
+from shared.errors import InvalidArgument, PeerError
 from shared.wire.messages import PushBlock
 from shared.wire.shared_memory import Region
 from tests.pserver_service.jobs import pull_request, push_header, stream
@@ -85,6 +85,26 @@ async def test_a_connection_that_is_over_has_no_memory_of_its_peer_mapped(server
         while used.usable:
             await asyncio.sleep(0.01)
     assert mapped(region) == alone, repr(used)
+
+
+@over_shm
+async def test_a_connection_that_ends_right_behind_a_block_takes_no_more_of_the_loop(server, monkeypatch):
+    """The pserver was not told yet that its block was taken, and no turn will come in which it could be."""
+    await server.initialise()
+    flat, turns = Flat(), list[int]()
+    say = TrainerStream._say_taken
+
+    def counted(self: TrainerStream, *which: Any) -> None:
+        turns.append(1)
+        say(self, *which)
+
+    monkeypatch.setattr(TrainerStream, "_say_taken", counted)
+    with pytest.raises(PeerError):
+        await server.client.pull(pull_request(0, SIZES), flat.sink, lambda _: server.client.stream.transport.abort())
+    before = len(turns)
+    await asyncio.sleep(0.1)
+    assert before
+    assert len(turns) <= before + 1, "it asks for its turn again and again, as fast as the loop turns"
 
 
 @over_shm
