@@ -205,15 +205,18 @@ class MeanGradients(Transfer):
             pause_s = min(2 * pause_s, LAST_ASK_S)
 
     async def _formed(self) -> Group:
-        """The group of the present generation, once it is formed."""
+        """The group of the present generation, once it is formed. Raises Gone: what this trainer has is lost, and it forms no group until nobody uses
+        that any more."""
         while True:
+            if self._lost:
+                raise Gone(self._lost)
             following, group = self.view.next_group, self.view.group
             if group is None:
                 await following.wait()
-            elif group.formed.is_set() or await self._while_it_lasts(group, group.formed.wait()):
-                if self._lost:
-                    raise Gone(self._lost)
+            elif group.formed.is_set():
                 return group
+            else:
+                await self._while_it_lasts(group, group.formed.wait())
 
     # ------------------------------------------------------------ versions
 

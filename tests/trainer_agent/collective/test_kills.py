@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 
+from shared.errors import Gone
 from shared.records import Phase, Strategy
 from tests.trainer_agent.collective.cluster import cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, write_script
+from trainer_agent.collective.exchange import Collective
+from trainer_agent.collective.groups import Group
 
 COMMON = {
     "strategy": Strategy.COLLECTIVE,
@@ -47,5 +51,32 @@ async def test_one_that_is_killed_in_the_middle_of_a_step_does_not_show_in_the_b
         await made.version(4)
         await asyncio.sleep(pause_s)
         await made.kill("trainer-1-x")
+        assert (await made.ended()).phase is Phase.COMPLETED
+        assert differing(undisturbed, made.exported()) == []
+
+
+async def test_a_trainer_whose_version_is_lost_while_its_loop_pulls_joins_anew(tmp_path, script, monkeypatch):
+    """The master makes one more generation at once, which nobody may form before what this trainer had is forgotten; and its loop uses that."""
+    undisturbed = await trained(spec_for(script, **COMMON, storage=str(tmp_path / "a")), 1)
+    lost: list[int] = []
+    form = Collective.form
+
+    async def form_or_lose(self: Collective, group: Group) -> None:
+        if not lost and killed and self.server is made.shares["trainer-1-x"]:
+            lost.append(group.generation)
+            raise Gone("no trainer of the generation has its version")
+        await form(self, group)
+
+    monkeypatch.setattr(Collective, "form", form_or_lose)
+    async with cluster(spec_for(script, **COMMON, storage=str(tmp_path / "b")), 3) as made:
+        killed: list[str] = []
+        made.last_step = 30
+        await made.version(3)
+        killed.append("trainer-2-x")
+        await made.kill("trainer-2-x")
+        async with asyncio.timeout(20):
+            while not lost or made._has("trainer-1-x") < 20:
+                await asyncio.sleep(0.01)
+        made.last_step = math.inf
         assert (await made.ended()).phase is Phase.COMPLETED
         assert differing(undisturbed, made.exported()) == []
