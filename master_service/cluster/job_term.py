@@ -68,10 +68,13 @@ class JobTerm:
             self._changed.set()
 
     async def run(self) -> None:
-        """Until the job's standing is written and its lock is free."""
-        leading = asyncio.ensure_future(self._lead())
+        """Until the job's standing is written and its lock is free. Raises what leading it raised, if that is no TriremeError: nobody leads it then."""
+        leading, ending = asyncio.ensure_future(self._lead()), asyncio.ensure_future(self._until_it_ends())
         try:
-            standing, reason = await self._until_it_ends()
+            await asyncio.wait([leading, ending], return_when=asyncio.FIRST_COMPLETED)
+            if not ending.done():
+                leading.result()
+            standing, reason = await ending
             ended = standing in (Standing.COMPLETED, Standing.FAILED)
             if ended:
                 await self._finish(self.job, standing, reason)
@@ -79,7 +82,8 @@ class JobTerm:
         finally:
             term, self._left = self.master.current_term, True
             leading.cancel()
-            await asyncio.wait([leading])
+            ending.cancel()
+            await asyncio.wait([leading, ending])
         if term is not None:
             await self._release(term.number)
         if not ended:

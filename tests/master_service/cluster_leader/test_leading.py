@@ -246,3 +246,18 @@ def test_a_job_with_independent_checkpoints_that_is_paused_before_its_first_one_
             assert leader.state.job("a").standing is Standing.ACTIVE
 
     run_virtually(main)
+
+
+def test_a_job_whose_leading_meets_a_bug_is_led_anew() -> None:
+    async def main() -> None:
+        jobs = Jobs()
+        jobs.storage.error = RuntimeError("a bug of a storage driver")
+        async with jobs.leading() as leader, jobs.pool(2, 1):
+            await leader.create_job(job_of("a"), None)
+            await until(lambda: leader.term.jobs, "the job to be led")
+            first = leader.term.jobs["a"]
+            await until(lambda: leader.term.jobs.get("a", first) is not first, "another attempt")
+            jobs.storage.error = None
+            await until(lambda: leader.state.job("a").standing is Standing.COMPLETED, "the job to end")
+
+    run_virtually(main)
