@@ -123,14 +123,15 @@ class Recovery:
         await self._writer.decide(late)
 
     async def _record_returns(self) -> bool:
-        """Record the losses of pservers that came back."""
+        """Record the losses of pservers that came back. Whether something was decided: not once the job has ended."""
         job = self._job
-        back = pserver_return.returned(job.state, job.members) if job.spec.mode is Mode.ASYNC else []
-        for member in back:
-            await self._record_return(member)
-        return bool(back)
+        if job.spec.mode is not Mode.ASYNC or job.state.phase.final:
+            return False
+        back = pserver_return.returned(job.state, job.members)
+        return any([await self._record_return(member) for member in back])
 
-    async def _record_return(self, member: PserverMember) -> None:
+    async def _record_return(self, member: PserverMember) -> bool:
+        """False: nothing was decided, it was only told to load again; what follows from that is news from etcd."""
         restored, state = member.restored, self._job.state
         assert restored is not None
         cut, error = None, ""
@@ -142,7 +143,7 @@ class Recovery:
         if cut is None and await self._ref_of(member) is None:
             cause = f"checkpoint {restored.checkpoint} was replaced by a newer one while it loaded; it loads again"
             await self._evictions.end(member, cause)
-            return
+            return False
 
         def count(job: Job, _now: float) -> Decision[bool]:
             if job.state.timeline != state.timeline:
@@ -158,6 +159,7 @@ class Recovery:
 
         await self._writer.decide(count)
         self._job.training.grant_again(clock.monotonic())
+        return True
 
     async def _ref_of(self, member: PserverMember) -> CheckpointRef | None:
         """The checkpoint that the pserver loaded, if it is still kept. Read from etcd, because the watches may be late."""

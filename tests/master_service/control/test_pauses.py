@@ -8,6 +8,7 @@ from master_service.control.frozen_pservers import SILENT_S
 from master_service.control.pause_runner import ANSWER_S, COPY_LIMIT_S, LOOK_S, seconds_between
 from master_service.core.decisions import queue_restore
 from master_service.leadership.master import Master
+from shared.errors import CheckpointUnusable
 from shared.records import Mode, Phase, Restored, SlotMap, TaskMeta
 from shared.records.checkpoints import CheckpointRef, Manifest
 from shared.records.layout import RowInit, RowOptimizer, Segment, TableSpec
@@ -234,6 +235,34 @@ def test_a_pserver_that_loaded_a_checkpoint_that_is_deleted_loads_again() -> Non
             )
             await cluster.add_pserver(1, restored=Restored(timeline=0, checkpoint="at-2", rejoined=True, blocks=3))
             await until(lambda: master.job.state.absent == (), "the return")
+
+    run_virtually(main)
+
+
+class CountingStorage(Storage):
+    reads = 0
+
+    async def read_manifest(self, ref: CheckpointRef) -> Manifest:
+        self.reads += 1
+        return await super().read_manifest(ref)
+
+
+def test_a_job_that_failed_since_a_pserver_came_back_from_a_damaged_checkpoint_reads_it_no_more() -> None:
+    async def main() -> None:
+        storage = CountingStorage()
+        cluster = MasterCluster(spec(), storage)
+        async with running(cluster, "t1") as master:
+            await checkpoint(cluster, 1)
+            await until(lambda: master.job.members.latest, "the checkpoint to be seen")
+            storage.manifests["at-1"] = CheckpointUnusable("its manifest is damaged")
+            await cluster.lose("pserver-1")
+            await until(lambda: master.job.state.absent == (1,), "the loss")
+            await cluster.add_pserver(1, restored=Restored(timeline=0, checkpoint="at-1", rejoined=True, blocks=3))
+            await until(lambda: master.job.state.phase is Phase.FAILED, "the failure")
+            assert "what pserver-1 lost cannot be counted" in master.job.state.reason
+            before = storage.reads
+            await asyncio.sleep(5)
+            assert storage.reads <= before + 1
 
     run_virtually(main)
 
