@@ -28,6 +28,7 @@ LOOK_S = 0.5
 ANSWER_S = 2.0
 WAIT_S = 5.0  # a new connection waits so long for a leader
 CHUNK_BYTES = 1 << 16
+AFTER_END_S = 5.0  # what a client still sends after the leader's end is passed on for so long
 MAX_CONNECTIONS = 1000
 
 log = telemetry.logger("gateway")
@@ -124,6 +125,7 @@ class Gateway:
         task = asyncio.current_task()
         assert task is not None
         if len(self._open) >= MAX_CONNECTIONS:
+            log.warning("too_many_connections", most=MAX_CONNECTIONS)
             writer.close()
             return
         self._open[task] = ""
@@ -149,8 +151,10 @@ class Gateway:
             return
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(_pass_on(reader, back))
-                group.create_task(_pass_on(there, writer))
+                asked = group.create_task(_pass_on(reader, back))
+                await _pass_on(there, writer)
+                await asyncio.wait([asked], timeout=AFTER_END_S)
+                asked.cancel()  # clients keep a connection that the leader has ended
         except* OSError:
             pass  # one side is gone: so is the other now
         finally:

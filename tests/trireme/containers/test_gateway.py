@@ -34,6 +34,11 @@ class FakeMaster:
     async def who(self, _: web.Request) -> web.Response:
         return web.json_response({"who": self.address})
 
+    async def last(self, request: web.Request) -> web.Response:
+        answer = await self.who(request)
+        answer.force_close()
+        return answer
+
     async def stream(self, request: web.Request) -> web.StreamResponse:
         answer = web.StreamResponse()
         await answer.prepare(request)
@@ -45,7 +50,8 @@ class FakeMaster:
     @contextlib.asynccontextmanager
     async def serving(self, port: int) -> AsyncIterator[None]:
         app = web.Application()
-        app.add_routes([web.get("/readyz", self.readyz), web.get("/who", self.who), web.get("/stream", self.stream)])
+        answers = {"/readyz": self.readyz, "/who": self.who, "/last": self.last, "/stream": self.stream}
+        app.add_routes([web.get(path, answer) for path, answer in answers.items()])
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, self.address, port).start()
@@ -98,6 +104,18 @@ async def test_requests_reach_the_leader_and_the_next_one_after_it(monkeypatch):
                     await stream.content.read()
         assert await who(session, url) == second.address
         assert made.leader == second.address
+
+
+async def test_connections_that_the_leader_has_ended_are_ended_though_their_clients_keep_them(monkeypatch):
+    monkeypatch.setattr(gateway, "AFTER_END_S", 0.05)
+    async with two_masters(monkeypatch) as (_, _, made, _), asyncio.timeout(20):
+        kept = [await asyncio.open_connection(*made.address) for _ in range(3)]
+        for reader, writer in kept:
+            writer.write(b"GET /last HTTP/1.1\r\nHost: masters.test\r\n\r\n")
+            assert b'"who"' in await reader.read()  # up to its end
+        await until(lambda: "0 connections" in repr(made), "the connections to be over")
+        for _, writer in kept:
+            writer.close()
 
 
 async def test_while_nobody_leads_it_waits_and_says_so(monkeypatch):
