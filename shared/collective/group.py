@@ -29,6 +29,7 @@ NCCL_POLL_S = 0.0005
 CUT_S = 0.3  # so long an operation may take to notice that its connections were shut down
 GROUP_PARTS = ("group", "store")
 CHUNK_BYTES = 4 << 20  # several operations under way at once are faster than one large
+CONNECTS = 5  # so many times its time limit Gloo waits for a connection
 NCCL_NONBLOCKING = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 
 GLOO: Any = c10d.ProcessGroupGloo  # what is used of it is not typed
@@ -52,7 +53,7 @@ class Device:
 
 
 class Group:
-    """`data`: carries tensors, if it is not Gloo. `peers`: where the others listen. All operations raise Broken."""
+    """`data`: carries tensors, if it is not Gloo. `peers`: where the others listen. `timeout_s`: to be connected with all. All operations raise Broken."""
 
     def __init__(
         self,
@@ -65,7 +66,8 @@ class Group:
     ) -> None:
         options = GLOO._Options()  # noqa: SLF001  its only name
         options._devices = [device.gloo]  # noqa: SLF001
-        options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
+        options._timeout = timedelta(seconds=timeout_s / CONNECTS)  # noqa: SLF001
+        store.set_timeout(timedelta(seconds=timeout_s))  # what the others say is waited for once
         self.rank, self.size = rank, size
         self._address, self._peers = device.address, {peer for peer in peers if peer is not None} - {device.address}
         self._store: c10d.Store | None = store  # Gloo does not keep it

@@ -42,7 +42,7 @@ class EtcdStore(Store):
         return self._shelf.take([self._prefix + key], self._timeout_s)[0]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        limit_s = timeout.total_seconds() if timeout is not None else self._timeout_s
+        limit_s = max(timeout.total_seconds() if timeout is not None else 0.0, self._timeout_s)
         self._shelf.take([self._prefix + key for key in keys], limit_s)
 
     def check(self, keys: list[str]) -> bool:

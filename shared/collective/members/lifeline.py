@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from shared.records.members import CommunicatorMember
-from shared.runtime import ids, network, telemetry
+from shared.runtime import clock, ids, network, telemetry
 
 CONNECT_S = 2.0
 PAUSE_S = 0.5
@@ -56,6 +56,7 @@ async def until_dead(member: CommunicatorMember) -> None:
     """Returns when that process is proved dead, else never: cancel it."""
     host, _, port = member.address.rpartition(":")
     proves = network.tells(f"tcp://{member.address}", member.network, network.own_network())
+    short = 0  # connections in a row that ended soon
     while True:
         try:
             async with asyncio.timeout(CONNECT_S):
@@ -68,6 +69,7 @@ async def until_dead(member: CommunicatorMember) -> None:
         except (OSError, TimeoutError):
             await asyncio.sleep(ids.jitter(PAUSE_S))
             continue
+        began = clock.monotonic()
         try:
             if await _is_another(reader, member) and proves:
                 return
@@ -79,7 +81,9 @@ async def until_dead(member: CommunicatorMember) -> None:
             writer.transport.abort()
             with suppress(OSError):
                 await writer.wait_closed()
-        await asyncio.sleep(0.001)  # a peer that closes each connection at once shall not keep this process busy
+        # one that closes each connection at once shall not keep this process busy; one that died just now is found at once
+        short = short + 1 if clock.monotonic() - began < PAUSE_S else 0
+        await asyncio.sleep(ids.jitter(PAUSE_S) if short > 1 else 0.001)
 
 
 async def reaches(member: CommunicatorMember) -> bool:

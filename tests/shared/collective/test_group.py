@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
 
 from shared.collective import sockets
-from shared.collective.group import Broken, Group, NcclGroup, nccl_is_there
-from tests.shared.collective.groups import Groups
+from shared.collective.group import Broken, Device, Group, NcclGroup, nccl_is_there
+from shared.collective.store import EtcdStore
+from tests.shared.collective.groups import Groups, Values
 
 NCCL = pytest.param(NcclGroup, marks=pytest.mark.skipif(not nccl_is_there(), reason="no GPU"))
 
@@ -117,3 +119,31 @@ class Missing(Groups):
 
     def each(self, work) -> list:
         return [work(0)]
+
+
+def test_a_member_to_which_nobody_connects_gives_up_within_its_time_limit():
+    """The others said where they listen, and went on to the next epoch. Gloo waits five times for its own limit."""
+    values, devices, limit_s = Values(), [Device("127.0.0.1") for _ in range(2)], 2.0
+    peers = [device.address for device in devices]
+
+    def build(rank: int, shelf: Values) -> float:
+        began = time.monotonic()
+        with suppress(Broken):  # whoever connects itself does not notice
+            Group(EtcdStore(shelf, "group/"), rank, 2, devices[rank], peers, limit_s)
+        return time.monotonic() - began
+
+    class Leaving(Values):
+        """Its member leaves when it would read where the others listen."""
+
+        def put(self, name: str, value: bytes, timeout_s: float) -> None:
+            values.put(name, value, timeout_s)
+
+        def take(self, names: list[str], timeout_s: float) -> list[bytes]:
+            raise TimeoutError("the epoch is over")
+
+    took = {}
+    for rank in range(2):  # which of two connects to the other depends on their addresses
+        values.values.clear()
+        build(1 - rank, Leaving())
+        took[rank] = build(rank, values)
+    assert limit_s / 2 < max(took.values()) < 2 * limit_s, took

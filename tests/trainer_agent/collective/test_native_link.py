@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 
 import pytest
 
+from shared.collective.group import Broken
 from trainer_agent.collective.native.link import Link
 from trainer_agent.collective.native.operation_limit import OperationLimit
 
@@ -54,3 +56,27 @@ async def test_waiting_for_the_thread_ends_with_its_work_and_then_with_the_cance
         await ending
     await working
     link.close()
+
+
+async def test_a_group_that_is_still_being_built_when_it_is_cut_is_not_waited_for(monkeypatch):
+    """A peer has gone on to the next generation before it connected: Gloo waits for it until its time limit."""
+    link, connected = Link("127.0.0.1", "gloo", 1, OperationLimit()), threading.Event()
+
+    class Unconnected:
+        def __init__(self, *_: object) -> None:
+            connected.wait(5.0)
+            raise Broken("nobody connected")
+
+    monkeypatch.setattr("trainer_agent.collective.native.link.Group", Unconnected)
+    await link.listen()
+    meeting = SimpleNamespace(rank=0, size=2, prefix="")
+    connecting = asyncio.ensure_future(link.connect(meeting, []))
+    await asyncio.sleep(0.05)
+    connecting.cancel()
+    await asyncio.wait([connecting])
+    link.cut()
+    async with asyncio.timeout(1.0):
+        await link.idle()
+    link.close()
+    connected.set()
+    await asyncio.sleep(0.05)  # what it raises in the end is an error of nobody

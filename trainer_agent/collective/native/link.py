@@ -168,6 +168,7 @@ class Link:
         self._thread = ThreadPoolExecutor(1, "native", torch.set_num_threads, (threads,))
         self._device: Device | None = None
         self._running: asyncio.Future[Any] | None = None
+        self._builds = False  # what runs is the group's construction, if anything does
 
     def __repr__(self) -> str:
         return f"<Link over {self._backend}: {self.group!r}>"
@@ -187,15 +188,21 @@ class Link:
         return result
 
     async def idle(self) -> None:
-        """Until nothing runs in the thread, which reads and writes memory of others. If cancelled, it raises that when nothing runs any more."""
+        """Until nothing runs in the thread, which reads and writes memory of others. If cancelled, it raises that when nothing runs any more.
+
+        A group that is being built touches no memory yet. Once it is cut it is not waited for: nothing ends that but its time limit, if a peer has gone
+        on to the next generation without connecting."""
         cancelled: asyncio.CancelledError | None = None
         while self._running is not None and not self._running.done():
+            if self._builds and self._over.is_set():
+                self._running.add_done_callback(_seen)
+                break
             try:
                 await asyncio.wait([self._running])
             except asyncio.CancelledError as error:
                 cancelled = error
-        if self._running is not None and not self._running.cancelled():
-            self._running.exception()  # whoever waited for it knows
+        if self._running is not None and self._running.done():
+            _seen(self._running)
         if cancelled is not None:
             raise cancelled
 
@@ -218,7 +225,9 @@ class Link:
                 group.drop()
                 raise Broken("the generation is over")
 
+        self._builds = True
         await self.call(build)
+        self._builds = False
 
     def cut(self) -> None:
         """Operations under way, and later ones, fail."""
@@ -237,6 +246,12 @@ class Link:
         group, self.group, self._device = self.group, None, None
         if group is not None:
             group.drop()
+
+
+def _seen(ran: asyncio.Future[Any]) -> None:
+    """Whoever waited for it knows what it raised."""
+    if not ran.cancelled():
+        ran.exception()
 
 
 def check_alike(statements: list[NativeStatement]) -> None:
