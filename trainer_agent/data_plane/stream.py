@@ -13,9 +13,9 @@ import ssl
 from collections.abc import AsyncIterator
 from functools import partial
 
-from shared.errors import CallerError, NotReady
+from shared.errors import CallerError, NotReady, PeerError
 from shared.records import PserverMember
-from shared.runtime import http, telemetry
+from shared.runtime import clock, http, telemetry
 from shared.wire import codec
 from shared.wire.messages import (
     LookupEnd,
@@ -55,6 +55,7 @@ class StreamPserver(HttpPserver):
         super().__init__(member, token, tls=tls, stall_s=stall_s)
         self.stream: TrainerStream | None = None
         self._connecting = asyncio.Lock()
+        self._failed: tuple[float, PeerError] | None = None  # when the last attempt to connect failed, and why
         self.refused = False
         self._share = share
 
@@ -115,10 +116,13 @@ class StreamPserver(HttpPserver):
             return end, call.rows
 
     async def _connected(self) -> TrainerStream | None:
-        """None: plain requests are what this pserver understands. Raises PeerError."""
+        """None: plain requests are what this pserver understands. Raises PeerError: an attempt that failed counts for all calls that waited for it."""
+        began = clock.monotonic()
         async with self._connecting:
             if self.refused:
                 return None
+            if self._failed is not None and self._failed[0] > began:
+                raise self._failed[1].with_traceback(None)
             if self.stream is None or not self.stream.usable:
                 self.stream = await self._opened()
             if self.stream is not None and self._share and not self.stream.memory.on:
@@ -139,6 +143,9 @@ class StreamPserver(HttpPserver):
             log.warning("upgrade_refused", pserver=self.member.name, cause=error.message)
             self.refused = True
             return None
+        except PeerError as error:
+            self._failed = clock.monotonic(), error
+            raise
         log.info("stream_open", pserver=self.member.name, over="unix" if uds else "tcp")
         return stream
 

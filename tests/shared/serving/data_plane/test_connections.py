@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from shared.errors import DeadlineExceeded
+from shared.records import PserverMember
 from shared.security import arrivals
 from shared.serving.data_plane.server import ARRIVALS, make_app, serving
 from shared.serving.pserver import Pserver
 from tests.equipment.waiting import until
-from tests.pserver_service.jobs import JOB
+from tests.pserver_service.jobs import JOB, pull_request
 from tests.shared.serving.data_plane.servers import TOKEN, accepting
+from trainer_agent.data_plane.stream import StreamPserver
 
 REQUEST = f"GET /v1/info HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
 HEALTH = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
@@ -61,3 +66,26 @@ async def test_a_peer_has_few_connections_without_a_token(monkeypatch):
             await good[0].readuntil(b"HTTP/1.1 ")
         for _, writer in [good, *idle]:
             writer.close()
+
+
+async def test_calls_that_wait_for_one_connection_fail_with_it_and_not_one_after_the_other(monkeypatch):
+    monkeypatch.setattr("trainer_agent.data_plane.stream.CONNECT_S", 0.3)
+    accepted: list[asyncio.StreamWriter] = []
+
+    async def silent(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.append(writer)
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    member = PserverMember(index=0, url=url, incarnation="frozen", host="elsewhere", pid=1)
+    async with StreamPserver(member) as port, asyncio.timeout(1.0):
+        calls = [port.pull(pull_request(0, [0]), lambda _: memoryview(b"")) for _ in range(5)]
+        failed = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(error) for error in failed] == [DeadlineExceeded] * 5
+        assert len(accepted) == 1
+        with pytest.raises(DeadlineExceeded):  # a later call tries again
+            await port.pull(pull_request(0, [0]), lambda _: memoryview(b""))
+        assert len(accepted) == 2
+    server.close()
+    for writer in accepted:
+        writer.close()
