@@ -45,7 +45,7 @@ class Source:
     def spelled(self, setting: str) -> str:
         if self.spelling.isupper():
             return self.spelling.format(setting.upper())
-        return self.spelling.format(setting.replace("_", "-") if self.spelling.startswith("--") else setting)
+        return self.spelling.format(setting.replace("_", "-") if self.spelling == FLAGS else setting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,13 @@ class Setting:
     origin: str
 
 
-def from_flags(values: Mapping[str, Any], assignments: Sequence[str] = (), spelling: str = FLAGS) -> Source:
-    """`assignments`: those of --set. A setting's own flag is stronger."""
-    return Source({**from_assignments(assignments), **_given(values)}, spelling)
+def from_flags(values: Mapping[str, Any], spelling: str = FLAGS) -> Source:
+    return Source(_given(values), spelling)
+
+
+def from_set(assignments: Sequence[str]) -> Source:
+    """`["records_per_task=64"]`, the --set flags. A setting's own flag is stronger; many settings have none. Raises UsageError."""
+    return Source(from_assignments(assignments), "--set {}")
 
 
 def from_call(values: Mapping[str, Any], function: str) -> Source:
@@ -93,7 +97,7 @@ def outside_script(
     flags: Mapping[str, Any], assignments: Sequence[str] = (), spelling: str = FLAGS
 ) -> dict[str, Setting]:
     """The settings of the command line, the environment and trireme.toml in the working directory. Raises UsageError."""
-    return merge([from_flags(flags, assignments, spelling), from_environment(), from_toml(Path(TOML))])
+    return merge([from_flags(flags, spelling), from_set(assignments), from_environment(), from_toml(Path(TOML))])
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
