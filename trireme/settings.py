@@ -143,6 +143,10 @@ def merge(sources: Sequence[Source]) -> dict[str, Setting]:
     return merged
 
 
+def origins_of(settings: Mapping[str, Setting]) -> dict[str, str]:
+    return {name: setting.origin for name, setting in settings.items()}
+
+
 def job_spec(settings: Mapping[str, Setting], **fixed: Any) -> JobSpec:
     """The validated spec. `fixed`: fields that are not settings (script, datasets, storage). Raises UsageError."""
     values = {name: setting.value for name, setting in settings.items() if name in SETTINGS}
@@ -151,14 +155,13 @@ def job_spec(settings: Mapping[str, Setting], **fixed: Any) -> JobSpec:
     try:
         return JobSpec.model_validate({**without_auto(values), **fixed})
     except ValidationError as error:
-        origins = {name: setting.origin for name, setting in settings.items()}
-        raise UsageError("; ".join(problems_of(error, origins))) from error
+        raise UsageError("; ".join(problems_of(error, origins_of(settings)))) from error
 
 
 def check_fields(settings: Mapping[str, Setting]) -> None:
     """Raises UsageError for values that no script could make valid; used before the script is imported."""
     values = {name: setting.value for name, setting in settings.items() if name in SETTINGS}
-    if problems := field_problems(values, {name: setting.origin for name, setting in settings.items()}):
+    if problems := field_problems(values, origins_of(settings)):
         raise UsageError("; ".join(problems))
 
 
