@@ -13,15 +13,18 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 from shared.records import UserFailure
 from trireme.config import ConfigError
 from trireme.launch.processes import PYTHON_MODULE, Start, inherited_environment, spawn
 from trireme.settings import UsageError
+from trireme.validation import with_origins
 
 TIMEOUT_S = 300.0
 USAGE = 2
+NOWHERE: Mapping[str, str] = MappingProxyType({})
 
 
 class ScriptError(Exception):
@@ -55,10 +58,18 @@ def check_path(script: Path) -> None:
         raise UsageError(msg)
 
 
-async def inspect(script: Path, settings: Mapping[str, Any], *, check: bool = True, start: Start = spawn) -> Inspection:
+async def inspect(
+    script: Path,
+    settings: Mapping[str, Any],
+    *,
+    check: bool = True,
+    start: Start = spawn,
+    origins: Mapping[str, str] = NOWHERE,
+) -> Inspection:
     """Raises UsageError if the file is not a training script, ScriptError if its code raises.
 
     `check`: also build the model and run one minibatch forward and backward. `settings` override the script's config.
+    `origins`: where each was given, for messages.
     """
     argv = [*PYTHON_MODULE, "trainer_agent", "inspect", str(script)]
     if not check:
@@ -82,7 +93,7 @@ async def inspect(script: Path, settings: Mapping[str, Any], *, check: bool = Tr
                 child.send_signal(signal.SIGKILL)
                 await child.wait()
         printed, errors = (_text(file) for file in (out, err))
-    return _read_answer(script, code, printed, errors)
+    return _read_answer(script, code, printed, errors, origins)
 
 
 def _text(file: IO[bytes]) -> str:
@@ -90,7 +101,7 @@ def _text(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
-def _read_answer(script: Path, code: int, out: str, err: str) -> Inspection:
+def _read_answer(script: Path, code: int, out: str, err: str, origins: Mapping[str, str]) -> Inspection:
     lines = out.strip().splitlines()
     try:
         answer = json.loads(lines[-1]) if lines else None
@@ -105,6 +116,9 @@ def _read_answer(script: Path, code: int, out: str, err: str) -> Inspection:
     error = answer.get("error")
     if isinstance(error, dict):
         details = error.get("details") or {}
+        if code == USAGE and details.get("problems"):
+            every = {name: f"config {name}" for name in details["config"]} | dict(origins)
+            raise UsageError("; ".join(with_origins(problem, every) for problem in details["problems"]))
         if code == USAGE:
             raise UsageError(str(error.get("message", "")), hint=str(error.get("hint", "")))
         if details.get("error_type") == ConfigError.__name__:

@@ -45,7 +45,7 @@ class Source:
     def spelled(self, setting: str) -> str:
         if self.spelling.isupper():
             return self.spelling.format(setting.upper())
-        return self.spelling.format(setting.replace("_", "-") if self.spelling.startswith("--") else setting)
+        return self.spelling.format(setting.replace("_", "-") if self.spelling == FLAGS else setting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,13 @@ class Setting:
     origin: str
 
 
-def from_flags(values: Mapping[str, Any], assignments: Sequence[str] = (), spelling: str = FLAGS) -> Source:
-    """`assignments`: those of --set. A setting's own flag is stronger."""
-    return Source({**from_assignments(assignments), **_given(values)}, spelling)
+def from_flags(values: Mapping[str, Any], spelling: str = FLAGS) -> Source:
+    return Source(_given(values), spelling)
+
+
+def from_set(assignments: Sequence[str]) -> Source:
+    """`["records_per_task=64"]`, the --set flags. A setting's own flag is stronger; many settings have none. Raises UsageError."""
+    return Source(from_assignments(assignments), "--set {}")
 
 
 def from_call(values: Mapping[str, Any], function: str) -> Source:
@@ -93,7 +97,7 @@ def outside_script(
     flags: Mapping[str, Any], assignments: Sequence[str] = (), spelling: str = FLAGS
 ) -> dict[str, Setting]:
     """The settings of the command line, the environment and trireme.toml in the working directory. Raises UsageError."""
-    return merge([from_flags(flags, assignments, spelling), from_environment(), from_toml(Path(TOML))])
+    return merge([from_flags(flags, spelling), from_set(assignments), from_environment(), from_toml(Path(TOML))])
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,6 +143,10 @@ def merge(sources: Sequence[Source]) -> dict[str, Setting]:
     return merged
 
 
+def origins_of(settings: Mapping[str, Setting]) -> dict[str, str]:
+    return {name: setting.origin for name, setting in settings.items()}
+
+
 def job_spec(settings: Mapping[str, Setting], **fixed: Any) -> JobSpec:
     """The validated spec. `fixed`: fields that are not settings (script, datasets, storage). Raises UsageError."""
     values = {name: setting.value for name, setting in settings.items() if name in SETTINGS}
@@ -147,14 +155,13 @@ def job_spec(settings: Mapping[str, Setting], **fixed: Any) -> JobSpec:
     try:
         return JobSpec.model_validate({**without_auto(values), **fixed})
     except ValidationError as error:
-        origins = {name: setting.origin for name, setting in settings.items()}
-        raise UsageError("; ".join(problems_of(error, origins))) from error
+        raise UsageError("; ".join(problems_of(error, origins_of(settings)))) from error
 
 
 def check_fields(settings: Mapping[str, Setting]) -> None:
     """Raises UsageError for values that no script could make valid; used before the script is imported."""
     values = {name: setting.value for name, setting in settings.items() if name in SETTINGS}
-    if problems := field_problems(values, {name: setting.origin for name, setting in settings.items()}):
+    if problems := field_problems(values, origins_of(settings)):
         raise UsageError("; ".join(problems))
 
 

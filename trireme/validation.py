@@ -64,9 +64,14 @@ def problems_of(error: ValidationError, origins: Mapping[str, str]) -> list[str]
         message = problem["msg"].removeprefix("Value error, ")
         message = message[:1].lower() + message[1:]
         if not problem["loc"]:
-            named = [f"{origins[name]}" for name in origins if re.search(rf"\b{name}\b", message)]
-            sentences.append(message + (f" (from {', '.join(named)})" if named else ""))
+            sentences.append(with_origins(message, origins))
             continue
         name = str(problem["loc"][0])
         sentences.append(f"{origins.get(name, name)} = {hidden(repr(problem['input']))}: {message}")
     return sentences
+
+
+def with_origins(sentence: str, origins: Mapping[str, str]) -> str:
+    """`sentence`, and where the settings that it names were given."""
+    named = [origin for name, origin in origins.items() if re.search(rf"\b{name}\b", sentence)]
+    return sentence + (f" (from {', '.join(named)})" if named else "")

@@ -51,6 +51,13 @@ def test_a_module_without_model(trireme, tmp_path):
     one_message(trireme.run("run", script), 2, f"{script} has no function 'model'", "def model()")
 
 
+def test_a_setting_of_the_script_that_does_not_go_with_a_flag(trireme, tmp_path):
+    script = write_script(tmp_path, config="config = trireme.Config(min_members=2)\n")
+    told = "min_members is 2, which only jobs with strategy collective can have; leave it out, or use that strategy"
+    given = ("--strategy", "parameter_server")
+    one_message(trireme.run("run", script, *given), 2, f"error: {told} (from config min_members, --strategy)")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -60,6 +67,11 @@ def test_a_module_without_model(trireme, tmp_path):
         (["--port", 70_000], "--port = 70000: give a whole number from 0 to 65535"),
         (["--job", "???"], "--job = '???': string should match pattern"),
         (["--set", "colour=blue"], "no setting 'colour'"),
+        (["--set", "keep_checkpoints=x"], "error: --set keep_checkpoints = 'x': input should be a valid integer"),
+        (
+            ["--trainers", 2, "--min-members", 2],
+            "error: min_members is 2, which only jobs with strategy collective can have; leave it out, or use that strategy (from --min-members)",
+        ),
         (["--global-batch-size", 30], "global_batch_size 30 is not a multiple of lanes 4"),
     ],
 )

@@ -18,10 +18,12 @@ from trireme.settings import (
     from_environment,
     from_flags,
     from_script,
+    from_set,
     from_toml,
     job_name,
     job_spec,
     merge,
+    outside_script,
 )
 
 FIXED = {"script": "/s.py", "storage": "/d", "dataset": {"kind": "text_lines", "urls": ["x"]}}
@@ -112,6 +114,24 @@ def test_assignments_set_any_setting():
         from_assignments(["lanes"])
     with pytest.raises(UsageError, match="no setting 'colour'"):
         from_assignments(["colour=blue"])
+
+
+@pytest.mark.parametrize(
+    "setting", ["checkpoint_every_steps", "checkpoint_every_epochs", "keep_checkpoints", "evaluate_every"]
+)
+def test_what_was_given_by_set_is_told_by_that_and_not_by_a_flag_that_does_not_exist(setting):
+    with pytest.raises(UsageError, match=rf"--set {setting} = 'x': ") as caught:
+        spec_of(from_flags({"epochs": 2}), from_set([f"{setting.replace('_', '-')}=x"]))
+    assert f"--{setting.replace('_', '-')}" not in str(caught.value)
+
+
+def test_the_flag_of_a_setting_is_stronger_than_set(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = outside_script({"epochs": 3}, ["epochs=2", "lanes=4"])
+    assert {name: (each.value, each.origin) for name, each in found.items()} == {
+        "epochs": (3, "--epochs"),
+        "lanes": ("4", "--set lanes"),
+    }
 
 
 def test_a_config_tells_only_what_it_sets():

@@ -19,6 +19,8 @@ from shared.records.layout import OptimizerSpec
 from shared.records.step import LaneZero
 
 _WHOLE = ("lamb", "lars", "adafactor", "muon", "shampoo", "soap", "lbfgs")
+_SEVERAL_LOSSES = "its step computes the loss several times (by a closure), and a step of a job has one gradient, the mean of all lanes"
+_UNKNOWN = "each trainer makes the optimizer from the name of its class and its options, and knows only some classes"
 _NO_OPTIONS = ("params", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum", "param_names")
 
 
@@ -45,8 +47,16 @@ def spec_of(optimizer: Any) -> OptimizerSpec:
 
 
 def check_strategy(optimizer: Any, strategy: Strategy) -> None:
-    """Raises InvalidArgument for a class whose rule needs whole parameters, in a job with parameter servers."""
+    """Raises InvalidArgument for a class whose rule needs whole parameters, in a job with parameter servers; in a collective one for a class
+    that it cannot have, with the reason (spec_of tells that of parameter servers)."""
     name = type(optimizer).__name__
+    is_other = isinstance(optimizer, torch.optim.Optimizer) and type(optimizer) is not ALL_CLASSES.get(name)
+    if strategy is Strategy.COLLECTIVE and is_other:
+        reason = _SEVERAL_LOSSES if "lbfgs" in name.lower() else _UNKNOWN
+        raise InvalidArgument(
+            f"optimizer {type(optimizer).__module__}.{name} cannot run in a collective job: {reason}",
+            hint=f"use {CHOICES}",
+        )
     if strategy is Strategy.PARAMETER_SERVER and type(optimizer) is OF_WHOLE_PARAMETERS.get(name):
         raise InvalidArgument(
             no_whole_parameters(name), hint="use --strategy collective, or AdamW or Lion with a warm-up"

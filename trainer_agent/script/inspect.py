@@ -3,6 +3,8 @@
     {"config", "dataset", "evaluation_dataset", "model"}   |   {"error": {code, message, hint, details}}
     exit 0                                                                       2: not usable as it is, 1: its code failed
 
+Of settings that are not possible `details` has the `problems` as sentences, and the names of those in the script's `config`.
+
 The check builds model, layout and optimizer, and runs the first minibatch forward and backward.
 """
 
@@ -132,8 +134,9 @@ def _spec(user: UserModule, dataset: Dataset, evaluation: Dataset | None, settin
     try:
         return JobSpec.model_validate({**known, **fixed})
     except ValidationError as error:
-        problems = "; ".join(_sentence(problem) for problem in error.errors())
-        raise InvalidArgument(f"the settings of {user.path} are not possible: {problems}") from error
+        problems = [_sentence(problem) for problem in error.errors()]
+        msg = f"these settings are not possible together: {'; '.join(problems)}"
+        raise InvalidArgument(msg, problems=problems, config=sorted(user.config)) from error
 
 
 def _sentence(problem: Mapping[str, Any]) -> str:

@@ -125,7 +125,8 @@ class Supervised:
     # ------------------------------------------------------------ in the thread
 
     def _follow(self) -> None:
-        self._take("event", f"checking {self._asked['script']}")
+        if self._asked["check"]:
+            self._take("event", f"checking {self._asked['script']}")
         command = [*PYTHON_MODULE, MODULE, str(self._asked["script"])]  # the script for `ps` alone
         with tempfile.TemporaryFile() as errors:
             try:

@@ -174,7 +174,7 @@ def run(
     Names of ElasticDL's and PaddlePaddle's command lines are taken where they mean the same: docs/migration.md.
     """
     given = {**locals(), "trackers": trackers or None}
-    if script.is_file():  # said before the imports, which take a second
+    if check and script.is_file():  # said before the imports, which take a second
         print(f"checking {script}", file=sys.stderr)  # noqa: T201
     from trireme.cli.run import RunRequest, run_command  # noqa: PLC0415
 

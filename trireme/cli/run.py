@@ -49,6 +49,7 @@ from trireme.settings import (
     job_name,
     job_spec,
     merge,
+    origins_of,
     outside_script,
 )
 from trireme.validation import AUTO, allowed_name, without_auto
@@ -111,7 +112,9 @@ async def run_job(request: RunRequest) -> int:
         outer = await asyncio.to_thread(with_start_file, outer, data_dir)
         check_fields(outer)
         known = without_auto({name: setting.value for name, setting in outer.items() if name in SETTINGS})
-        inspection = await inspect(request.script, known, check=request.check, start=forks.start)
+        inspection = await inspect(
+            request.script, known, check=request.check, start=forks.start, origins=origins_of(outer)
+        )
         if inspection.notice:
             print(inspection.notice, file=sys.stderr)  # noqa: T201
         settings = merge([from_script(inspection.config)]) | outer

@@ -157,8 +157,13 @@ def _refuse_changes(old: JobSpec, changes: list[tuple[str, Any, Any]], where: st
         if len(different) > 1
         else ""
     )
-    msg = f"{where} with {name} = {before!r}; now {name} = {now!r} is asked for{more}: {reason}"
+    msg = f"{where} with {name} = {_shown(before)}; now {name} = {_shown(now)} is asked for{more}: {reason}"
     raise Conflict(msg, hint=choice, differing=[name for name, *_ in different])
+
+
+def _shown(value: Any) -> str:
+    """As it would be written in trireme.toml or a script: 'sync', and not the name of a class."""
+    return repr(value.value if isinstance(value, Enum) else value)
 
 
 def _refuse_longer(previous: PreviousRun, spec: JobSpec, folder: Path) -> None:

@@ -37,9 +37,9 @@ AWAITED: Sequence[Rule] = (
     reports.refusals,
     reports.start_failures,
     reports.failing_tasks,
+    training.awaited_slower_trainer,  # before late tasks: a task may be late because its trainer waits
     training.late_tasks,
     training.awaited_evaluation,
-    training.awaited_slower_trainer,
     training.slow_minibatch,
 )
 NOTES: Sequence[Rule] = (

@@ -16,6 +16,7 @@ from shared.records import (
     Phase,
     Restored,
 )
+from shared.records.tasks import TaskProgress
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.api.client import check_problem, client_of
@@ -278,6 +279,25 @@ def test_trainers_wait_for_the_last_tasks() -> None:
         assert codes(told)[:2] == ["PROGRESS_IS_FINE", "LATE_TASKS"]
 
     in_job(script, "t1", "t2", "t3", storage=Storage(tasks=2), trainers=3)
+
+
+def test_a_wait_for_a_slower_trainer_is_told_before_the_late_tasks() -> None:
+    async def script(cluster: MasterCluster, master: Master) -> None:
+        task = await take(cluster, master, "t1")
+        await take(cluster, master, "t2")
+        told_by_t1 = "t2 computes with parameters 3 pushes old, and max_staleness is 2"
+        report = TaskProgress(trainer="t1", attempt=1, minibatches=1, waits_for=told_by_t1)
+        await master.report_progress(task.task_id, report)
+        assert codes(await explained(master))[:3] == ["PROGRESS_IS_FINE", "SLOWER_TRAINER_AWAITED", "LATE_TASKS"]
+        await asyncio.sleep(LONG_S)
+        told = await explained(master)
+        assert codes(told)[:2] == ["SLOWER_TRAINER_AWAITED", "LATE_TASKS"]
+        assert f"t1: {told_by_t1}." in told["details"]
+        await master.report_progress(task.task_id, TaskProgress(trainer="t1", attempt=1, minibatches=2))
+        await asyncio.sleep(LONG_S)
+        assert codes(await explained(master))[0] == "LATE_TASKS", "nobody waits any more"
+
+    in_job(script, "t1", "t2", "t3", mode="async", storage=Storage(tasks=2), trainers=3, max_staleness=2)
 
 
 def test_more_trainers_than_lanes() -> None:

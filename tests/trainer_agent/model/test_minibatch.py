@@ -62,6 +62,23 @@ def test_what_cannot_be_trained_is_refused_with_one_message(build, parts, messag
 
 
 @pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (
+            "def optimizer(model):\n    return torch.optim.LBFGS(model.parameters())\n",
+            r"LBFGS cannot run in a collective job: its step computes the loss several times \(by a closure\)",
+        ),
+        (OWN.replace("NAME", "Lamb"), "script.Lamb cannot run in a collective job: each trainer makes the optimizer"),
+        ("def optimizer(model):\n    return 3\n", r"optimizer\(model\) returned int"),
+    ],
+)
+def test_an_optimizer_that_a_collective_job_cannot_have_is_refused_with_its_reason(build, optimizer, message):
+    with pytest.raises(InvalidArgument, match=message) as caught:
+        build({"strategy": "collective", "pservers": 0}, optimizer=optimizer)
+    assert "parameter server" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("parts", "message"),
     [
         ({"loss": "def loss(model, batch):\n    return 1.0\n"}, "returned float"),

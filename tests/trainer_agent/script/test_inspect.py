@@ -87,6 +87,17 @@ def test_what_is_wrong_is_told_in_one_message(tmp_path, capsys, parts, code, mes
         assert "trainer_agent" not in found["error"]["details"]["traceback"]
 
 
+def test_settings_that_are_not_possible_are_not_said_to_be_the_scripts(tmp_path, capsys):
+    script = write_script(tmp_path, config="config = {'epochs': 2}\n")
+    code, found = inspected(script, capsys, settings=["min-members=2"])
+    error = found["error"]
+    assert code == 2
+    assert error["message"].startswith("these settings are not possible together: min_members is 2, which only jobs")
+    assert error["details"]["config"] == ["epochs"]
+    (problem,) = error["details"]["problems"]
+    assert problem.startswith("min_members is 2")
+
+
 WITH_TABLE = """
     class Model(nn.Module):
         def __init__(self):

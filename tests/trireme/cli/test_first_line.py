@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 WATCHED = """
 import sys
 
@@ -28,6 +30,15 @@ def test_the_first_line_says_what_is_checked_before_anything_heavy_is_imported(t
     assert "imports shared.records" in lines
     assert done.returncode == 2, "the wrong flag is told afterwards"
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(("command", "code"), [("run", 2), ("submit", 3)])  # a wrong flag; no cluster is there
+def test_without_the_check_nothing_is_said_to_be_checked(tmp_path, command, code):
+    (tmp_path / "script.py").touch()
+    words = [sys.executable, "-m", "trireme", command, "script.py", "--no-check", "--lanes", "3"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code
+    assert done.stderr.startswith("error: ")
 
 
 def test_a_script_that_does_not_exist_is_not_checked(tmp_path):

@@ -14,7 +14,7 @@ from shared.records.datasets import Npy
 from trireme.cli.app import app
 from trireme.cli.other_systems.names import ACCEPTED, PAGE, REFUSED
 from trireme.cli.other_systems.translated import OtherNameError, translated
-from trireme.settings import SETTINGS, from_flags, job_spec, merge
+from trireme.settings import SETTINGS, from_flags, from_set, job_spec, merge
 
 PAGE_TEXT = Path(PAGE).read_text(encoding="utf-8")
 SAME = [
@@ -65,7 +65,7 @@ def spec_of(words: str) -> Any:
     """As `trireme run` makes it of its command line."""
     given = RUN.make_context("run", ["script.py", *words.split()]).params
     flags = {name: value for name, value in given.items() if name in SETTINGS}
-    settings = merge([from_flags(flags, given["assignments"] or ())])
+    settings = merge([from_flags(flags), from_set(given["assignments"] or ())])
     fixed: dict[str, Any] = {"script": "script.py", "storage": "/s", "dataset": Npy("x", "y", aligned=True)}
     if "evaluate_every" in words or "evaluation_steps" in words:
         fixed["evaluation_dataset"] = fixed["dataset"]

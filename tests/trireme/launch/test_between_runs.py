@@ -46,6 +46,15 @@ def test_what_is_fixed_is_refused_with_both_values_and_the_reason(before, now):
         plan(old, new)
 
 
+@pytest.mark.parametrize(
+    ("before", "now"), [({"mode": "sync"}, {"mode": "async"}), ({"dispatch": "master"}, {"dispatch": "etcd"})]
+)
+def test_what_is_fixed_is_told_as_users_write_it(before, now):
+    ((name, old),), ((_, new),) = before.items(), now.items()
+    with pytest.raises(Conflict, match=rf"with {name} = '{old}'; now {name} = '{new}' is asked for: "):
+        plan(spec_of(**before), spec_of(**now), COMPLETED)
+
+
 def test_settings_that_change_no_bit_may_change():
     resumed = plan(spec_of(), spec_of(keep_checkpoints=5, lease_ttl_s=9.0, checkpoint_every_steps=10))
     assert resumed.start is Start.RESUME

@@ -317,7 +317,7 @@ def submit(
     """
     given = {**locals(), "after": tuple(after or ()), "preemptible": preemptible or None, "not_before_time": not_before}
     given |= {"pre_tasks": pre_task or None, "post_tasks": post_task or None, "trackers": trackers or None}
-    if script.is_file():  # said before the imports, which take a second
+    if check and script.is_file():  # said before the imports, which take a second
         print(f"checking {script}", file=sys.stderr)  # noqa: T201
     from trireme.cli.cluster.submit import SubmitRequest  # noqa: PLC0415
     from trireme.cli.cluster.submit import submit as run_submit  # noqa: PLC0415

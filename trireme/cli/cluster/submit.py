@@ -41,6 +41,7 @@ from trireme.settings import (
     has_pservers,
     job_spec,
     merge,
+    origins_of,
     outside_script,
 )
 from trireme.validation import AUTO, problems_of, without_auto
@@ -94,7 +95,9 @@ async def _submit(request: SubmitRequest) -> int:
     scheduling, schedule = scheduling_of(request.scheduling), schedule_of(request)
     known = without_auto({name: setting.value for name, setting in outer.items() if name in SETTINGS})
     with ForkServer() as forks:
-        inspection = await inspect(request.script, known, check=request.check, start=forks.start)
+        inspection = await inspect(
+            request.script, known, check=request.check, start=forks.start, origins=origins_of(outer)
+        )
     if inspection.notice:
         say(inspection.notice)
     body = request_body(request, outer, inspection, scheduling)
