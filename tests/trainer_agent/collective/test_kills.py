@@ -74,8 +74,9 @@ async def test_a_trainer_whose_version_is_lost_while_its_loop_pulls_joins_anew(t
         await made.version(3)
         killed.append("trainer-2-x")
         await made.kill("trainer-2-x")
+        share = made.shares["trainer-1-x"]
         async with asyncio.timeout(20):
-            while not lost or made._has("trainer-1-x") < 20:
+            while not lost or share.store is None or share.store.has < 20:
                 await asyncio.sleep(0.01)
         made.last_step = math.inf
         assert (await made.ended()).phase is Phase.COMPLETED
