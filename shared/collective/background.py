@@ -66,8 +66,12 @@ class Background:
 
     def start(self, limit_s: float) -> None:
         """Raises PeerError: etcd did not answer within `limit_s`; TriremeError: it refused."""
-        self._thread.start()
-        ready = self._started.wait(limit_s)
+        try:
+            self._thread.start()
+            ready = self._started.wait(limit_s)
+        except BaseException:  # an interrupt, for example: nobody would close it any more
+            self.close()
+            raise
         if not ready or self.fatal:
             why = self.fatal or f"{self.obstacle()} after {limit_s:g} s"
             self.close()
@@ -133,6 +137,8 @@ class Background:
 
     async def _main(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        if self.fatal:  # closed before there was anything to stop
+            return
         etcd = self._access.connect()
         try:
             async with lifeline(self.settings.host, self.me.incarnation) as port:
