@@ -174,6 +174,21 @@ def test_who_does_not_come_is_waited_for_no_longer_than_allowed_and_the_call_may
         assert [(bool(status), value) for status, value in found] == [(True, 3.5), (True, 3.5)]
 
 
+def test_fewer_members_than_min_members_are_the_reason_and_no_older_trouble(etcd):
+    with members(etcd, 1, "few", min_members=2, timeout_s=1.0) as (_, (alone,)):
+        status = alone.barrier()
+        assert status.cause is Cause.TIMEOUT
+        assert status.reason == "not done within 1 s: min_members is 2, and 1 process is there"
+    with members(etcd, 3, "fewer", timeout_s=2.0) as (each, made):
+        assert all(each(lambda one, place: one.barrier()))
+        with ThreadPoolExecutor(2) as pool:
+            begun = [pool.submit(one.allreduce, torch.ones(3)) for one in made[:2]]
+            time.sleep(0.2)
+            made[2].close()
+            for status, _ in [each.result() for each in begun]:
+                assert status.reason == "not done within 2 s: min_members is 3, and 2 processes are there"
+
+
 def left_of(etcd, job: str) -> list[str]:
     keys = Keys(job)
 
