@@ -57,6 +57,10 @@ def test_values_keep_their_form_and_the_order_of_their_keys_does_not_matter():
         ({"w": torch.ones(2).to(torch.float8_e5m2)}, "['w'] is float8_e5m2, which is not reduced; cast it, to float32"),
         (torch.ones(2, dtype=torch.int16), "int16, which is not reduced; cast it, to float32"),
         (torch.eye(2).to_sparse(), "is a sparse tensor"),
+        ([1.0, torch.ones(2, device="meta")], "[1] is on the meta device and has no values"),
+        ({"n": 2**63}, "['n'] is 9223372036854775808, which does not fit 64 bits"),
+        (-(2**63) - 1, "the value is -9223372036854775809, which does not fit 64 bits"),
+        (2**300, "the value is of 301 bits, which does not fit 64 bits"),
         (np.array(["a"]), "cannot be sent"),
         ({(1, 2): 1.0}, "the key (1, 2)"),
     ],
@@ -65,6 +69,14 @@ def test_what_cannot_be_reduced_is_told_with_its_place(value, told):
     with pytest.raises(InvalidArgument) as error:
         AllReduce(value, "MEAN", 1.0, reduction="native", transport=None, buffers=Buffers())
     assert told in str(error.value)
+
+
+def test_what_has_no_values_is_not_broadcast():
+    with pytest.raises(InvalidArgument, match=r"\['w'\] is on the meta device"):
+        Broadcast({"w": torch.ones(2, device="meta")}, 0)
+    quantized = torch._empty_affine_quantized([2], scale=0.1, zero_point=0, dtype=torch.qint8)
+    with pytest.raises(InvalidArgument, match="is a quantized tensor"):
+        Broadcast(quantized, 0)
 
 
 @pytest.mark.parametrize("reduction", ["native", "canonical"])
