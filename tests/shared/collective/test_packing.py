@@ -71,6 +71,7 @@ def test_what_cannot_be_reduced_is_told_with_its_place(value, told):
     assert told in str(error.value)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_what_has_no_values_is_not_broadcast():
     with pytest.raises(InvalidArgument, match=r"\['w'\] is on the meta device"):
         Broadcast({"w": torch.ones(2, device="meta")}, 0)
