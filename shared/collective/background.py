@@ -53,6 +53,7 @@ class Background:
         self.why = f"this process is not registered in etcd at {access}"
         self._access = access
         self._reach: Reach | None = None
+        self._registered = False  # as far as is known here
         self._entering_since: float | None = None  # no epoch has been entered since
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -66,8 +67,12 @@ class Background:
 
     def start(self, limit_s: float) -> None:
         """Raises PeerError: etcd did not answer within `limit_s`; TriremeError: it refused."""
-        self._thread.start()
-        ready = self._started.wait(limit_s)
+        try:
+            self._thread.start()
+            ready = self._started.wait(limit_s)
+        except BaseException:  # an interrupt, for example: nobody would close it any more
+            self.close()
+            raise
         if not ready or self.fatal:
             why = self.fatal or f"{self.obstacle()} after {limit_s:g} s"
             self.close()
@@ -84,7 +89,17 @@ class Background:
     def obstacle(self, trouble: str = "") -> str:
         """Why there is no result, as far as is known. `trouble`: of the operation."""
         far = self._reach.trouble if self._reach is not None else ""
-        return "; ".join(filter(None, (trouble or self.why, far)))
+        return "; ".join(filter(None, (self._too_few() or trouble or self.why, far)))
+
+    def _too_few(self) -> str:
+        """Empty: there are as many processes as an epoch needs, or this one is none of them."""
+        if not self._registered:
+            return ""
+        keys = list(self.mirror.values)  # in one step: the loop's thread changes them
+        there, least = sum(key.startswith(self.keys.collective_members) for key in keys), self.settings.min_members
+        if not 0 < there < least:
+            return ""
+        return f"min_members is {least}, and {there} process{' is' if there == 1 else 'es are'} there"
 
     def report(self, epoch: int, cause: str) -> None:
         """The group of `epoch` is of no use any more, here."""
@@ -133,6 +148,8 @@ class Background:
 
     async def _main(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        if self.fatal:  # closed before there was anything to stop
+            return
         etcd = self._access.connect()
         try:
             async with lifeline(self.settings.host, self.me.incarnation) as port:
@@ -200,8 +217,10 @@ class Background:
             if claimed:
                 self.why = "this process is in no epoch yet"
                 registered.set()
+                self._registered = True
                 self._started.set()
                 await self.own.hold()
+                self._registered = False
                 self.why = "this process was taken for dead or left out, and registers anew"
                 self.own = OwnKey(etcd, self.own.record)
             await asyncio.sleep(ids.jitter(AGAIN_S))

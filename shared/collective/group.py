@@ -135,8 +135,9 @@ class Group:
         self._await(calls, begun)
 
     def broadcast(self, flats: Sequence[torch.Tensor], root: int, timeout_s: float, begun: Callable[[], None]) -> None:
-        """The root's values, in place."""
-        self._await([call for flat in flats for call in self._broadcasts(self._data, flat, root, timeout_s)], begun)
+        """The root's values, in place. They go as bytes: there are dtypes that Gloo does not know."""
+        parts = [flat.view(torch.uint8) for flat in flats]
+        self._await([call for part in parts for call in self._broadcasts(self._data, part, root, timeout_s)], begun)
 
     def scatter_all(
         self,

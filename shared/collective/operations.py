@@ -25,6 +25,9 @@ from shared.lanes import combine
 
 MEAN, SUM = "MEAN", "SUM"
 CPU = torch.device("cpu")
+REDUCED = frozenset(  # by Gloo and by NCCL
+    getattr(torch, name) for name in ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+)
 
 
 class Moment:
@@ -63,6 +66,11 @@ class AllReduce:
             dtype = leaf.tensor.dtype
             if dtype is torch.bool or dtype.is_complex:
                 raise InvalidArgument(f"{leaf.path} is {name_of(dtype)}, which is not reduced; give real numbers")
+            if dtype not in REDUCED:
+                wide = _wider(dtype, op)
+                raise InvalidArgument(
+                    f"{leaf.path} is {name_of(dtype)}, which is not reduced; cast it, to {wide} for example"
+                )
             if op == MEAN and not dtype.is_floating_point and leaf.form != "number":
                 raise InvalidArgument(
                     f'{leaf.path} is {name_of(dtype)}, which has no mean; use op="SUM", or floating point'
@@ -174,7 +182,7 @@ class Broadcast:
         if mine:
             plan.pack([leaf.tensor for leaf in self._leaves], flats, 1.0)
         if group is not None:
-            group.broadcast([_as_bytes(flat) for flat in flats], source, moment.left(), moment.begun)
+            group.broadcast(flats, source, moment.left(), moment.begun)
         else:
             moment.begun()
         return Result(done, self.kind, digest(self.lines), text, flats=flats)
@@ -234,8 +242,11 @@ def difference(manifests: Sequence[Sequence[str]]) -> str:
     return "the members said different things"
 
 
-def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    return flat.view(torch.uint8) if flat.dtype is torch.bool or flat.dtype.is_complex else flat
+def _wider(dtype: torch.dtype, op: str) -> str:
+    """A dtype that is reduced, for values of one that is not."""
+    if dtype.is_floating_point or op == MEAN:
+        return "float32" if dtype.itemsize <= 2 else "float64"
+    return "int32" if dtype.itemsize <= 2 else "int64"
 
 
 def _nothing() -> None:

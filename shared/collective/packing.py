@@ -18,6 +18,7 @@ Skeleton = list[Any]  # ["x", leaf] | ["p", plain value] | ["l" | "t", [...]] | 
 Form = Literal["torch", "numpy", "number"]
 PLAIN = (type(None), bool, int, float, str)
 MAX_DEPTH = 50
+INT64 = torch.iinfo(torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,9 @@ def _apart(value: Any, path: str, leaves: list[Leaf], plain: bool, depth: int) -
     if plain and isinstance(value, PLAIN):
         return ["p", value]
     if isinstance(value, int | float) and not isinstance(value, bool):
+        if isinstance(value, int) and not INT64.min <= value <= INT64.max:
+            shown = repr(value) if value.bit_length() <= 256 else f"of {value.bit_length()} bits"
+            raise InvalidArgument(f"{path or 'the value'} is {shown}, which does not fit 64 bits; give a float")
         dtype = torch.int64 if isinstance(value, int) else torch.float64
         leaves.append(Leaf(torch.tensor(value, dtype=dtype), "number", path or "the value"))
         return ["x", len(leaves) - 1]
@@ -76,6 +80,12 @@ def _leaf(value: torch.Tensor | np.ndarray[Any, Any] | np.generic[Any], path: st
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             raise InvalidArgument(f"{path} is a sparse tensor; give it as a dense one: tensor.to_dense()")
+        if value.is_meta:
+            raise InvalidArgument(
+                f"{path} is on the meta device and has no values; give it values first, with to_empty()"
+            )
+        if value.is_quantized:
+            raise InvalidArgument(f"{path} is a quantized tensor; give it as a plain one: tensor.dequantize()")
         return Leaf(value.detach(), "torch", path)
     array = np.ascontiguousarray(value).reshape(np.shape(value))
     try:

@@ -48,6 +48,7 @@ class OwnKey(Generic[R]):
         self.key = ""
         self.record: R = record
         self._etcd = etcd
+        self._granted: Lease | None = None  # for a claim that has not ended
         self._lease: Lease | None = None
         self._created = self._claimed = 0  # revisions at which etcd created the key: now, and by `claim`
         self._etcd_down = False
@@ -89,7 +90,7 @@ class OwnKey(Generic[R]):
 
     async def claim(self, key: str, ttl_s: float, **fields: Any) -> bool:
         """Create the key with these fields of the record; False if it exists. Raises PeerError: claim again."""
-        lease = await self._etcd.grant(ttl_s)
+        lease = self._granted = await self._etcd.grant(ttl_s)
         fields["lease"] = lease.id
         value = self.record.model_copy(update=fields).to_bytes()
         try:
@@ -101,6 +102,7 @@ class OwnKey(Generic[R]):
             revision = found.create_revision if found is not None else 0
         if not taken:
             await lease.revoke()
+            self._granted = None
             return False
         self.record = self.record.model_copy(update=fields)
         self.key, self._lease, self._created, self._claimed = key, lease, revision, revision
@@ -151,13 +153,14 @@ class OwnKey(Generic[R]):
         """Give the key up at once; if etcd is away, its lease runs out by itself. `asked`: this process was told to leave. The key says
         so first, so that nobody takes it for dead."""
         self._released = True
-        if self._lease is None:
+        lease = self._lease or self._granted  # a claim that was cancelled may have written the key
+        if lease is None:
             return
         try:
             async with asyncio.timeout(RELEASE_S):
-                if asked:
+                if asked and self._lease is not None:
                     await self._say_leaving(self._lease)
-                await self._lease.revoke()
+                await lease.revoke()
         except (TriremeError, TimeoutError) as error:
             log.warning("key_not_released", key=self.key, cause=str(error))
 

@@ -34,8 +34,8 @@ from shared.collective.session import Session
 from shared.collective.settings import CANONICAL, GLOO, NATIVE, NCCL, PROTOCOL, Settings
 from shared.errors import InvalidArgument
 from shared.keys import Keys
-from shared.membership.etcd_access import PASSWORD, EtcdAccess, split
 from shared.runtime import clock, telemetry
+from trireme.communicator.arguments import access_of, job_of, seconds, weight_of, whole
 from trireme.communicator.status import Cause, Status
 
 WAIT_S = 30.0  # for all members to begin an operation; then the group is built anew, until timeout_s is over
@@ -72,9 +72,7 @@ class CollectiveCommunicator:
         host: str | None = None,
         observer: Observer | None = None,
     ) -> None:
-        job = job or os.environ.get("TRIREME_JOB", "")
-        if not job or "/" in job:
-            raise InvalidArgument(f"the job is {job!r}; give a name without '/', job= or TRIREME_JOB")
+        job, access = job_of(job), access_of(etcd)
         if reduction not in (NATIVE, CANONICAL):
             raise InvalidArgument(f"reduction is {reduction!r}; it is {NATIVE!r} or {CANONICAL!r}")
         if transport_dtype not in (None, "bfloat16", "float16"):
@@ -84,14 +82,14 @@ class CollectiveCommunicator:
             raise InvalidArgument(
                 f"backend is {backend!r}; it is 'auto', 'gloo' or 'nccl' (which is {there}: it needs a GPU)"
             )
-        if timeout_s <= 0 or lease_ttl_s < 2 or min_members < 1:
-            msg = f"timeout_s {timeout_s:g} must be above 0, lease_ttl_s {lease_ttl_s:g} at least 2, min_members {min_members} at least 1"
-            raise InvalidArgument(msg)
+        host = host or os.environ.get("TRIREME_HOST", "127.0.0.1")
+        if not isinstance(host, str):
+            raise InvalidArgument(f"host is {host!r}; it is an address of this host, as text")
         self.settings = Settings(
-            host=host or os.environ.get("TRIREME_HOST", "127.0.0.1"),
-            timeout_s=timeout_s,
-            lease_ttl_s=lease_ttl_s,
-            min_members=min_members,
+            host=host,
+            timeout_s=seconds("timeout_s", timeout_s, 0.0, above=True),
+            lease_ttl_s=seconds("lease_ttl_s", lease_ttl_s, 2.0),
+            min_members=whole("min_members", min_members, 1, "a whole number, at least 1"),
             reduction=reduction,
             transport_dtype=transport_dtype or "",
             backend=backend if backend != "auto" else NCCL if nccl_is_there() else GLOO,
@@ -102,10 +100,8 @@ class CollectiveCommunicator:
         self._observer = observer
         self._seen: tuple[int, int, int] = (-1, 0, 0)
         self._joined = share_state
-        self._background = Background(
-            _access(etcd), Keys(job, os.environ.get("TRIREME_ROOT", "trireme")), self.settings
-        )
-        self._background.start(timeout_s)
+        self._background = Background(access, Keys(job, os.environ.get("TRIREME_ROOT", "trireme")), self.settings)
+        self._background.start(self.settings.timeout_s)
         atexit.register(self.close)
 
     def __repr__(self) -> str:
@@ -148,13 +144,11 @@ class CollectiveCommunicator:
         mean is 0. Returns (status, None) on failure. Raises InvalidArgument for arguments that cannot be; never for a peer."""
         if op not in (MEAN, SUM):
             raise InvalidArgument(f'op is {op!r}; it is "MEAN" or "SUM"')
-        if not 0 <= weight < float("inf") or (op == SUM and weight != 1):
-            raise InvalidArgument(f"weight is {weight!r}; it is 0 or a positive number, and SUM has none")
         return self._done(
             AllReduce(
                 tensors,
                 op,
-                float(weight),
+                weight_of(weight, summed=op == SUM),
                 reduction=self.settings.reduction,
                 transport=self._transport,
                 buffers=self._background.progress.buffers,
@@ -164,8 +158,8 @@ class CollectiveCommunicator:
     def broadcast(self, value: Any, root: int | None = None) -> tuple[Status, Any]:
         """The value of rank `root`, in all members: tensors, arrays, numbers and texts in lists and dictionaries, as in a `state_dict()`.
         `root` None: the group's state, of the oldest member that has it; new members call it, too, and what they give does not matter."""
-        if root is not None and root < 0:
-            raise InvalidArgument(f"root is {root}; it is a rank, or None for the oldest member")
+        if root is not None:
+            root = whole("root", root, 0, "a rank, or None for the oldest member")
         return self._done(Broadcast(value, root))
 
     def barrier(self) -> Status:
@@ -277,13 +271,3 @@ def _left(deadline: float, most_s: float = WAIT_S) -> float:
     if left_s <= 0:
         raise Broken("its time is over")
     return min(left_s, most_s)
-
-
-def _access(etcd: str | Sequence[str] | None) -> EtcdAccess:
-    given = etcd if etcd is not None else os.environ.get("TRIREME_ETCD", "")
-    urls = split(given) if isinstance(given, str) else tuple(given)
-    if not urls:
-        raise InvalidArgument("no etcd is named; give etcd= or TRIREME_ETCD, as http://host:2379")
-    names = ("user", "password_file", "ca", "cert", "key")
-    found = {name: os.environ.get(f"TRIREME_ETCD_{name.upper()}", "") for name in names}
-    return EtcdAccess(urls, password=os.environ.get(PASSWORD, ""), **found)

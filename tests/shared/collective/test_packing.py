@@ -54,7 +54,13 @@ def test_values_keep_their_form_and_the_order_of_their_keys_does_not_matter():
         ({"x": "text"}, "['x'] is str"),
         (torch.ones(2, dtype=torch.int64), "int64, which has no mean"),
         (torch.ones(2, dtype=torch.bool), "bool, which is not reduced"),
+        ({"w": torch.ones(2).to(torch.float8_e5m2)}, "['w'] is float8_e5m2, which is not reduced; cast it, to float32"),
+        (torch.ones(2, dtype=torch.int16), "int16, which is not reduced; cast it, to float32"),
         (torch.eye(2).to_sparse(), "is a sparse tensor"),
+        ([1.0, torch.ones(2, device="meta")], "[1] is on the meta device and has no values"),
+        ({"n": 2**63}, "['n'] is 9223372036854775808, which does not fit 64 bits"),
+        (-(2**63) - 1, "the value is -9223372036854775809, which does not fit 64 bits"),
+        (2**300, "the value is of 301 bits, which does not fit 64 bits"),
         (np.array(["a"]), "cannot be sent"),
         ({(1, 2): 1.0}, "the key (1, 2)"),
     ],
@@ -63,6 +69,15 @@ def test_what_cannot_be_reduced_is_told_with_its_place(value, told):
     with pytest.raises(InvalidArgument) as error:
         AllReduce(value, "MEAN", 1.0, reduction="native", transport=None, buffers=Buffers())
     assert told in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_what_has_no_values_is_not_broadcast():
+    with pytest.raises(InvalidArgument, match=r"\['w'\] is on the meta device"):
+        Broadcast({"w": torch.ones(2, device="meta")}, 0)
+    quantized = torch._empty_affine_quantized([2], scale=0.1, zero_point=0, dtype=torch.qint8)
+    with pytest.raises(InvalidArgument, match="is a quantized tensor"):
+        Broadcast(quantized, 0)
 
 
 @pytest.mark.parametrize("reduction", ["native", "canonical"])
@@ -98,6 +113,28 @@ def test_sums_of_integers_and_numbers(reduction):
     assert [(each[0].tolist(), each[1], each[2]) for each in found] == [([2, 2**41], 6, 3.0)] * 2
 
 
+ODD = ["int16", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2"]
+REDUCED_INTEGERS = ["uint8", "int8", "int32", "int64"]
+
+
+@pytest.mark.parametrize("reduction", ["native", "canonical"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_sum_of_what_gloo_cannot_carry_is_refused_at_once(reduction, count):
+    for name in ODD:
+        value = {"w": torch.ones(3).to(getattr(torch, name))}
+        with pytest.raises(InvalidArgument, match=rf"\['w'\] is {name}, which is not reduced; cast it, to (int|float)"):
+            reduced([value] * count, op="SUM", reduction=reduction)
+
+
+@pytest.mark.parametrize("reduction", ["native", "canonical"])
+def test_all_other_integers_are_summed(reduction):
+    value = {name: torch.ones(3, dtype=getattr(torch, name)) for name in REDUCED_INTEGERS}
+    for found in reduced([value] * 2, op="SUM", reduction=reduction):
+        assert {name: (each.tolist(), each.dtype) for name, each in found.items()} == {
+            name: ([2, 2, 2], getattr(torch, name)) for name in REDUCED_INTEGERS
+        }
+
+
 def test_on_their_way_values_are_as_narrow_as_wanted():
     values = [torch.tensor([1.0 + 2**-10, 2.0]), torch.tensor([1.0 + 2**-10, 4.0])]
     assert reduced(values, transport=torch.bfloat16)[0].tolist() == [1.0, 3.0]
@@ -118,7 +155,8 @@ def test_canonical_means_have_the_bits_of_the_tree_over_members_in_any_cut_of_bu
 
 def test_what_the_root_gives_everybody_gets_whatever_they_had():
     state = {"model": {"w": torch.ones(2, 3), "flag": torch.tensor([True, False])}, "state": {0: {"step": torch.tensor(3)}},
-             "groups": [{"lr": 0.1, "name": None, "betas": (0.9, 0.99)}], "array": np.arange(3)}  # fmt: skip
+             "groups": [{"lr": 0.1, "name": None, "betas": (0.9, 0.99)}], "array": np.arange(3),
+             "odd": {name: torch.arange(3.0).to(getattr(torch, name)) for name in [*ODD, "complex64"]}}  # fmt: skip
     groups = Groups(2)
     try:
 
@@ -132,6 +170,9 @@ def test_what_the_root_gives_everybody_gets_whatever_they_had():
             assert found["state"][0]["step"].item() == 3
             assert found["groups"] == state["groups"]
             assert found["array"].tolist() == [0, 1, 2]
+            for name, odd in found["odd"].items():
+                assert odd.dtype is getattr(torch, name)
+                assert odd.to(torch.complex64).tolist() == [0, 1, 2]
     finally:
         groups.drop()
 

@@ -228,3 +228,21 @@ def test_what_is_set_while_the_lease_is_replaced_is_written_under_the_new_one(ou
         rng = random.Random(seed)
         world = SimulatedEtcd(rng=rng, delay_s=(0.0, 0.05))
         assert run_virtual(VirtualLoop(rng), play(world, rng), rng), seed
+
+
+@virtual
+async def test_a_claim_that_is_cancelled_after_etcd_has_written_it_is_given_up_by_the_release(world):
+    etcd = Etcd(world.transport("a"))
+    own, txn = OwnKey(etcd, PserverMember(index=0, url="", incarnation="a", host="h", pid=1)), etcd.txn
+
+    async def unanswered(*arguments, **settings):
+        await txn(*arguments, **settings)
+        await asyncio.Event().wait()
+
+    etcd.txn = unanswered
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.0):
+            await own.claim(KEY, TTL_S)
+    assert await etcd.get(KEY) is not None
+    await own.release()
+    assert await etcd.get(KEY) is None

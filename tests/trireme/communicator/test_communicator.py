@@ -9,13 +9,14 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import trireme
-from shared.collective import sockets
+from shared.collective import background, sockets
 from shared.errors import InvalidArgument, PeerError
 from shared.etcd.embedded import EmbeddedEtcd
 from shared.keys import Keys
@@ -173,10 +174,23 @@ def test_who_does_not_come_is_waited_for_no_longer_than_allowed_and_the_call_may
         assert [(bool(status), value) for status, value in found] == [(True, 3.5), (True, 3.5)]
 
 
-def test_keys_are_gone_with_the_members(etcd):
-    with members(etcd, 2, "keys") as (each, _):
-        each(lambda one, place: one.barrier())
-    keys = Keys("keys")
+def test_fewer_members_than_min_members_are_the_reason_and_no_older_trouble(etcd):
+    with members(etcd, 1, "few", min_members=2, timeout_s=1.0) as (_, (alone,)):
+        status = alone.barrier()
+        assert status.cause is Cause.TIMEOUT
+        assert status.reason == "not done within 1 s: min_members is 2, and 1 process is there"
+    with members(etcd, 3, "fewer", timeout_s=2.0) as (each, made):
+        assert all(each(lambda one, place: one.barrier()))
+        with ThreadPoolExecutor(2) as pool:
+            begun = [pool.submit(one.allreduce, torch.ones(3)) for one in made[:2]]
+            time.sleep(0.2)
+            made[2].close()
+            for status, _ in [each.result() for each in begun]:
+                assert status.reason == "not done within 2 s: min_members is 3, and 2 processes are there"
+
+
+def left_of(etcd, job: str) -> list[str]:
+    keys = Keys(job)
 
     async def left():
         client = EtcdAccess((etcd.url,)).connect()
@@ -185,7 +199,30 @@ def test_keys_are_gone_with_the_members(etcd):
         finally:
             await client.close()
 
-    assert asyncio.run(left()) == [keys.collective_epoch]
+    return [key for key in asyncio.run(left()) if key != keys.collective_epoch]
+
+
+def test_keys_are_gone_with_the_members(etcd):
+    with members(etcd, 2, "keys") as (each, _):
+        each(lambda one, place: one.barrier())
+        assert left_of(etcd, "keys")
+    assert left_of(etcd, "keys") == []
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_constructor_that_is_interrupted_leaves_no_member(etcd, registered, monkeypatch):
+    class Interrupted(threading.Event):
+        def wait(self, timeout=None):
+            if registered:
+                assert super().wait(timeout)
+            raise KeyboardInterrupt
+
+    replaced = SimpleNamespace(Thread=threading.Thread, Condition=threading.Condition, Event=Interrupted)
+    monkeypatch.setattr(background, "threading", replaced)
+    with pytest.raises(KeyboardInterrupt):
+        trireme.CollectiveCommunicator("interrupted", etcd.url)
+    assert "trireme-communicator" not in [thread.name for thread in threading.enumerate()]
+    assert left_of(etcd, "interrupted") == []
 
 
 @pytest.mark.parametrize(
@@ -194,7 +231,25 @@ def test_keys_are_gone_with_the_members(etcd):
         ({"reduction": "tree"}, "reduction is 'tree'"),
         ({"transport_dtype": "int8"}, "transport_dtype is 'int8'"),
         ({"backend": "mpi"}, "backend is 'mpi'"),
-        ({"lease_ttl_s": 1.0}, "lease_ttl_s 1 at least 2"),
+        ({"lease_ttl_s": 1.0}, "lease_ttl_s 1 must be at least 2"),
+        ({"lease_ttl_s": float("nan")}, "lease_ttl_s nan must be"),
+        ({"lease_ttl_s": float("inf")}, "lease_ttl_s inf must be"),
+        ({"timeout_s": 0}, "timeout_s 0 must be above 0"),
+        ({"timeout_s": float("inf")}, "timeout_s inf must be above 0"),
+        ({"timeout_s": float("nan")}, "timeout_s nan must be above 0"),
+        ({"timeout_s": 1e12}, "at most 31536000"),
+        ({"timeout_s": None}, "timeout_s None must be"),
+        ({"timeout_s": "60"}, "timeout_s '60' must be"),
+        ({"min_members": 0}, "min_members is 0"),
+        ({"min_members": 1.5}, "min_members is 1.5"),
+        ({"min_members": True}, "min_members is True"),
+        ({"min_members": "2"}, "min_members is '2'"),
+        ({"host": 7}, "host is 7"),
+        ({"etcd": 2379}, "etcd is 2379"),
+        ({"etcd": [2379]}, "etcd is [2379]"),
+        ({"etcd": b"http://127.0.0.1:1"}, "etcd is b'http"),
+        ({"job": 5}, "the job is 5"),
+        ({"job": b"j"}, "the job is b'j'"),
         ({"etcd": ""}, "no etcd is named"),
         ({"job": "a/b"}, "the job is 'a/b'"),
     ],
@@ -204,6 +259,35 @@ def test_wrong_arguments_are_named(settings, told, monkeypatch):
     with pytest.raises(InvalidArgument) as error:
         trireme.CollectiveCommunicator(**{"job": "j", "etcd": "http://127.0.0.1:1"} | settings)
     assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda one: one.broadcast(1.0, root=True), "root is True"),
+        (lambda one: one.broadcast(1.0, root=0.0), "root is 0.0"),
+        (lambda one: one.broadcast(1.0, root="0"), "root is '0'"),
+        (lambda one: one.broadcast(1.0, root=-1), "root is -1"),
+        (lambda one: one.allreduce(1.0, weight=None), "weight is None"),
+        (lambda one: one.allreduce(1.0, weight="2"), "weight is '2'"),
+        (lambda one: one.allreduce(1.0, weight=torch.ones(2)), "weight is tensor([1., 1.])"),
+        (lambda one: one.allreduce(1.0, weight=float("nan")), "weight is nan"),
+        (lambda one: one.allreduce(1.0, op="SUM", weight=2), "weight is 2"),
+    ],
+)
+def test_wrong_arguments_of_operations_are_named_before_anything_begins(call, told, monkeypatch):
+    monkeypatch.setattr(background.Background, "start", lambda self, limit_s: None)
+    with trireme.CollectiveCommunicator("j", "http://127.0.0.1:1") as one, pytest.raises(InvalidArgument) as error:
+        call(one)
+    assert told in str(error.value)
+
+
+def test_numbers_of_other_types_are_numbers(etcd):
+    settings = {"timeout_s": np.float32(20), "lease_ttl_s": 5, "min_members": np.int64(1)}
+    with members(etcd, 1, "numbers", **settings) as (_, (one,)):
+        status, value = one.allreduce(3.0, weight=torch.tensor(2))
+        assert (status.weight, value) == (2.0, 3.0)
+        assert one.broadcast("x", root=np.int64(0)) == (trireme.SUCCEEDED, "x")
 
 
 def test_without_etcd_it_is_told_within_the_time():
