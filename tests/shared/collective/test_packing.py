@@ -75,7 +75,7 @@ def test_what_cannot_be_reduced_is_told_with_its_place(value, told):
 def test_what_has_no_values_is_not_broadcast():
     with pytest.raises(InvalidArgument, match=r"\['w'\] is on the meta device"):
         Broadcast({"w": torch.ones(2, device="meta")}, 0)
-    quantized = torch._empty_affine_quantized([2], scale=0.1, zero_point=0, dtype=torch.qint8)
+    quantized = torch.quantize_per_tensor(torch.zeros(2), scale=0.1, zero_point=0, dtype=torch.qint8)
     with pytest.raises(InvalidArgument, match="is a quantized tensor"):
         Broadcast(quantized, 0)
 
