@@ -57,6 +57,12 @@ class Members:
             while step and self.faults and int(step[1]) >= self.faults[0][0]:
                 self.faults.pop(0)[1]()
 
+    def end(self) -> None:
+        """At once, those that still run."""
+        for process in self.processes:
+            if process.returncode is None:
+                process.kill()
+
     async def wait(self, frozen: int | None) -> int:
         """The worst exit code of those that nobody has killed. The frozen one is killed when the others have ended."""
         place = 0
@@ -89,9 +95,15 @@ async def main(given: argparse.Namespace) -> int:
                 (given.join_at, join),
             ]
             members = Members(environment, [fault for fault in faults if fault[0]])
-            for _ in range(given.members):
-                await members.start()
-            return await members.wait(1 if given.freeze_at and not given.thaw_at else None)
+            me = asyncio.current_task()
+            assert me is not None
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)  # as Ctrl-C
+            try:
+                for _ in range(given.members):
+                    await members.start()
+                return await members.wait(1 if given.freeze_at and not given.thaw_at else None)
+            finally:
+                members.end()
 
 
 def arguments() -> argparse.Namespace:

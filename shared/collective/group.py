@@ -94,12 +94,6 @@ class Group:
         self._await([lambda: self._gloo.allgather([taken], [given], options)])
         return [each.tolist() for each in taken]
 
-    def exchange_text(self, mine: str, limit: int, timeout_s: float) -> list[str]:
-        """The texts of every member, each cut off at `limit` bytes."""
-        data = mine.encode()[:limit]
-        numbers = [len(data), *data, *bytes(limit - len(data))]
-        return [bytes(each[1 : 1 + each[0]]).decode("utf-8", "replace") for each in self.exchange(numbers, timeout_s)]
-
     def gather_bytes(self, mine: bytes, timeout_s: float) -> list[bytes]:
         """What every member gives, by rank; of any length."""
         lengths = [each[0] for each in self.exchange([len(mine)], timeout_s)]

@@ -94,6 +94,8 @@ class AllReduce:
             scale = 1.0
         elif self._canonical:
             scale = 1.0 if self.weight else 0.0
+        elif torch.float16 in plan.dtypes:  # a sum beyond 65504 would be infinite: each is divided first, as DDP does
+            scale = self.weight / total if total else 0.0
         else:  # equal weights add up unscaled, and no weight makes a sum overflow
             scale = self.weight / largest if largest else 0.0
             factor = largest / total if total else 1.0

@@ -39,7 +39,7 @@ from trireme.communicator.arguments import access_of, job_of, seconds, weight_of
 from trireme.communicator.status import Cause, Status
 
 WAIT_S = 30.0  # for all members to begin an operation; then the group is built anew, until timeout_s is over
-MANIFEST_BYTES = 1 << 15
+MANIFEST_BYTES = 8 << 20  # of what a member called, tensor by tensor: told only if the members differ
 
 Observer = Callable[[str, str, int], None]
 
@@ -256,7 +256,8 @@ class CollectiveCommunicator:
         if len({each[0] for each in said}) > 1 or len({each[1] for each in said}) > 1:
             msg = f"the members speak protocols and operations {[each[:2] for each in said]}: are they of one version?"
             return Status(succeeded=False, cause=Cause.MISMATCH, reason=msg)
-        texts = session.group.exchange_text("\n".join(operation.lines), MANIFEST_BYTES, _left(deadline))
+        mine = "\n".join(operation.lines).encode()[:MANIFEST_BYTES]
+        texts = [each.decode("utf-8", "replace") for each in session.group.gather_bytes(mine, _left(deadline))]
         msg = f"operation {said[0][1]} differs: {difference([text.splitlines() for text in texts])}"
         return Status(succeeded=False, cause=Cause.MISMATCH, reason=msg)
 

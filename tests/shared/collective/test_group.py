@@ -32,8 +32,8 @@ def nothing() -> None:
 def test_members_hear_each_others_numbers_and_texts(groups):
     numbers = groups.each(lambda rank: groups.groups[rank].exchange([rank, -7], 5.0))
     assert numbers == [[[rank, -7] for rank in range(groups.size)]] * groups.size
-    texts = groups.each(lambda rank: groups.groups[rank].exchange_text("ü" * rank + "x" * 100, 40, 5.0))
-    assert texts[0] == [("ü" * rank + "x" * 100).encode()[:40].decode() for rank in range(groups.size)]
+    texts = groups.each(lambda rank: groups.groups[rank].gather_bytes(b"x" * 40 * rank, 5.0))
+    assert texts == [[b"x" * 40 * rank for rank in range(groups.size)]] * groups.size
     told = groups.each(lambda rank: groups.groups[rank].tell(b"from 0" if rank == 0 else None, 0, 5.0))
     assert told == [b"from 0"] * groups.size
 

@@ -183,3 +183,11 @@ def test_a_difference_is_named_by_rank_and_tensor():
         ["allreduce MEAN of 1 tensors", "['w']: float32 [11]"],
     ]
     assert difference(manifests) == "rank 0 has ['w']: float32 [10], and rank 1 has ['w']: float32 [11]"
+
+
+@pytest.mark.parametrize("reduction", ["native", "canonical"])
+@pytest.mark.parametrize(("dtype", "transport"), [(torch.float16, None), (torch.float32, torch.float16)])
+def test_a_mean_of_large_numbers_in_float16_is_finite(reduction, dtype, transport):
+    values = [torch.full((3,), 40000.0, dtype=dtype) for _ in range(3)]
+    for found in reduced(values, weights=[1.0, 0.0, 1.0], reduction=reduction, transport=transport):
+        assert found.tolist() == [40000.0] * 3

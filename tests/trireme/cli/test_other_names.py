@@ -107,6 +107,8 @@ def test_all_that_are_accepted_were_tried():
         ("--trainers 2 --num_workers 3", "--num_workers is --trainers 3 here, which is given as well"),
         ("--trainer_num 2 --num_workers 3", "--num_workers is --trainers 3 here, which is given as well"),
         ("--set keep_checkpoints=3 --keep_checkpoint_max 4", "which is given as well"),
+        ("--set=trainers=1 --num_workers 2", "--num_workers is --trainers 2 here, which is given as well"),
+        ("--use_async true --set mode=sync", "--use_async is --mode async here, which is given as well"),
     ],
 )
 def test_a_name_without_the_same_meaning_is_an_error_that_names_ours(words, message):

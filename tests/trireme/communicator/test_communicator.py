@@ -84,6 +84,11 @@ def test_means_and_sums_broadcasts_and_barriers(etcd):
         assert all(each(lambda one, place: one.barrier()))
 
 
+def many(elements: int) -> list[torch.Tensor]:
+    """5000 tensors; number 3000 has so many elements."""
+    return [torch.ones(elements if number == 3000 else 1) for number in range(5000)]
+
+
 @pytest.mark.parametrize(
     ("one", "other", "told"),
     [
@@ -92,6 +97,11 @@ def test_means_and_sums_broadcasts_and_barriers(etcd):
         (lambda c: c.allreduce(1.0), lambda c: c.allreduce(1.0, op="SUM"), ["MEAN", "SUM"]),
         (lambda c: c.allreduce(1.0), lambda c: (c.barrier(), None), ["allreduce", "barrier"]),
         (lambda c: c.broadcast(1.0, root=0), lambda c: c.broadcast(1.0, root=1), ["rank 0", "rank 1"]),
+        (
+            lambda c: c.allreduce(many(2)),
+            lambda c: c.allreduce(many(3)),
+            ["[3000]: float32 [2]", "[3000]: float32 [3]"],
+        ),
     ],
 )
 def test_different_calls_fail_by_name_in_all_members_and_the_group_goes_on(etcd, one, other, told):

@@ -62,11 +62,12 @@ def _next_value(name: str, accepted: Accepted, given: list[str]) -> str:
 
 
 def _check_once(name: str, ours: Sequence[str], arguments: Sequence[str]) -> None:
-    """Raises OtherNameError: our name is there as well."""
+    """Raises OtherNameError: our name is there as well, as a flag or in --set."""
+    setting = ours[1].partition("=")[0] if ours[0] == "--set" else ours[0].removeprefix("--").replace("-", "_")
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         same = argument.partition("=")[0] == ours[0] != "--set"
-        setting = f"{argument} {following}".removeprefix("--set=").removeprefix("--set ").partition("=")[0]
-        if same or (ours[0] == "--set" and argument.startswith("--set") and setting == ours[1].partition("=")[0]):
+        words = argument.removeprefix("--set=") if argument.startswith("--set=") else following
+        if same or (argument.partition("=")[0] == "--set" and words.partition("=")[0].strip() == setting):
             msg = f"{name} is {' '.join(ours)} here, which is given as well: leave out one of both ({PAGE})"
             raise OtherNameError(msg)
 
