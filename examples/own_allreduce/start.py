@@ -126,4 +126,7 @@ def arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main(arguments())))
+    try:
+        sys.exit(asyncio.run(main(arguments())))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        sys.exit("interrupted: its members were ended")
