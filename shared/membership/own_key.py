@@ -106,6 +106,7 @@ class OwnKey(Generic[R]):
             return False
         self.record = self.record.model_copy(update=fields)
         self.key, self._lease, self._created, self._claimed = key, lease, revision, revision
+        self._granted = None
         return True
 
     async def hold(self) -> None:

@@ -65,9 +65,9 @@ def _check_once(name: str, ours: Sequence[str], arguments: Sequence[str]) -> Non
     """Raises OtherNameError: our name is there as well, as a flag or in --set."""
     setting = ours[1].partition("=")[0] if ours[0] == "--set" else ours[0].removeprefix("--").replace("-", "_")
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        same = argument.partition("=")[0] == ours[0] != "--set"
-        words = argument.removeprefix("--set=") if argument.startswith("--set=") else following
-        if same or (argument.partition("=")[0] == "--set" and words.partition("=")[0].strip() == setting):
+        flag, equals, attached = argument.partition("=")
+        assigned = (attached if equals else following).partition("=")[0].strip()
+        if flag == ours[0] != "--set" or (flag == "--set" and assigned == setting):
             msg = f"{name} is {' '.join(ours)} here, which is given as well: leave out one of both ({PAGE})"
             raise OtherNameError(msg)
 
