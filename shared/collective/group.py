@@ -74,10 +74,7 @@ class Group:
         self._lock = threading.Lock()
         self._cut_at = math.inf
         self._stuck: list[Any] = []  # operations that do not end
-        try:
-            self._gloo: Any = GLOO(store, rank, size, options)
-        except Exception as error:  # noqa: BLE001  what torch and its C++ raise
-            raise Broken(f"the group could not be built: {error}") from None
+        self._gloo: Any = _built(lambda: GLOO(store, rank, size, options))
         self.data_device = torch.device("cpu")
 
     def __repr__(self) -> str:
@@ -227,11 +224,8 @@ class NcclGroup(Group):
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
         options.config.blocking = 0
-        try:
-            self._nccl: Any = c10d.ProcessGroupNCCL(c10d.PrefixStore("nccl", store), rank, size, options)
-            self._nccl.eager_connect_single_device(self.data_device)
-        except Exception as error:  # noqa: BLE001  what torch and its C++ raise
-            raise Broken(f"the group could not be built: {error}") from None
+        self._nccl: Any = _built(lambda: c10d.ProcessGroupNCCL(c10d.PrefixStore("nccl", store), rank, size, options))
+        _built(lambda: self._nccl.eager_connect_single_device(self.data_device))
 
     @property
     def _data(self) -> Any:
@@ -258,6 +252,17 @@ class NcclGroup(Group):
 
 def nccl_is_there() -> bool:
     return torch.cuda.is_available() and distributed.is_nccl_available()
+
+
+def _built(build: Callable[[], Any]) -> Any:
+    """Raises Broken."""
+    try:
+        return build()
+    except Exception as error:  # noqa: BLE001  what torch and its C++ raise
+        trouble = str(error)
+    raise Broken(
+        f"the group could not be built: {trouble}"
+    )  # not in the handler: the error would be its context, with the frames that it went through
 
 
 def _bury(kept: list[Any]) -> None:

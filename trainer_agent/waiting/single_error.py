@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -21,6 +19,7 @@ class SingleErrorGroup(asyncio.TaskGroup):
     after such an error would never end. What is no TriremeError is logged then, since nobody else learns of it."""
 
     _parent_cancel_requested: bool  # of asyncio.TaskGroup: it has cancelled whoever runs it
+    _parent_task: asyncio.Task[object] | None
 
     async def __aenter__(self) -> Self:
         self._cancels = _cancels()
@@ -31,16 +30,26 @@ class SingleErrorGroup(asyncio.TaskGroup):
     ) -> None:
         taken_back = self._parent_cancel_requested  # by asyncio itself
         try:
-            with single_error():
-                await super().__aexit__(kind, error, trace)
-        except Exception as failed:
+            return await super().__aexit__(kind, error, trace)
+        except BaseExceptionGroup as group:
+            failed = most_serious(group.with_traceback(None))
+        del error, trace
+        context = failed.__context__
+        try:
             if sys.version_info < (3, 13) and self._parent_cancel_requested and not taken_back:
                 _take_back()  # whoever waits at the end of the group is cancelled by it when a task fails
             if _cancels() > self._cancels:
                 if not isinstance(failed, TriremeError):
                     log.warning("failed_while_cancelled", cause=repr(failed))
                 raise asyncio.CancelledError from failed
-            raise
+            raise failed
+        finally:
+            failed.__context__ = context
+            self._parent_task = None  # as Python 3.13 does
+            del (
+                failed,
+                context,
+            )  # an error that refers to itself keeps all that its frames refer to, until Python looks for circles
 
 
 def _cancels() -> int:
@@ -55,13 +64,13 @@ def _take_back() -> None:
         task.uncancel()
 
 
-@contextmanager
-def single_error() -> Iterator[None]:
-    """Raise the most serious error of an ExceptionGroup instead of the group; a bug (no TriremeError) comes first."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        raise max(leaves(group), key=_seriousness) from group
+def most_serious(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that decides; a bug (no TriremeError) comes first. The others are its cause, if it has none."""
+    error = max(leaves(group), key=_seriousness)
+    others = group.subgroup(lambda each: each is not error and not isinstance(each, BaseExceptionGroup))
+    if error.__cause__ is None and others is not None:
+        error.__cause__ = others
+    return error
 
 
 def _seriousness(error: BaseException) -> tuple[bool, ...]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import threading
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +14,7 @@ import pytest
 from shared.collective.group import Broken
 from trainer_agent.collective.native.link import Link
 from trainer_agent.collective.native.operation_limit import OperationLimit
+from trainer_agent.waiting.single_error import SingleErrorGroup
 
 
 async def test_waiting_for_the_thread_ends_with_its_work_and_then_with_the_cancellation():
@@ -80,3 +84,68 @@ async def test_a_group_that_is_still_being_built_when_it_is_cut_is_not_waited_fo
     link.close()
     connected.set()
     await asyncio.sleep(0.05)  # what it raises in the end is an error of nobody
+
+
+class InMemory:
+    """A Meeting of members of one process."""
+
+    def __init__(self, rank: int, values: dict[str, bytes]) -> None:
+        self.rank, self.size, self.prefix, self._values = rank, 2, "", values
+
+    async def put(self, name: str, value: bytes) -> None:
+        self._values[name] = value
+
+    async def values(self, names: list[str]) -> list[bytes]:
+        while not self._values.keys() >= set(names):
+            await asyncio.sleep(0.005)
+        return [self._values[name] for name in names]
+
+
+@pytest.mark.parametrize("where", ["while it is built", "in an operation"])
+async def test_a_broken_group_is_free_without_looking_for_circles(where):
+    """Its error goes through several tasks. Descriptors and threads of one group after the other stayed for minutes."""
+
+    async def broken() -> None:
+        values: dict[str, bytes] = {}
+        links = [Link("127.0.0.1", "gloo", 1, OperationLimit()) for _ in range(2)]
+        listeners = [await link.listen() for link in links]
+        statements = [SimpleNamespace(listener=listener) for listener in listeners]
+
+        async def one(rank: int) -> None:
+            link = links[rank]
+            try:
+                if where == "in an operation" or rank == 0:
+                    await link.connect(InMemory(rank, values), statements)
+                    async with SingleErrorGroup() as tasks:
+                        tasks.create_task(link.call(link.group.exchange, [rank], 5.0))
+                        if rank:
+                            raise Broken("a peer is gone")
+                else:
+                    await asyncio.sleep(0.1)
+                    links[0].cut()
+            finally:
+                link.cut()
+                await link.idle()
+                link.close()
+
+        with suppress(Broken):
+            async with SingleErrorGroup() as tasks:
+                for rank in range(2):
+                    tasks.create_task(one(rank))
+
+    await broken()
+    gc.collect()
+    gc.disable()
+    try:
+        before = descriptors()
+        for _ in range(5):
+            await broken()
+        async with asyncio.timeout(15.0):  # of a build that nothing ends but its time limit
+            while descriptors() > before:
+                await asyncio.sleep(0.05)
+    finally:
+        gc.enable()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/dev/fd"))  # noqa: PTH208

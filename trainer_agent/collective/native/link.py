@@ -183,7 +183,8 @@ class Link:
 
     async def call(self, work: Callable[..., T], *arguments: Any) -> T:
         """Raises what `work` raises. Cancelled: it returns at once, and `work` ends when the group is cut, see `idle`."""
-        self._running = asyncio.wrap_future(self._thread.submit(work, *arguments))
+        self._running = asyncio.wrap_future(self._thread.submit(_frameless, work, *arguments))
+        self._running.add_done_callback(self._ended)
         result: T = await asyncio.shield(self._running)
         return result
 
@@ -195,16 +196,20 @@ class Link:
         cancelled: asyncio.CancelledError | None = None
         while self._running is not None and not self._running.done():
             if self._builds and self._over.is_set():
-                self._running.add_done_callback(_seen)
                 break
             try:
                 await asyncio.wait([self._running])
             except asyncio.CancelledError as error:
                 cancelled = error
-        if self._running is not None and self._running.done():
-            _seen(self._running)
         if cancelled is not None:
             raise cancelled
+
+    def _ended(self, ran: asyncio.Future[Any]) -> None:
+        """It is not kept: its result may be what the group listens with, its error refers to this."""
+        if not ran.cancelled():
+            ran.exception()  # if nobody waits for it any more, it is an error of nobody
+        if self._running is ran:
+            self._running = None
 
     async def listen(self) -> tuple[str, int] | None:
         self._device = await self.call(Device, self._host)
@@ -212,14 +217,13 @@ class Link:
 
     async def connect(self, meeting: Meeting, statements: list[NativeStatement]) -> None:
         """Raises Broken."""
-        device = self._device
-        assert device is not None
         store = EtcdStore(_Shelf(meeting, self._over), "group/", BUILD_S)
         kind = NcclGroup if self._backend == NCCL else Group
         peers = [each.listener for each in statements]
 
         def build() -> None:
-            group = kind(store, meeting.rank, meeting.size, device, peers, BUILD_S)
+            assert self._device is not None
+            group = kind(store, meeting.rank, meeting.size, self._device, peers, BUILD_S)
             self.group = group
             if self._over.is_set():
                 group.drop()
@@ -248,10 +252,13 @@ class Link:
             group.drop()
 
 
-def _seen(ran: asyncio.Future[Any]) -> None:
-    """Whoever waited for it knows what it raised."""
-    if not ran.cancelled():
-        ran.exception()
+def _frameless(work: Callable[..., T], *arguments: Any) -> T:
+    """A group has descriptors and threads, and the frames in which it broke refer to it. An error that went through several tasks is freed as late as
+    Python looks for circles, so it must not have them."""
+    try:
+        return work(*arguments)
+    except Broken as error:
+        raise error.with_traceback(None)  # noqa: B904  it is the same
 
 
 def check_alike(statements: list[NativeStatement]) -> None:
