@@ -30,7 +30,7 @@ FIXED = {
         (
             "dataset", "mode", "global_batch_size", "lanes", "seed", "records_per_task", "push_every", "pull_every",
             "clip_grad_norm", "clip_lane_norm", "on_nonfinite", "threads_per_trainer", "device", "deterministic", "shuffle",
-            "lr_staleness_modulation", "max_staleness", "precision", "schedule_per", "plateau_metric", "gradient_dtype", "parameter_dtype", "error_feedback",
+            "lr_staleness_modulation", "max_staleness", "lr_scale", "lr_base_batch_size", "precision", "schedule_per", "plateau_metric", "gradient_dtype", "parameter_dtype", "error_feedback",
         ),
         _BITS,
     ),

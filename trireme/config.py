@@ -43,6 +43,8 @@ class Config:
     pull_every: int | None = None
     lr_staleness_modulation: bool | None = None
     max_staleness: int | None = None
+    lr_scale: str | None = None
+    lr_base_batch_size: int | None = None
     clip_grad_norm: float | None = None
     clip_lane_norm: float | None = None
     grad_norm_every: int | None = None
@@ -87,13 +89,12 @@ class Config:
     post_tasks: Sequence[str | dict[str, Any]] | None = None
     trackers: str | Sequence[str | dict[str, Any]] | None = None
     clip_norm: InitVar[float | None] = None  # refused, with the names that it has now
-    lr_scale: InitVar[str | None] = None  # refused, and why
     grads_to_wait: InitVar[int | None] = None  # refused, with its counterpart
 
-    def __post_init__(self, clip_norm: float | None, lr_scale: str | None, grads_to_wait: int | None) -> None:
+    def __post_init__(self, clip_norm: float | None, grads_to_wait: int | None) -> None:
         from trireme.validation import field_problems  # noqa: PLC0415  loads pydantic, so only when a Config is made
 
-        refused = {"clip_norm": clip_norm, "lr_scale": lr_scale, "grads_to_wait": grads_to_wait}
+        refused = {"clip_norm": clip_norm, "grads_to_wait": grads_to_wait}
         given = self.to_dict() | {name: value for name, value in refused.items() if value is not None}
         problems = field_problems(given)
         if problems:

@@ -83,18 +83,28 @@ def test_clip_norm_is_refused_wherever_it_is_given_with_the_names_that_it_has_no
         JobSpec.model_validate({"clip_norm": 1.0})
 
 
-def test_a_batch_that_follows_the_members_is_refused_with_the_reason(tmp_path):
+def test_a_batch_that_follows_the_members_is_refused_with_the_reason():
     """Lanes, and with them the global batch, are those of the job."""
-    scale = "lr_scale is no setting: the global batch stays as it is .* global_batch_size"
-    (tmp_path / "trireme.toml").write_text('lr_scale = "linear"\n')
-    with pytest.raises(UsageError, match=scale):
-        from_toml(tmp_path / "trireme.toml")
-    with pytest.raises(ConfigError, match=scale):
-        trireme.Config(lr_scale="sqrt")
     with pytest.raises(ConfigError, match=r"lanes cannot follow the members: .* give a power of two, for example 8"):
         trireme.Config(lanes="members")  # type: ignore[arg-type]
     with pytest.raises(ValidationError, match="lanes cannot follow the members"):
         JobSpec.model_validate({"lanes": "members"})
+
+
+def test_rates_follow_the_global_batch_by_a_rule_and_from_a_base():
+    """Records behind a step: all lanes, or (asynchronous) all minibatches of a push."""
+    base = {"global_batch_size": 1024, "lr_base_batch_size": 256}
+    for scale, factor in (("linear", 4.0), ("sqrt", 2.0)):
+        assert spec_of(from_script({**base, "lr_scale": scale})).lr_factor == factor
+    assert spec_of(from_script({"global_batch_size": 1024})).lr_factor == 1.0
+    pushes = {**base, "lr_scale": "linear", "mode": "async", "push_every": 3}
+    assert spec_of(from_script(pushes)).lr_factor == 12.0
+    with pytest.raises(UsageError, match=r"lr_scale is sqrt, and lr_base_batch_size is not set; .*config lr_scale"):
+        spec_of(from_script({"lr_scale": "sqrt"}))
+    with pytest.raises(UsageError, match=r"lr_base_batch_size is 256, and lr_scale is none"):
+        spec_of(from_script({"lr_base_batch_size": 256}))
+    with pytest.raises(ConfigError, match="lr_scale"):
+        trireme.Config(lr_scale="cubic")
 
 
 def test_a_broken_trireme_toml_is_refused(tmp_path):

@@ -8,15 +8,18 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from shared.errors import InvalidArgument
 from shared.optimizers.classes import ALL_CLASSES, CHOICES, OF_WHOLE_PARAMETERS, no_whole_parameters
-from shared.records import Strategy
+from shared.records import JobSpec, Strategy
 from shared.records.layout import OptimizerSpec
 from shared.records.step import LaneZero
+from trainer_agent.model.optimizer import rate_scale
+
+T = TypeVar("T")
 
 _WHOLE = ("lamb", "lars", "adafactor", "muon", "shampoo", "soap", "lbfgs")
 _SEVERAL_LOSSES = "its step computes the loss several times (by a closure), and a step of a job has one gradient, the mean of all lanes"
@@ -44,6 +47,12 @@ def spec_of(optimizer: Any) -> OptimizerSpec:
     rates = [{"lr": group["initial_lr"]} if "initial_lr" in group else {} for group in optimizer.param_groups]
     groups = tuple(_plain_options({**group, **rate}) for group, rate in zip(optimizer.param_groups, rates, strict=True))
     return OptimizerSpec(name=name, defaults=_plain_options(optimizer.defaults), groups=groups)
+
+
+def for_job(optimizer: T, spec: JobSpec) -> T:
+    """The script's, in place with the rates of the job's global batch. Raises InvalidArgument for one that the job cannot have."""
+    check_strategy(optimizer, spec.strategy)
+    return rate_scale.scaled(optimizer, spec)
 
 
 def check_strategy(optimizer: Any, strategy: Strategy) -> None:

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from shared.errors import InvalidArgument
 from shared.records import JobSpec, Mode
 from trainer_agent.model.compute import BeforeStep
+from trainer_agent.model.optimizer import rate_scale
 
 Guard = Callable[..., Any]
 
@@ -50,6 +51,7 @@ class Schedule:
 
 def check_scheduler(scheduler: Any, spec: JobSpec) -> None:
     """Raises InvalidArgument for one that the job's settings do not fit."""
+    rate_scale.check_scheduler(scheduler, spec)
     metric = spec.plateau_metric
     if not isinstance(scheduler, ReduceLROnPlateau):
         if metric is not None:

@@ -72,6 +72,7 @@ def _described(user: UserModule, check: bool, settings: dict[str, str]) -> dict[
 
 def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, settings: dict[str, Any]) -> dict[str, Any]:
     from trainer_agent.model.flat import groups_of, tensors_of  # noqa: PLC0415  torch only when it is needed
+    from trainer_agent.model.optimizer.rate_scale import sentence  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.model.schedule import check_plateau_metric  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.model.torch_compute import TorchCompute  # noqa: PLC0415  torch only when it is needed
 
@@ -89,11 +90,11 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
                 metrics = asyncio.run(compute.metrics(sums))
             check_plateau_metric(spec, metrics)
     tensors = tensors_of(compute.model, groups_of(compute.optimizer))
-    left_out = {"notice": compute.started.sentence} if compute.started.sentence else {}
+    notice = "\n".join(filter(None, (compute.started.sentence, sentence(spec))))
     layout = compute.layout
     tables = [table.model_dump(mode="json") for table in layout.tables]
     model = {"tensors": tensors, "optimizer": layout.optimizer.model_dump(mode="json"), "tables": tables}
-    return left_out | {"model": model}
+    return ({"notice": notice} if notice else {}) | {"model": model}
 
 
 async def _gradient(compute: TorchCompute, minibatch: Records) -> LaneResult:

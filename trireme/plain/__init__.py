@@ -50,6 +50,7 @@ from trainer_agent.model.export import write_model
 from trainer_agent.model.finite import NonFiniteError, check_gradients, check_loss
 from trainer_agent.model.flat import checked_model, plan, trained_parameters
 from trainer_agent.model.minibatch import BackwardGuard, means_of, on_device, sums_of
+from trainer_agent.model.optimizer import rate_scale
 from trainer_agent.model.schedule import Schedule, check_plateau_metric
 from trainer_agent.script.user_module import UserModule
 from trainer_agent.start_values.load import load_start_values
@@ -159,11 +160,11 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     torch.manual_seed(spec.seed)
     model = checked_model(user.call("model"))
     started = load_start_values(model, spec)
-    if started.sentence:
-        report(started.sentence)
+    for sentence in filter(None, (started.sentence, rate_scale.sentence(spec))):
+        report(sentence)
     check_precision(spec.precision, model, device)
     model = model.to(device)
-    optimizer = user.call("optimizer", model)
+    optimizer = rate_scale.scaled(user.call("optimizer", model), spec)
     tables = OneLane(model, spec.seed, spec.slot_count, optimizer)
     tables.start_with(started.tables)
     schedule = Schedule(user.call("scheduler", optimizer) if user.has("scheduler") else None, spec, user.guard)

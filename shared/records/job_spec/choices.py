@@ -16,6 +16,7 @@ Precision = Literal["fp32", "bf16"]
 Nonfinite = Literal["fail", "skip", "ignore"]
 Transported = Literal["float32", "bfloat16", "float16"]
 Backend = Literal["auto", "gloo", "nccl"]
+RateScale = Literal["none", "linear", "sqrt"]
 RestartPolicy = Literal["always", "on_failure", "never"]
 EvaluateEvery = Annotated[int, Field(ge=1, lt=2**63)] | Literal["epoch"]
 
@@ -28,8 +29,6 @@ TRAINING_FILE = "training.pt"  # of an export with the state of the optimizer
 RENAMED = {
     "clip_norm": "clip_norm is no setting any more: clip_grad_norm limits the norm of the whole step's gradient, as clip_grad_norm_ does "
     "in plain PyTorch; clip_lane_norm limits the gradient of each lane by itself, as clip_norm did",
-    "lr_scale": "lr_scale is no setting: the global batch stays as it is when trainers come and go, so the learning rate has nothing to follow; "
-    "leave it out, and choose the rate in the script for global_batch_size",
     "grads_to_wait": "grads_to_wait is no setting: a parameter server steps with every push, so that each minibatch counts exactly once. "
     "push_every=N is the counterpart: each trainer pushes the mean gradient of N minibatches",
 }

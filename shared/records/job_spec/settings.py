@@ -23,11 +23,13 @@ from shared.records.job_spec.choices import (
     Mode,
     Nonfinite,
     Precision,
+    RateScale,
     RestartPolicy,
     StopEarly,
     Strategy,
     Transported,
 )
+from shared.records.job_spec.rates import check_rates, lr_factor
 from shared.records.job_spec.strategy import check_strategy
 from shared.records.record import Record
 from shared.trackers import MAX_TRACKERS, Tracker
@@ -113,6 +115,16 @@ class JobSettings(Record):
         ge=0,
         lt=2**63,
         description="Asynchronous: a trainer waits before a minibatch while another one computes with parameters more than so many versions older; null: it never waits.",
+    )
+    lr_scale: RateScale = Field(
+        default="none",
+        description="How learning rates follow the global batch: by its ratio to lr_base_batch_size (linear), by the root of that (sqrt), or not at all.",
+    )
+    lr_base_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        lt=2**63,
+        description="The records of a step for which the script's learning rates were chosen; with lr_scale.",
     )
     clip_grad_norm: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     clip_lane_norm: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -302,6 +314,7 @@ class JobSettings(Record):
             )
             raise ValueError(msg)
         self._check_plateau_metric()
+        check_rates(self.lr_scale, self.lr_base_batch_size)
         if self.init_optimizer:
             self._check_init_optimizer()
         if self.block_bytes % 64:
@@ -352,6 +365,16 @@ class JobSettings(Record):
     def minibatch_size(self) -> int:
         """Records of one forward/backward: a lane's share of a step (sync), the whole batch (async)."""
         return self.global_batch_size // self.lanes if self.mode is Mode.SYNC else self.global_batch_size
+
+    @property
+    def records_per_step(self) -> int:
+        """Records behind one step of the optimizer: those of all lanes (sync), of one push (async)."""
+        return self.global_batch_size * (1 if self.mode is Mode.SYNC else self.push_every)
+
+    @property
+    def lr_factor(self) -> float:
+        """What the script's learning rates are multiplied by."""
+        return lr_factor(self.lr_scale, self.lr_base_batch_size, self.records_per_step)
 
     @property
     def feeds_errors_back(self) -> bool:
