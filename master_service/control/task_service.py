@@ -137,7 +137,7 @@ class TaskService(ABC):
         return completed
 
     async def fail_task(self, task_id: str, report: FailTask, once: Once[None] | None = None) -> None:
-        """Counts against the task, and before the first step against the job. Raises StaleAttempt, NotFound."""
+        """Counts against the task, and before a step is known to be done against the job. Raises StaleAttempt, NotFound."""
 
         def decide(job: Job, _: float) -> Decision[None]:
             return Decision(None) + tasks.fail_task(job, task_id, report)

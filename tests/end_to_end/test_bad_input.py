@@ -144,7 +144,7 @@ def test_a_model_that_fails_only_in_training_tells_its_task(trireme, tmp_path):
     assert done.code == 1
     assert done.err.count("Traceback (most recent call last)") == 1
     assert "RuntimeError: boom\nin task " in done.err
-    assert "job failed: RuntimeError twice before the first step was done: boom" in done.err
+    assert "job failed: RuntimeError twice before a step was known to be done: boom" in done.err
     assert "trainer_agent" not in done.err
     result = json.loads(done.out)
     assert (result["phase"], result["failure"]["error_type"]) == ("FAILED", "RuntimeError")

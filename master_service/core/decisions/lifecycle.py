@@ -132,7 +132,7 @@ def fail(state: JobState, reason: str, cause: FailureCause, failure: UserFailure
 def count_failure(budget: FailureBudget, state: JobState, failure: UserFailure, *, in_task: bool) -> Decision[None]:
     """The counts after one more failure, and the end of the job if it was one too many.
 
-    Before the first committed step, the same error twice ends the job: it would fail every time. After that step a failure
+    Before a step is known to be done, the same error twice ends the job: it would fail every time. After that a failure
     inside a task does not count here: the task is discarded when its own failures are spent. One outside tasks always counts.
     A fatal one ends the job at once.
     """
@@ -149,7 +149,7 @@ def count_failure(budget: FailureBudget, state: JobState, failure: UserFailure, 
     counted: Decision[None] = Decision(None, (counts,))
     what = f"{failure.error_type}: {failure.message}"
     if not budget.started and times >= 2:
-        reason = f"{failure.error_type} twice before the first step was done: {failure.message}"
+        reason = f"{failure.error_type} twice before a step was known to be done: {failure.message}"
     elif total >= budget.allowed:
         reason = f"{total} failures of the user's code (max_user_failures {budget.allowed}), the last: {what}"
     else:
@@ -163,7 +163,7 @@ def count_outside_tasks(job: Job, failure: UserFailure) -> Decision[None]:
     others = (job.members.trainers.keys() & set(job.trainers.names)) - {failure.trainer}
     if failure.error_type == LayoutMismatch.code and others:
         return Decision(None)
-    return count_failure(job.budget, job.state, failure, in_task=False)
+    return count_failure(job.known_budget, job.state, failure, in_task=False)
 
 
 def advance_stage(

@@ -167,7 +167,7 @@ def fail_task(job: Job, task_id: str, report: FailTask) -> Decision[UserFailure 
     if evaluation.gives_up(queue.kind, failure):
         return ended  # no error of the script
     state = next((change for change in ended.changes if isinstance(change, JobState)), job.state)
-    return ended + lifecycle.count_failure(job.budget, state, failure, in_task=True)
+    return ended + lifecycle.count_failure(job.known_budget, state, failure, in_task=True)
 
 
 def expire(job: Job, now: float) -> Decision[list[str]]:

@@ -63,7 +63,7 @@ KIND_OF = {Stage.TRAIN: TaskKind.TRAIN, Stage.EVALUATE: TaskKind.EVALUATE, Stage
 @dataclass
 class FailureBudget:
     """How many errors of the user's code a job may have, and `counts`, how many it has had: what etcd holds, so a new master
-    goes on counting. `started`: the first step is committed."""
+    goes on counting. `started`: a step is known to be done."""
 
     allowed: int
     started: bool = False
@@ -153,6 +153,23 @@ class Job:
         if self.spec.strategy is Strategy.COLLECTIVE:
             return 0  # a slot map may be left of a run with parameter servers
         return max(self.spec.pservers, max(self.slots.owners, default=-1) + 1 if self.slots else 0)
+
+    @property
+    def known_budget(self) -> FailureBudget:
+        """`budget`, started as well if a checkpoint, the parameters of a trainer or a trainer's report of its task prove a step: a new
+        leader knows them before it hears of any metrics."""
+        return replace(self.budget, started=self.budget.started or self._has_trained())
+
+    def _has_trained(self) -> bool:
+        latest = self.members.latest
+        if self.spec.mode is Mode.SYNC:  # reports of tasks count minibatches that are only begun
+            held = (member.holds for member in self.members.trainers.values())
+            return (latest is not None and latest.step > 0) or any(
+                each is not None and each.version > 0 for each in held
+            )
+        return any(held.minibatches for held in self.training.pending.values()) or (
+            latest is not None and any(ref.minibatches for ref in latest.kept)
+        )
 
     @property
     def records_done(self) -> int:

@@ -190,11 +190,24 @@ def test_the_same_error_of_the_model_twice_fails_the_job_with_the_task_it_happen
                 await master.fail_task(task.task_id, FailTask(trainer="t1", attempt=attempt, failure=NO))
             state = master.job.state
             assert state.phase is Phase.FAILED
-            assert state.reason == "ValueError twice before the first step was done: no"
+            assert state.reason == "ValueError twice before a step was known to be done: no"
             assert state.failure is not None
             assert (state.failure.trainer, state.failure.error_type) == ("t1", "ValueError")
             assert state.failure.task.startswith(f"task {task.task_id} (train.txt records ")
             assert (await master.acquire_task(cluster.ask(master))).answer == "end"
+
+    run_virtually(main)
+
+
+def test_minibatches_that_an_asynchronous_trainer_has_told_are_steps() -> None:
+    async def main() -> None:
+        cluster = MasterCluster(spec_of(max_discarded_fraction=0.5))
+        async with running(cluster, "t1") as master:
+            for attempt in (1, 2):
+                task = await take(cluster, master)
+                await master.report_progress(task.task_id, TaskProgress(trainer="t1", attempt=attempt, minibatches=1))
+                await master.fail_task(task.task_id, FailTask(trainer="t1", attempt=attempt, failure=NO))
+            assert master.job.state.phase is Phase.RUNNING
 
     run_virtually(main)
 
@@ -273,7 +286,7 @@ def test_two_failures_across_a_change_of_the_master_count_as_two(in_task: bool) 
             state = second.job.state
             assert (state.phase, state.reason) == (
                 Phase.FAILED,
-                "ValueError twice before the first step was done: no",
+                "ValueError twice before a step was known to be done: no",
             )
 
     run_virtually(main)

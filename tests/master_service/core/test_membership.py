@@ -231,7 +231,7 @@ def spend(budget: FailureBudget, failure: UserFailure, *, in_task: bool) -> str:
 def test_the_same_error_twice_before_the_first_step_fails_the_job_at_once() -> None:
     budget = FailureBudget(allowed=3)
     assert spend(budget, NO, in_task=True) == ""
-    assert spend(budget, NO, in_task=True) == "ValueError twice before the first step was done: no"
+    assert spend(budget, NO, in_task=True) == "ValueError twice before a step was known to be done: no"
 
 
 def test_different_errors_before_the_first_step_use_the_budget_up() -> None:
