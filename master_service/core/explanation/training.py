@@ -214,10 +214,15 @@ def awaited_slower_trainer(now: Situation) -> Cause | None:
 
 
 def slow_minibatch(now: Situation) -> Cause | None:
-    queue = now.job.due
-    if queue is None or not queue.pending or not now.is_still:
+    """Of a trainer that is there and is to train: a task may wait for an owner while its last one is gone."""
+    job, queue = now.job, now.job.due
+    if queue is None or not now.is_still:
         return None
-    oldest = sorted(queue.pending, key=lambda task_id: queue.pending[task_id].last_sign)
+    training = job.members.trainers.keys() & set(job.trainers.names)
+    held = [task_id for task_id, pending in queue.pending.items() if pending.record.trainer in training]
+    if not held:
+        return None
+    oldest = sorted(held, key=lambda task_id: queue.pending[task_id].last_sign)
     first = queue.pending[oldest[0]]
     return Cause(
         code=Code.SLOW_MINIBATCH,

@@ -19,7 +19,7 @@ from shared.runtime import clock
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.api.client import client_of
-from tests.master_service.api.explained import also, codes, explained, text
+from tests.master_service.api.explained import LONG_S, also, codes, explained, text
 from tests.master_service.cluster import KEYS, MasterCluster, leading, spec_of, take
 from tests.master_service.control.restoring import checkpoint, rolling_back
 
@@ -137,6 +137,25 @@ def test_below_min_members_nobody_is_listed_and_tasks_get_their_time_again() -> 
             await asyncio.sleep(1.5)  # more than its time since it was taken, less than that since the job goes on
             assert master.job.training.pending[task.task_id].record.trainer == "a"
             assert "a" in master.job.members.trainers
+
+    run_virtually(main)
+
+
+def test_nobody_is_called_slow_while_a_collective_job_waits_for_min_members() -> None:
+    async def main() -> None:
+        cluster = collective(min_members=2)
+        async with trained_by(cluster, "a", "b") as master:
+            for lane, trainer in enumerate(master.job.trainers.names):
+                await take(cluster, master, trainer, stream=lane, index=0)
+            await asyncio.sleep(LONG_S)
+            assert "SLOW_MINIBATCH" in codes(await explained(master))
+            await cluster.lose("b")
+            await listed(master, within_s=SOON_S)
+            await asyncio.sleep(LONG_S)
+            assert {held.record.trainer for held in master.job.training.pending.values()} == {"a", "b"}
+            told = await explained(master)
+            assert told["code"] == "FEWER_THAN_MIN_MEMBERS"
+            assert "SLOW_MINIBATCH" not in codes(told)
 
     run_virtually(main)
 
