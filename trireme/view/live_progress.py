@@ -47,6 +47,9 @@ SHOWN_EVENTS = {
 }
 
 
+# the launcher does not know whether there is a checkpoint; the master tells it right afterwards
+BACK = "the job goes back to its newest checkpoint, or starts over if it has none"
+
 # what the death of a process means, if others of its kind are there and if not
 CONSEQUENCES = {
     ("trainer", Mode.SYNC): (
@@ -55,8 +58,8 @@ CONSEQUENCES = {
     ),
     ("trainer", Mode.ASYNC): ("other trainers continue its tasks where the ledgers stand", "the job waits for it"),
     ("pserver", Mode.ASYNC): (
-        "it returns with its newest checkpoint, the others go on",
-        "the job goes back to a checkpoint",
+        "it returns with its newest checkpoint, the others go on; without one the job starts over",
+        BACK,
     ),
     ("master", Mode.SYNC): ("trainers go on meanwhile", "trainers go on meanwhile"),
     ("master", Mode.ASYNC): ("trainers go on meanwhile", "trainers go on meanwhile"),
@@ -112,7 +115,7 @@ class ProgressReporter:
         kind = child.rpartition("-")[0]
         with_others, alone = CONSEQUENCES.get((kind, self._mode), ("", ""))
         if self._spec.strategy is Strategy.COLLECTIVE and kind == "trainer":
-            alone = "nobody has the parameters now: the job goes back to its newest checkpoint"
+            alone = f"nobody has the parameters now: {BACK}"
         others = any(name.startswith(f"{kind}-") for name in self._alive)
         return [found] if (found := with_others if others else alone) else []
 

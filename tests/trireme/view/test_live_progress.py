@@ -143,7 +143,20 @@ def test_the_last_trainer_of_a_collective_job_takes_the_parameters_along():
         reporter.on_child(ChildEvent(name, "died", "SIGKILL", 7))
     first, last = screen.shown
     assert "other trainers take its lanes" in first
-    assert "nobody has the parameters now: the job goes back to its newest checkpoint" in last
+    back = "nobody has the parameters now: the job goes back to its newest checkpoint, or starts over if it has none; it is"
+    assert back in last
+
+
+def test_no_checkpoint_is_promised_when_a_parameter_server_of_an_asynchronous_job_dies():
+    screen = Screen()
+    reporter = ProgressReporter(JobSpec.model_construct(mode=Mode.ASYNC), screen)
+    for name in ("pserver-0", "pserver-1"):
+        reporter.on_child(ChildEvent(name, "started"))
+    for name in ("pserver-0", "pserver-1"):
+        reporter.on_child(ChildEvent(name, "died", "SIGKILL", 7))
+    first, last = screen.shown
+    assert "its newest checkpoint, the others go on; without one the job starts over;" in first
+    assert "goes back to its newest checkpoint, or starts over if it has none;" in last
 
 
 class Answering(Master):
