@@ -10,7 +10,7 @@ from typing import Any, Self
 @dataclass(frozen=True, slots=True)
 class RunResult:
     """What `trireme run --json` prints, under the same names. `phase`: COMPLETED or FAILED (then with `reason`, `cause` and perhaps the
-    script's `failure`). `metrics`: of the evaluation after training. `loss`: mean of the last epoch, `loss_by_epoch`: {"epoch", "loss"}
+    script's `failure`). `metrics`: of the evaluation after training. `loss`: mean of the last epoch that was begun, `loss_by_epoch`: {"epoch", "loss"}
     of each. `exports`: kind (`safetensors`, `state_dict`, with keep_best also `best_...`) -> path or URL of the model. `best`: the best evaluation,
     `stopped_step`: where stop_early ended training. `discarded`, `losses`: what was not trained. `seconds`, `restarts` (by member): of all runs that resumed each
     other. `logs`: their folder."""

@@ -85,7 +85,7 @@ def summary_text(document: Mapping[str, Any], *, reason: bool = False) -> str:
     if document.get("stopped_step") is not None:
         rows.insert(2, ("stopped early", f"at {point(document['mode'], document['stopped_step'])}, as stop_early says"))
     if document["loss"] is not None:
-        rows.insert(1, ("training loss", f"{number(document['loss'])} (mean of the last epoch)"))
+        rows.insert(1, ("training loss", f"{number(document['loss'])} (mean of {_loss_epoch(document)})"))
         rows[2:2] = _by_epoch(document.get("loss_by_epoch", ()))
     if discarded["tasks"]:
         rows.append(("discarded", f"{discarded['tasks']} tasks, {discarded['records']:,} records"))
@@ -114,6 +114,14 @@ def _epochs(document: Mapping[str, Any]) -> str:
     """`5`, or `2 of 5`."""
     done, epochs = document.get("epochs_done", document["epochs"]), document["epochs"]
     return f"{epochs}" if done == epochs else f"{done} of {epochs}"
+
+
+def _loss_epoch(document: Mapping[str, Any]) -> str:
+    """The newest loss is of the last epoch that has one; it may not be over."""
+    done, epochs = document.get("epochs_done", document["epochs"]), document["epochs"]
+    losses = document.get("loss_by_epoch", ())
+    is_over = losses[-1]["epoch"] < done if losses else done == epochs
+    return "the last epoch" if is_over else "the last epoch that was begun"
 
 
 def _lost(task: Mapping[str, Any]) -> str:

@@ -106,6 +106,25 @@ def test_the_summary_tells_metrics_restarts_and_where_the_model_is():
     ]
 
 
+@pytest.mark.parametrize(
+    ("phase", "done", "with_loss", "told"),
+    [
+        (Phase.FAILED, 0, 1, "0.25 (mean of the last epoch that was begun)"),
+        (Phase.FAILED, 0, 0, "0.25 (mean of the last epoch that was begun)"),
+        (Phase.FAILED, 1, 2, "0.25 (mean of the last epoch that was begun)"),
+        (Phase.FAILED, 1, 1, "0.25 (mean of the last epoch)"),
+        (Phase.COMPLETED, 2, 0, "0.25 (mean of the last epoch)"),
+        (Phase.COMPLETED, 2, 2, "0.25 (mean of the last epoch)"),
+    ],
+)
+def test_the_loss_of_an_epoch_that_is_not_over_is_told_as_that(phase: Phase, done: int, with_loss: int, told: str):
+    losses = [{"number": epoch, "loss": 0.25, "records": 4} for epoch in range(with_loss)]
+    state = JobState(phase=phase, result=JobResult())
+    counts = Counts({}, loss=0.25, epochs=done, by_epoch=losses)
+    lines = summary_text(result_document(SPEC, state, counts, 1.0, Path("/run"))).splitlines()
+    assert [line.split("  ")[-1] for line in lines if line.startswith("training loss")] == [told]
+
+
 def test_the_loss_of_each_epoch_is_told_of_many_the_first_and_the_last() -> None:
     state = JobState(phase=Phase.COMPLETED, result=JobResult())
 
