@@ -30,6 +30,7 @@ from shared.etcd import codec
 from shared.etcd.errors import Fatal, Refused, Retryable, Unauthenticated, of_answer, unanswered
 from shared.etcd.transport import AUTHENTICATE, STATUS, Body, is_write
 from shared.runtime import clock, telemetry
+from shared.security.hidden import without_user
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -86,7 +87,7 @@ class Etcd3Transport:
     def __init__(
         self, urls: Sequence[str], *, user: str = "", password: str = "", ca: str = "", cert: str = "", key: str = ""
     ) -> None:
-        self.urls = tuple(_checked(url) for url in urls)
+        self.urls = tuple(_checked(without_user(url)) for url in urls)
         if not self.urls:
             raise InvalidArgument(
                 "no etcd endpoint given; set TRIREME_ETCD to http(s)://host:port[,…] or unix:///path/of/socket"

@@ -10,13 +10,15 @@ from typing import Any, Self
 
 from shared.errors import InvalidArgument
 from shared.etcd import Etcd, connect
+from shared.security.hidden import without_user
 
 PASSWORD = "TRIREME_ETCD_PASSWORD"  # noqa: S105  the variable's name
 
 
 @dataclass(frozen=True, slots=True)
 class EtcdAccess:
-    """`password_file`: its first line is the password, if `password` is empty. `ca`, `cert`, `key`: PEM files."""
+    """`urls`: a user and a password in them are left out. `password_file`: its first line is the password, if `password` is empty.
+    `ca`, `cert`, `key`: PEM files."""
 
     urls: tuple[str, ...]
     user: str = ""
@@ -25,6 +27,9 @@ class EtcdAccess:
     ca: str = ""
     cert: str = ""
     key: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "urls", tuple(map(without_user, self.urls)))
 
     def __str__(self) -> str:
         return ", ".join(self.urls)

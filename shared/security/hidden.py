@@ -1,4 +1,4 @@
-"""Texts of others (a library's error, what a script prints) without credentials, before they are logged or answered."""
+"""Texts of others (a library's error, what a script prints) and addresses without credentials, before they are logged or answered."""
 
 from __future__ import annotations
 
@@ -17,3 +17,14 @@ def hidden(text: str, environment: Mapping[str, str] = os.environ) -> str:
         if len(value) >= SHORTEST and _SECRET.search(name.upper()) and value in text:
             text = text.replace(value, "***")
     return _USER.sub(r"\1***@", text)
+
+
+def without_user(addresses: str) -> str:
+    """Addresses of etcd, with commas between, without what stands before @ in them: who wants to log in gives user and password beside
+    the address, and these would be shown. A path of a UNIX socket may have an @."""
+    return ",".join(map(_bare, addresses.split(",")))
+
+
+def _bare(address: str) -> str:
+    scheme, mark, rest = address.partition("://") if "://" in address else ("", "", address)
+    return address if scheme.strip().endswith("unix") else f"{scheme}{mark}{rest.rpartition('@')[2]}"

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from shared.errors import BadFrame, DeadlineExceeded, InvalidArgument, NotLeader, PeerError, TriremeError
 from shared.runtime import ids
+from shared.security.hidden import without_user
 from trireme.view.client import MASTERLESS, error_of
 
 PAUSE_S = 0.2
@@ -119,7 +120,7 @@ class Masters:
         given = [url.strip().rstrip("/") for url in urls.split(",")]
         for url in given:
             if url.startswith(MASTERLESS):
-                msg = f"{url} is a masterless job: no master can answer this"
+                msg = f"{without_user(url)} is a masterless job: no master can answer this"
                 raise InvalidArgument(msg, hint="see docs/masterless.md for the commands that work")
             if not url.startswith(("http://", "https://")) or httpx.URL(url).path not in ("", "/"):
                 raise InvalidArgument(f"{url!r} is no address of a master; write http://HOST:PORT")

@@ -9,6 +9,7 @@ from typing import Any
 
 from shared.errors import InvalidArgument
 from shared.membership.etcd_access import PASSWORD, EtcdAccess, split
+from shared.security.hidden import hidden
 
 MOST_S = 365 * 86400.0  # the clocks of threads, torch and etcd end somewhere above
 
@@ -68,7 +69,7 @@ def access_of(etcd: str | Sequence[str] | None) -> EtcdAccess:
     except TypeError:
         urls = (given,)
     if not all(isinstance(url, str) for url in urls):
-        raise InvalidArgument(f"etcd is {given!r}; it is an address or several, as http://host:2379")
+        raise InvalidArgument(f"etcd is {hidden(repr(given))}; it is an address or several, as http://host:2379")
     if not urls:
         raise InvalidArgument("no etcd is named; give etcd= or TRIREME_ETCD, as http://host:2379")
     names = ("user", "password_file", "ca", "cert", "key")

@@ -88,7 +88,7 @@ async def _check(etcd: Etcd, settings: Settings, prefix: str) -> None:
         await etcd.put(key, b"")
         await etcd.delete(key)
     except CallerError as error:
-        msg = f"user {settings.etcd_user} cannot use {prefix} in etcd at {', '.join(settings.etcd)}: {error.message}"
+        msg = f"user {settings.etcd_user} cannot use {prefix} in etcd at {settings.etcd_access}: {error.message}"
         hint = "etcd's volume and the volumes of secrets belong together: were these removed, and etcd's was not?"
         raise Unauthorized(msg, hint=hint) from error
     async with _client(lambda: connect(settings.etcd)) as nobody:
@@ -96,7 +96,7 @@ async def _check(etcd: Etcd, settings: Settings, prefix: str) -> None:
             await nobody.get(key, timeout_s=CALL_S)
         except CallerError:
             return
-    raise Unauthorized(f"etcd at {', '.join(settings.etcd)} still answers whoever asks: its users are not on")
+    raise Unauthorized(f"etcd at {settings.etcd_access} still answers whoever asks: its users are not on")
 
 
 async def _serve(settings: Settings) -> int:

@@ -15,6 +15,7 @@ import httpx
 
 from shared.errors import DeadlineExceeded, InvalidArgument, NotReady, PeerError, TriremeError, Unauthorized, from_map
 from shared.runtime import clock, ids
+from shared.security.hidden import without_user
 from shared.security.tls import client_context
 
 TIMEOUT_S = 10.0
@@ -30,7 +31,7 @@ class Client:
 
     def __init__(self, url: str, *, token: str = "", timeout_s: float = TIMEOUT_S) -> None:
         if url.startswith(MASTERLESS):
-            msg = f"{url} is a masterless job: no master can answer this"
+            msg = f"{without_user(url)} is a masterless job: no master can answer this"
             raise InvalidArgument(msg, hint="see docs/masterless.md for the commands that work")
         self.url = url.rstrip("/")
         self._root, named, job = self.url.partition(JOBS)

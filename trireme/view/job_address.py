@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from shared.errors import InvalidArgument
+from shared.security.hidden import without_user
 from trireme.view.client import JOBS, MASTERLESS, TIMEOUT_S, Client
 
 if TYPE_CHECKING:
@@ -22,7 +23,9 @@ Connect: TypeAlias = "Callable[[], AbstractAsyncContextManager[AnyClient]]"
 
 def address_of(url: str, job: str | None) -> str:
     """Of one job of the cluster or the master at `url`; None: of the only one."""
-    return f"{url.rstrip('/')}{JOBS}{job}" if job and JOBS not in url and not url.startswith(MASTERLESS) else url
+    if url.startswith(MASTERLESS):
+        return without_user(url)
+    return f"{url.rstrip('/')}{JOBS}{job}" if job and JOBS not in url else url
 
 
 def given_token() -> str:
@@ -51,7 +54,7 @@ async def open_client(address: str, *, token: str = "", timeout_s: float = TIMEO
         return
     endpoint, _, job = address.removeprefix(MASTERLESS).rpartition("/")
     if "//" not in endpoint or not job:
-        raise InvalidArgument(f"{address} names no masterless job; write etcd+http://HOST:PORT/JOB")
+        raise InvalidArgument(f"{without_user(address)} names no masterless job; write etcd+http://HOST:PORT/JOB")
     from shared.keys import Keys  # noqa: PLC0415  not loaded for a job with a master
     from shared.membership.etcd_access import split  # noqa: PLC0415
     from shared.membership.settings import MemberSettings  # noqa: PLC0415
