@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import aiohttp
 import pytest
 from aiohttp import web
+from structlog.testing import capture_logs
 
 from tests.equipment.waiting import until
 from trireme.containers import gateway
@@ -116,6 +117,30 @@ async def test_connections_that_the_leader_has_ended_are_ended_though_their_clie
         await until(lambda: "0 connections" in repr(made), "the connections to be over")
         for _, writer in kept:
             writer.close()
+
+
+async def test_refused_connections_are_logged_together(monkeypatch):
+    monkeypatch.setattr(gateway, "MAX_CONNECTIONS", 0)
+
+    async def refused(made: Gateway) -> None:
+        reader, writer = await asyncio.open_connection(*made.address)
+        assert await reader.read() == b""
+        writer.close()
+
+    with capture_logs() as logs:
+
+        def told() -> list[int]:
+            return [line.get("refused", 1) for line in logs if line["event"] == "too_many_connections"]
+
+        async with two_masters(monkeypatch) as (_, _, made, _):
+            await refused(made)
+            await until(lambda: told() == [1], "the first one to be told at once")
+            for _ in range(20):
+                await refused(made)
+            await asyncio.sleep(0.2)  # it looks ten times meanwhile
+            assert told() == [1]
+            monkeypatch.setattr(gateway, "TELL_S", 0.0)
+            await until(lambda: told() == [1, 20], "the others to be told with their number")
 
 
 async def test_while_nobody_leads_it_waits_and_says_so(monkeypatch):
