@@ -157,7 +157,8 @@ class CollectiveCommunicator:
 
     def broadcast(self, value: Any, root: int | None = None) -> tuple[Status, Any]:
         """The value of rank `root`, in all members: tensors, arrays, numbers and texts in lists and dictionaries, as in a `state_dict()`.
-        `root` None: the group's state, of the oldest member that has it; new members call it, too, and what they give does not matter."""
+        `root` None: the group's state, of the oldest member that has it; if nobody has, of the oldest one. All call it; what the others give
+        may be None or of any form that can be sent. Raises InvalidArgument for a value that cannot, whoever's counts; never for a peer."""
         if root is not None:
             root = whole("root", root, 0, "a rank, or None for the oldest member")
         return self._done(Broadcast(value, root))

@@ -84,6 +84,18 @@ def test_means_and_sums_broadcasts_and_barriers(etcd):
         assert all(each(lambda one, place: one.barrier()))
 
 
+@pytest.mark.parametrize("others", [None, [np.zeros(9), "x"]])
+def test_what_the_others_give_to_a_broadcast_is_not_looked_at_if_it_can_be_sent(etcd, others):
+    with members(etcd, 2, "given", share_state=True) as (each, _):
+        assert all(status.joined for status in each(lambda one, _: one.barrier())), "nobody has a state yet"
+        for given in ("of the oldest one", "of the one that has it"):
+            states = each(lambda one, _, given=given: one.broadcast(others if one.rank else given))
+            assert states == [(trireme.SUCCEEDED, given)] * 2
+        for root in (None, 0):
+            with pytest.raises(InvalidArgument, match="neither a tensor, an array nor a number"):
+                each(lambda one, _, root=root: one.broadcast(object(), root))
+
+
 def many(elements: int) -> list[torch.Tensor]:
     """5000 tensors; number 3000 has so many elements."""
     return [torch.ones(elements if number == 3000 else 1) for number in range(5000)]
