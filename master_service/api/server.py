@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import resource
 import socket
 import ssl
@@ -23,7 +24,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from shared.runtime import telemetry
+from shared.runtime import clock, telemetry
 from shared.security.handshakes import TlsServer
 
 try:
@@ -33,6 +34,7 @@ except ImportError:  # no httptools on this platform
 
 CLOSING_S = 2
 PER_PEER = 4096  # and at most half of the files that the process may open: etcd needs some
+TELL_S = 5.0  # refused connections are logged together, so often at most
 COUNTS_HEADS = hasattr(HttpProtocol, "on_headers_complete")  # h11 has a limit of its own
 TOO_LARGE_HEAD = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _NOTHING = object()
@@ -49,6 +51,16 @@ class Connections:
     head_bytes: int = 64 * 1024
     per_peer: int = field(default_factory=lambda: min(PER_PEER, _open_files() // 2))
     by_peer: Counter[str] = field(default_factory=Counter)
+    _refused: int = 0  # since it was told
+    _told_at: float = -math.inf
+
+    def refuse(self, peer: str) -> None:
+        """Tell of it, and of those since the last time: each alone would let whoever connects fill the disk."""
+        self._refused += 1
+        if (now := clock.monotonic()) - self._told_at >= TELL_S:
+            cause = f"it has {self.per_peer} connections already"
+            log.warning("connection_refused", peer=peer, refused=self._refused, cause=cause)
+            self._refused, self._told_at = 0, now
 
 
 class Server(uvicorn.Server):
@@ -108,7 +120,7 @@ class Connection(HttpProtocol):
         limits, address = self._limits, transport.get_extra_info("peername")
         peer = str(address[0]) if address else ""
         if limits.by_peer[peer] >= limits.per_peer:
-            log.warning("connection_refused", peer=peer, cause=f"it has {limits.per_peer} connections already")
+            limits.refuse(peer)
             transport.abort()
             return
         self._peer = peer

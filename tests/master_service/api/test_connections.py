@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 
 import pytest
+from structlog.testing import capture_logs
 
 from master_service.api.app import make_api, make_app
 from master_service.api.server import Connections, Server
@@ -100,7 +101,10 @@ async def test_a_peer_has_a_bounded_number_of_connections() -> None:
             for reader, writer in held:
                 writer.write(HEALTH)
                 assert b"200 OK" in await reader.readuntil(b'"}')
-            assert await rest_of(port, HEALTH) == b""
+            with capture_logs() as logs:
+                for _ in range(5):
+                    assert await rest_of(port, HEALTH) == b""
+            assert [line["refused"] for line in logs if line["event"] == "connection_refused"] == [1]  # not a line each
         finally:
             for _, writer in held:
                 writer.close()
