@@ -78,6 +78,15 @@ class Background:
             self.close()
             raise PeerError(f"no communicator: {why}", hint="is TRIREME_ETCD the address of a running etcd?")
 
+    def check_process(self) -> None:
+        """Raises InvalidArgument in a process that was forked from this one: the thread is not there, and every lock may be held for good."""
+        if os.getpid() != self._process:
+            msg = (
+                f"this communicator was made in process {self._process}, and process {os.getpid()} was forked from it: "
+                "make another one in this process, and let it take part as a member of its own"
+            )
+            raise InvalidArgument(msg)
+
     def session_within(self, limit_s: float) -> Session | None:
         """One that may be used; None: there is none within `limit_s`, or there will never be one (`fatal`)."""
         with self.condition:

@@ -175,7 +175,8 @@ class CollectiveCommunicator:
     # ------------------------------------------------------------ how
 
     def _done(self, operation: Operation) -> tuple[Status, Any]:
-        """Try in one epoch after the other, until it is done or the time is over."""
+        """Try in one epoch after the other, until it is done or the time is over. Raises InvalidArgument in a forked process."""
+        self._background.check_process()
         deadline = clock.monotonic() + self.settings.timeout_s
         trouble = ""
         while True:
