@@ -1,7 +1,8 @@
 """Inspect the user's script in a child process, and try it, before anything is started.
 
 The launcher itself never imports the script (nor torch). `python -m trainer_agent inspect SCRIPT` prints one JSON
-object: {"config": {...}, "dataset": {...}, "evaluation_dataset": {...} | null, "model": {...}} or {"error": {...}}.
+object: {"config": {...}, "dataset": {...}, "evaluation_dataset": {...} | null, "model": {...}} or {"error": {...}};
+with `backend` nccl also "nccl".
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Inspection:
     evaluation_dataset: dict[str, Any] | None
     model: dict[str, Any] | None = None
     notice: str = ""  # for the user
+    nccl: bool | None = None  # whether this host has it; None: backend is not nccl
 
     @property
     def readers(self) -> list[str]:
@@ -137,4 +139,5 @@ def _read_answer(script: Path, code: int, out: str, err: str, origins: Mapping[s
         answer.get("evaluation_dataset"),
         answer.get("model"),
         answer.get("notice", ""),
+        answer.get("nccl"),
     )

@@ -3,6 +3,8 @@
     {"config", "dataset", "evaluation_dataset", "model"}   |   {"error": {code, message, hint, details}}
     exit 0                                                                       2: not usable as it is, 1: its code failed
 
+With `backend` nccl also `nccl`: whether this host has it.
+
 Of settings that are not possible `details` has the `problems` as sentences, and the names of those in the script's `config`.
 
 The check builds model, layout and optimizer, and runs the first minibatch forward and backward.
@@ -67,7 +69,14 @@ def _described(user: UserModule, check: bool, settings: dict[str, str]) -> dict[
         "dataset": dataset.model_dump(mode="json"),
         "evaluation_dataset": evaluation.model_dump(mode="json") if evaluation is not None else None,
     }
-    return {**found, **_try(user, dataset, evaluation, {**user.config, **settings})} if check else found
+    wanted = {**user.config, **settings}
+    if check:
+        found |= _try(user, dataset, evaluation, wanted)
+    if wanted.get("backend") == "nccl":
+        from shared.collective.group import nccl_is_there  # noqa: PLC0415  torch only when it is needed
+
+        found["nccl"] = nccl_is_there()
+    return found
 
 
 def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, settings: dict[str, Any]) -> dict[str, Any]:

@@ -143,6 +143,9 @@ async def run_job(request: RunRequest) -> int:
         if spec.strategy is Strategy.COLLECTIVE and options["spare_pservers"]:
             msg = f"{outer['spare_pservers'].origin}: jobs with strategy collective have no parameter servers; leave it out"
             raise UsageError(msg)
+        if inspection.nccl is False:
+            msg = f"{settings['backend'].origin} is nccl, but this host, where the trainers run, has no GPU, or its torch has no NCCL"
+            raise UsageError(msg, hint="use backend gloo, or auto")
         if spec.dispatch is Dispatch.ETCD and (options["port"] or options["standbys"]):
             named = "port" if options["port"] else "standbys"
             msg = f"{outer[named].origin} is a setting of masters, and with dispatch etcd there is no master; leave it out"
