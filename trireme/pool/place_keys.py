@@ -159,6 +159,7 @@ class PlaceKeys:
                 with contextlib.suppress(OutcomeUnknown):
                     if (await self._etcd.txn(proofs, [self._put(key) for key in batch])).succeeded:
                         break
+                await asyncio.sleep(ids.jitter(PAUSE_S))
         return ""
 
     def _put(self, key: str) -> Put:

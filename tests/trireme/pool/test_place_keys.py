@@ -134,6 +134,20 @@ async def test_a_write_whose_answer_is_lost_is_read_back(world):
 
 
 @virtual
+async def test_while_etcd_loses_every_answer_a_write_is_tried_with_pauses(world):
+    async with held(world) as (own, observer, _, __):
+        before = world.calls
+        world.unknown_rate = 1.0
+        own.set(last(own), running="one")
+        for _ in range(1000):  # no time passes
+            await asyncio.sleep(0)
+        assert world.calls - before < 10
+        world.unknown_rate = 0.0
+        await asyncio.sleep(2)
+        assert (await written(observer))[last(own)].running == "one"
+
+
+@virtual
 async def test_an_agent_waits_for_the_lease_of_a_dead_one_of_its_name(world):
     dead = PlaceKeys(Etcd(world.transport("dead")), KEYS, members("dead"), TTL_S)
     await dead.claim(1.0)
