@@ -1,18 +1,19 @@
 """Between steps: how a trainer joins a synchronous job, and joins again after what ends its steps.
 
 wait for lanes ─► pull every block at the lowest version in force ─► steps
-version gone, or too late for it ─► pull again      task failed ─► report it      generation stale ─► look again
+version gone, or too late for it ─► pull again, after a pause      task failed ─► report it      generation stale ─► look again
 the job went back to a checkpoint (another timeline) ─► forget parameters, positions and tasks, pull again
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from shared.errors import Gone, StaleGeneration
 from shared.records.step import LaneZero, StepRecord
-from shared.runtime import telemetry
+from shared.runtime import ids, telemetry
 from trainer_agent.core.duties import Duty
 from trainer_agent.core.steps import checkpoint_asked, ends_epoch
 from trainer_agent.loops.context import LoopContext
@@ -21,6 +22,7 @@ from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.model.compute import BeforeStep
 from trainer_agent.tasks.lane_reader import LaneReaders
 from trainer_agent.tasks.source import TaskFailed, TrainingOver
+from trainer_agent.waiting.retry import backoff_s
 
 REFRESH_S = 0.5
 
@@ -37,6 +39,7 @@ class Joiner:
         self._duty = context.duty
         self._version: StepRecord | None = None
         self._lane_zero: tuple[int, LaneZero] | None = None
+        self._gone = 0  # attempts in a row that ended so, without a step
         self.timeline = timeline_of(self._directory)
 
     def __repr__(self) -> str:
@@ -71,6 +74,8 @@ class Joiner:
         except Gone as error:
             log.info("joining_again", cause=error.message)
             self._version = None
+            self._gone += 1
+            await asyncio.sleep(ids.jitter(backoff_s(self._gone)))
         except StaleGeneration as error:
             log.info("generation_stale", cause=error.message)
             await self._directory.changed(self._directory.revision, REFRESH_S)
@@ -96,6 +101,8 @@ class Joiner:
         """`version` is in use now: whether this trainer goes on to its next step."""
         if timeline_of(self._directory) != self.timeline:
             return False
+        if self._version is not None and self._version is not version:  # a step was made
+            self._gone = 0
         self._version = version
         return not self._stopping.is_set() and self._duty().duty is Duty.TRAIN
 
