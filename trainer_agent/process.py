@@ -170,6 +170,8 @@ async def _train(
         stopping=stopping,
         collective=collective.with_peers(connections.keep) if collective is not None else None,
     )
+    if collective is None:
+        context.directory.observers.append(lambda: connections.follow(context.directory))
     pages.agent = agent
     return await agent.run()
 
@@ -234,6 +236,18 @@ class Connections(AbstractAsyncContextManager["Connections"]):
             closing = asyncio.get_running_loop().create_task(self._open.pop(incarnation).close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
+
+    def follow(self, directory: Directory) -> None:
+        """Close the ports to parameter servers that are gone for good: another process has its place, or its place has no slots any more. One that is only
+        not registered may come back."""
+        there, slots = directory.pservers, directory.slots
+
+        def stays(member: PserverMember) -> bool:
+            if (known := there.get(member.index)) is not None:
+                return known.incarnation == member.incarnation
+            return slots is None or member.index in slots.owners
+
+        self.keep([incarnation for incarnation, port in self._open.items() if stays(port.member)])
 
     def __call__(self, member: PserverMember) -> PserverPort:
         if member.incarnation not in self._open:
