@@ -1,16 +1,20 @@
-"""Ctrl-C (or SIGTERM) at `trireme run`.
+"""Ctrl-C (or SIGTERM, or a closed terminal) at `trireme run`.
 
 first: make a checkpoint, for at most CHECKPOINT_S -> cancel the run, which stops its children in order
 second: kill every child at once
+
+A closed terminal is SIGHUP, and what is still written to it goes nowhere: a write would fail, and whoever says that it stops would not stop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 from shared.errors import TriremeError
 from shared.records import Phase, Stage
@@ -23,6 +27,45 @@ from trireme.view.progress import say
 
 CHECKPOINT_S = 30.0
 MASTER_S = 2.0
+OUTPUTS = (1, 2)
+
+
+class Terminal:
+    """Where this process writes, as far as it is a terminal."""
+
+    def __init__(self) -> None:
+        self._outputs = [output for output in OUTPUTS if os.isatty(output)]
+
+    def silence_if_closed(self) -> None:
+        closed = [output for output in self._outputs if not os.isatty(output)]
+        if not closed:
+            return
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        for output in closed:
+            os.dup2(nothing, output)
+        os.close(nothing)
+
+
+@contextmanager
+def hangup(stop: Callable[[], None]) -> Iterator[None]:
+    """Within it the first SIGHUP calls `stop`; the shell and the system each send one. Where it is ignored (nohup) it stays so."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        yield
+        return
+    count = 0
+
+    def on_signal() -> None:
+        nonlocal count
+        count += 1
+        if count == 1:
+            stop()
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, on_signal)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
 
 
 class InterruptHandler:
@@ -34,17 +77,21 @@ class InterruptHandler:
         self.say: Callable[[str], None] = say
         self.count = 0
         self._run = asyncio.current_task()
+        self._handling, self._terminal = ExitStack(), Terminal()
 
     def __enter__(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self.on_signal)
+        self._handling.enter_context(hangup(self._on_hangup))
 
     def __exit__(self, *_: object) -> None:
+        self._handling.close()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().remove_signal_handler(number)
 
     def on_signal(self) -> None:
         self.count += 1
+        self._terminal.silence_if_closed()
         if self.count == 1 and self.cluster is not None and self.ready and _is_training(self.cluster):
             self.say(
                 f"saving a checkpoint before stopping (at most {CHECKPOINT_S:g} s); interrupt again to stop at once"
@@ -56,6 +103,11 @@ class InterruptHandler:
         elif self.cluster is not None:
             self.cluster.kill_all()
         self._stop()
+
+    def _on_hangup(self) -> None:
+        """No second Ctrl-C: a checkpoint under way is saved."""
+        if not self.count:
+            self.on_signal()
 
     async def _save_and_stop(self, cluster: LocalCluster) -> None:
         try:

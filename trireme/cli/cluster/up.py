@@ -32,6 +32,7 @@ from trireme.cli.run import host_in, number_in, tokens_of
 from trireme.existing_etcd import access_of, check
 from trireme.launch.child import tail_of
 from trireme.launch.disk_space import told_if_full
+from trireme.launch.interrupt import Terminal, hangup
 from trireme.launch.processes import PYTHON_MODULE
 from trireme.launch.run_folder import check_port
 from trireme.pool import cluster_folder
@@ -183,24 +184,31 @@ async def _draw(pool: LocalPool, screen: JobLines, unfinished: set[str]) -> None
 
 @contextlib.contextmanager
 def _interruptible(pool: LocalPool, screen: JobLines) -> Iterator[None]:
-    """Ctrl-C or SIGTERM: the members save and leave, then everything ends. A second one kills all at once."""
+    """Ctrl-C, SIGTERM or a closed terminal: the members save and leave, then everything ends. A second one kills all at once."""
     run, loop, count = asyncio.current_task(), asyncio.get_running_loop(), 0
     assert run is not None
+    terminal = Terminal()
 
     def on_signal() -> None:
         nonlocal count
         count += 1
+        terminal.silence_if_closed()
         if count == 1:
             screen.event("stopping: jobs save a checkpoint and their members leave; interrupt again to stop at once")
             run.cancel()
         else:
             pool.kill_all()
 
+    def on_hangup() -> None:
+        if not count:
+            on_signal()
+
     numbers = (signal.SIGINT, signal.SIGTERM)
     for number in numbers:
         loop.add_signal_handler(number, on_signal)
     try:
-        yield
+        with hangup(on_hangup):
+            yield
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
