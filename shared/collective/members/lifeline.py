@@ -3,12 +3,14 @@
     member: listens, says who it is, holds the connection          observer: connect ─► its line ─► read until it ends ─┐
                                                                        ▲        └─ refused, or another process: dead     │
                                                                        └───────────────────────────────────────────────┘
-A frozen process, or one behind a broken network, proves nothing: its lease runs out.
+A frozen process, or one behind a broken network, proves nothing: its lease runs out. A forked process lets go of what it has inherited: else
+the kernel would not close it when the member dies.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
@@ -20,7 +22,25 @@ PAUSE_S = 0.5
 LINE_BYTES = 256
 MAX_CONNECTIONS = 4096
 
+Held = tuple[asyncio.Server, set[asyncio.StreamWriter]]
+
+_held: list[Held] = []  # of this process
 log = telemetry.logger("collective.lifeline")
+
+
+def _let_go() -> None:
+    """In a forked process. Nothing is shut down, and the descriptors stay taken: their objects close them at some time."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for server, writers in _held:
+        own = [*server.sockets, *(writer.get_extra_info("socket") for writer in writers)]
+        for descriptor in [each.fileno() for each in own]:
+            if descriptor >= 0:
+                os.dup2(nothing, descriptor, inheritable=False)
+    os.close(nothing)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 @asynccontextmanager
@@ -44,9 +64,12 @@ async def lifeline(host: str, incarnation: str) -> AsyncIterator[int]:
             writer.close()
 
     server = await asyncio.start_server(answer, host, 0)
+    own = server, held
+    _held.append(own)
     try:
         yield server.sockets[0].getsockname()[1]
     finally:
+        _held[:] = [each for each in _held if each is not own]
         server.close()
         for writer in list(held):
             writer.transport.abort()

@@ -1,4 +1,5 @@
-"""`python -m tests.trireme.communicator.forked_members ETCD`: two members and a forked process that tries to use one of them. Prints one JSON object."""
+"""`python -m tests.trireme.communicator.forked_members ETCD`: two members and a forked process that tries to use one of them. Prints one JSON object.
+`... ETCD killed`: one member that forks a process, prints the pid of that, and is killed as soon as it is in a group of two."""
 
 from __future__ import annotations
 
@@ -72,5 +73,17 @@ def main(etcd: str) -> None:
         one.close()
 
 
+def die(etcd: str) -> None:
+    one = trireme.CollectiveCommunicator(
+        "killed", etcd, timeout_s=60.0, lease_ttl_s=20.0, share_state=False, min_members=2
+    )
+    assert one.barrier()
+    if not (child := os.fork()):
+        time.sleep(60.0)
+        signal.raise_signal(signal.SIGKILL)
+    print(child, flush=True)  # noqa: T201
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1]) if sys.argv[2:] != ["killed"] else die(sys.argv[1])
