@@ -1,7 +1,7 @@
 """Between steps: how a trainer joins a synchronous job, and joins again after what ends its steps.
 
 wait for lanes ─► pull every block at the lowest version in force ─► steps
-version gone, or too late for it ─► pull again, after a pause      task failed ─► report it      generation stale ─► look again
+version gone, or too late for it ─► pull again (not the first time: after a pause)      task failed ─► report it      generation stale ─► look again
 the job went back to a checkpoint (another timeline) ─► forget parameters, positions and tasks, pull again
 """
 
@@ -74,8 +74,9 @@ class Joiner:
         except Gone as error:
             log.info("joining_again", cause=error.message)
             self._version = None
+            if self._gone:
+                await asyncio.sleep(ids.jitter(backoff_s(self._gone)))
             self._gone += 1
-            await asyncio.sleep(ids.jitter(backoff_s(self._gone)))
         except StaleGeneration as error:
             log.info("generation_stale", cause=error.message)
             await self._directory.changed(self._directory.revision, REFRESH_S)
