@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -73,10 +75,11 @@ class DirectDonor:
 
 class CollectiveCluster(TorchCluster):
     """`shares`: what each trainer serves. `portion_s`: how long a portion of state is on its way; `given`: blocks, by donor. `last_step`: no step after
-    it is made, so that the job does not end before what the test waits for."""
+    it is made, so that the job does not end before what the test waits for. `storages`: by trainer, what comes before its work on the storage."""
 
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
+        self.storages: dict[str, Callable[[], Awaitable[None]]] = {}
         self.shares: dict[str, ShareServer] = {}
         self.agents: dict[str, Agent] = {}
         self.portion_s = 0.0
@@ -111,13 +114,18 @@ class CollectiveCluster(TorchCluster):
                 self.shares[name],
                 exchange,
                 connect_donor=lambda member: DirectDonor(self, member.trainer),
-                background=self.offload,
+                background=partial(self._offload_of, name),
                 native=NativePlace("127.0.0.1", "gloo"),
             ),
         )
         self.computes[name] = compute
         self.running[name] = self._group.create_task(self._outcome(agent))
         return agent
+
+    async def _offload_of(self, name: str, work: Callable[..., Any], *arguments: Any) -> Any:
+        if (storage := self.storages.get(name)) is not None:
+            await storage()
+        return await self.offload(work, *arguments)
 
     async def version(self, version: int, limit_s: float = 50.0) -> None:
         """Wait until a living trainer has reached `version`."""

@@ -21,7 +21,7 @@ from trainer_agent.collective.state import giving
 
 COMMON: dict[str, Any] = {"lanes": 4, "global_batch_size": 12, "records_per_task": 6, "epochs": 10, "block_bytes": 256}
 STEPS = 60
-A, B, C = "trainer-0-x", "trainer-1-x", "trainer-2-x"
+A, B, C, D = "trainer-0-x", "trainer-1-x", "trainer-2-x", "trainer-3-x"
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +123,23 @@ async def test_if_all_die_new_ones_go_on_from_the_last_checkpoint(tmp_path):
         assert there is not None
         assert there.final
         assert there.timeline > 0
+    assert differing(found, await undisturbed(tmp_path)) == []
+
+
+async def test_who_does_not_reach_the_storage_in_a_roll_back_gets_everything_from_those_who_do(tmp_path):
+    async def away() -> None:
+        raise ConnectionRefusedError("no route to the storage")
+
+    async with cluster(spec_of(tmp_path, checkpoint_every_steps=3, keep_checkpoints=100), 2) as made:
+        await saved(made, 3)
+        await made.kill(A)
+        await made.kill(B)
+        made.storages[D] = away
+        made.last_step = STEPS - 10
+        made.add_trainer(C)
+        made.add_trainer(D)
+        await listed(made, D)
+        found = await completed(made)
     assert differing(found, await undisturbed(tmp_path)) == []
 
 

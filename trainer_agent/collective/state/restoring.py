@@ -1,7 +1,8 @@
 """Roll-back at one trainer of a collective job: the job goes back to a checkpoint, so each trainer loads all of it.
 
 ROLLING_BACK seen ─► forget ─► load ─► `holds` in trainers/<id>
-                        `─► cannot: `holds.error` says why; the master chooses another one
+                        |─► cannot: `holds.error` says why; the master chooses another one
+                        `─► the storage is not reached: again, until the others go on without this trainer
 """
 
 from __future__ import annotations
@@ -87,6 +88,10 @@ class Restorer:
                     return
                 except PeerError as error:
                     log.warning("restore_delayed", cause=str(error))
+                    if self._others_went_on(state):
+                        self._replica.forget()
+                        self._own_key.set(waits="")
+                        return
                     await asyncio.sleep(ids.jitter(PAUSE_S))
                     continue
                 if not self._is_current(state):
@@ -132,6 +137,11 @@ class Restorer:
         if uuid not in refs:
             raise _Superseded(f"checkpoint {uuid!r} is not among those kept: {', '.join(refs) or 'none'}")
         return refs[uuid]
+
+    def _others_went_on(self, state: JobState) -> bool:
+        """From the checkpoint, without this trainer: it gets everything from them (following.py), and must not hold the parameters until the storage is there."""
+        now = self._directory.state
+        return now is not None and now.phase is not Phase.ROLLING_BACK and self._is_current(state)
 
     def _is_current(self, state: JobState) -> bool:
         now = self._directory.state
