@@ -127,7 +127,7 @@ class TaskService(ABC):
         completed = await self._decide(lambda job, _: tasks.complete_and_take(job, task_id, report), once)
         if held is not None:
             now = clock.monotonic()
-            queue.deadlines.observe(now - held.last_sign)
+            queue.deadlines.observe(now - held.last_sign, held.record.trainer)
             queue.late.observe(now - held.since)
             if queue.kind in BESIDE:
                 writer.job.training.grant_again(now)

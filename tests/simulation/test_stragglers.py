@@ -9,8 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from shared.records import Dispatch, Mode
+from shared.records import Dispatch, Mode, Strategy
 from tests.equipment.cluster.network import STEADY
+from tests.equipment.replaced import replaced
+from tests.simulation import job_spec
+from tests.simulation.collective import collective_plan
 from tests.simulation.compute import Speed
 from tests.simulation.plans import Fault, FaultKind, Plan, plan_of
 from tests.simulation.run import Outcome, simulate
@@ -67,6 +70,28 @@ def test_others_compute_late_lanes_while_nothing_moves(dispatch):
     assert " helps " not in not_told
     assert " lanes_moved " not in told
     assert on.seconds * 1.25 <= off.seconds, (on.seconds, off.seconds)
+
+
+@pytest.mark.parametrize("strategy", [Strategy.PARAMETER_SERVER, Strategy.COLLECTIVE])
+@pytest.mark.parametrize("dispatch", list(Dispatch))
+@pytest.mark.parametrize(("trainers", "left"), [(1, 1), (8, 8), (8, 1)])
+def test_nobody_is_evicted_because_steps_take_long(strategy, dispatch, trainers, left):
+    """A step takes longer than the shortest time limit from the first one on, or longer than those before because one trainer computes the lanes of all."""
+    drawn = plan_of(1, Mode.SYNC, dispatch) if strategy is not Strategy.COLLECTIVE else collective_plan(1, dispatch)
+    job = replace(drawn.job, files=(24,) * 8, task_records=12, minibatch=2, lanes=8, epochs=1, tables=False)
+    deaths = tuple(Fault(40.0, FaultKind.KILL_TRAINER, 0.0, None, noticed=True) for _ in range(trainers - left))
+    given = {
+        "conditions": STEADY,
+        "requests": (),
+        "evaluate": False,
+        "checkpoint_every": 3,
+        "slow": 1.0,
+        "storage_s": 0.0,
+    }
+    plan = replace(drawn, job=job, speed=Speed(6.0, 6.0), trainers=trainers, faults=deaths, **given)
+    with replaced(job_spec, "TASK_CEILING_S", 1200.0):
+        _, told = run(plan, Mode.SYNC)
+    assert " silent for " not in told
 
 
 @pytest.mark.parametrize("mode", list(Mode))

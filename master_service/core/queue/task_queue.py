@@ -235,7 +235,7 @@ class TaskQueue:
 
     def overdue(self, now: float) -> list[str]:
         """Pending tasks past their deadline; the one that is silent longest comes first."""
-        late = [(held.last_sign, task_id) for task_id, held in self.pending.items() if held.deadline < now]
+        late = [(held.last_sign, each) for each, held in self.pending.items() if self.deadlines.is_over(held, now)]
         return [task_id for _, task_id in sorted(late)]
 
     def held_by(self, trainer: str) -> list[str]:
@@ -262,14 +262,14 @@ class TaskQueue:
         held = self.pending[task_id]
         if minibatches <= held.minibatches:
             return
-        self.deadlines.observe(now - held.last_sign)
+        self.deadlines.heard(held, now, by_lane=self.by_lane)
         held.last_sign, held.minibatches = now, minibatches
-        held.deadline = now + self.deadlines.allowed_s()
+        held.deadline = now + self.deadlines.allowed_s(held.record.trainer)
 
     def grant_again(self, now: float) -> None:
         """In place. Every pending task gets a new full deadline: under a new master, or after a long wait that was not its fault."""
         for held in self.pending.values():
-            held.deadline = now + self.deadlines.allowed_s()
+            held.deadline = now + self.deadlines.allowed_s(held.record.trainer)
 
     def extend(self, seconds: float) -> None:
         """In place. Every pending task gets so much more time: training stood still for so long. No new full deadline: where pauses
@@ -288,7 +288,7 @@ class TaskQueue:
                     self.repeats.drop_ask(before.record)
                 if ended is not None:
                     self.repeats.remember(task_id, record, ended)
-                self.pending[task_id] = Pending(record, now + self.deadlines.allowed_s(), now, now)
+                self.pending[task_id] = Pending(record, now + self.deadlines.allowed_s(record.trainer), now, now)
                 self.repeats.add_ask(task_id, record)
                 self._note(record.stream, task_id)
             case DropPending(task_id, reported, by):
@@ -361,7 +361,7 @@ class TaskQueue:
             stream=self.streams.name(stream),
             epoch=self.epoch,
             index=index,
-            remaining_s=round(self.deadlines.allowed_s(), 3),
+            remaining_s=round(self.deadlines.allowed_s(ask.trainer), 3),
             failures=failures,
             request=ask.request,
             others=others,

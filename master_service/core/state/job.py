@@ -247,7 +247,7 @@ class Job:
                     self.phase_since = now
                 self.state = change
             case TrainerList():
-                self.trainers = change
+                self.trainers = self.training.deadlines.trainers = change
             case SlotMap():
                 self.slots = change
             case JobSpec():

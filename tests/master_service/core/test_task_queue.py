@@ -20,7 +20,7 @@ from master_service.core.queue.deadlines import Deadlines
 from master_service.core.queue.epoch_order import Streams
 from master_service.core.queue.task_queue import Closing, TaskQueue
 from shared.errors import Conflict, NotFound, StaleAttempt
-from shared.records import AcquireTask, PendingTask, RequeuedTask, TaskAnswer, TaskKind
+from shared.records import AcquireTask, PendingTask, RequeuedTask, TaskAnswer, TaskKind, TrainerList
 from tests.master_service.cluster import table_of
 
 
@@ -237,6 +237,33 @@ def test_deadlines_follow_the_silences_between_floor_and_ceiling() -> None:
     assert deadlines.allowed_s() == 32.0
     deadlines.observe(1000.0)
     assert deadlines.allowed_s() == 100.0
+
+
+def test_that_the_first_step_of_tasks_of_lanes_begins_says_nothing_about_how_long_steps_take() -> None:
+    """All tasks of a job are given out at once, and their first minibatches are handed out soon after: that are enough silences, and all are short."""
+    tasks, longest_s = 16, 1200.0
+    queue = TaskQueue(Streams(TaskKind.TRAIN, table_of(tasks), tasks), Deadlines(10.0, longest_s), by_lane=True)
+    for lane in range(tasks):
+        take_lane(queue, f"r{lane}", lane, 0)
+    for task_id in list(queue.pending):
+        queue.sign_of_life(task_id, 1, 5.0)
+    assert queue.overdue(5.0 + longest_s) == []
+    for task_id in list(queue.pending):
+        queue.sign_of_life(task_id, 2, 105.0)  # that step took as long as a step takes
+    assert queue.overdue(105.0 + 399.0) == []
+    assert queue.overdue(105.0 + 401.0)
+
+
+def test_who_gets_the_lanes_of_others_may_be_silent_for_longer(lanes: TaskQueue) -> None:
+    lanes.deadlines.trainers = TrainerList(generation=1, lanes=2, names=("t1", "t2"))
+    take_lane(lanes, "r1", 0, 0, trainer="t1")
+    for _ in range(20):
+        lanes.deadlines.observe(5.0)
+    lanes.sign_of_life("0", 1, 1.0)
+    assert lanes.overdue(1.0 + 21.0) == ["0"]
+    lanes.deadlines.trainers = TrainerList(generation=2, lanes=2, names=("t1",))
+    assert lanes.overdue(1.0 + 39.0) == []
+    assert lanes.overdue(1.0 + 41.0) == ["0"]
 
 
 def test_ids_of_other_kinds_and_beyond_the_end_do_not_exist(queue: TaskQueue) -> None:
