@@ -34,7 +34,7 @@ async def begin_together(
     """Returns when the job's first values are known; if they are this trainer's and the job has not gone on from them, it has version 0. False: start
     again, see ensure_initialised. `offload`: where files are read. Raises LayoutMismatch, InvalidArgument."""
     collective.replica.begin(spec.lanes)
-    digest = collective.replica.digest()
+    digest, first = collective.replica.digest(), collective.replica.record
     trainer = membership.record.trainer
     backoff = Backoff("waiting for the first values of the job", PATIENCE_S)
     while not directory.init_done or directory.layout is None:
@@ -50,6 +50,8 @@ async def begin_together(
         await directory.changed(directory.revision, LOOK_S)
     if not fits(spec, compute.layout, directory.layout):
         return False
+    if collective.replica.record is not first:
+        return True  # the job goes back to a checkpoint, which is loaded already, or is being loaded (restoring.py)
     state = directory.state
     # once it has run, also if nobody is listed now because there are too few of them
     begun = state is not None and (bool(state.checkpoint) or state.generation > state.timeline)
@@ -61,6 +63,8 @@ async def begin_together(
         from trainer_agent.collective.rows.starting import put_start_rows  # noqa: PLC0415  loads numba
 
         await offload(put_start_rows, rows, compute.layout, spec.init_from, spec.init_optimizer)
+        if collective.replica.record is not first:
+            return True
     collective.replica.timeline = state.timeline if state is not None else 0
     collective.start()
     hold(membership, collective)
