@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from shared.errors import BadFrame, Gone
@@ -34,6 +34,7 @@ from trainer_agent.data_plane.step_norm import check_finite
 from trainer_agent.data_plane.verdicts import Verdict
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting.single_error import SingleErrorGroup
+from trainer_agent.waiting.to_its_end import to_its_end
 
 if TYPE_CHECKING:
     from trainer_agent.collective.rows.stepping import ReplicaRows  # loads numba
@@ -136,6 +137,21 @@ class Collective(MeanGradients):
         if self.replica.record is None:
             raise Gone("this trainer has no version to go on from")
         return self.replica.record
+
+    @asynccontextmanager
+    async def other_values(self) -> AsyncIterator[None]:
+        """The version in use is in use again then: nobody else has it to pull it from. Meanwhile it is neither given nor saved."""
+        async with self.in_use:
+            compute = self._compute
+            own = {block.number: bytes(compute.current(block.number)) for block in self._layout.blocks()}
+            self.replica.stepping = True
+            try:
+                yield
+            finally:
+                for number, payload in own.items():
+                    compute.staging(number)[:] = payload
+                compute.swap()
+                self.replica.stepping = False
 
     async def settled(self, version: int) -> None:
         """Until all trainers of the generation have it: whoever is left has it then."""
@@ -257,13 +273,9 @@ class Collective(MeanGradients):
         gradients = store.retained(version)
         self.replica.stepping = True
         tensors = {number: buffer.tensor if buffer is not None else None for number, buffer in gradients.items()}
-        stepping = asyncio.ensure_future(self._make_step(store, tensors, record))
         try:
-            self._measured = await asyncio.shield(stepping)
+            self._measured = await to_its_end(self._make_step(store, tensors, record))
         finally:
-            while not stepping.done():
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait([stepping])
             released(gradients)
         if self._spec.clip_grad_norm is not None and self._measured is not None:
             if self._fails:

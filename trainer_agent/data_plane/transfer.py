@@ -71,6 +71,12 @@ class Transfer(Pulls):
         self.swap()
         return record
 
+    @asynccontextmanager
+    async def other_values(self) -> AsyncIterator[None]:
+        """While parameters of elsewhere are in use. Those that were pulled have to be pulled again then."""
+        self.forget()
+        yield
+
     async def settled(self, version: int) -> None:
         """Until `version` cannot be lost any more."""
 

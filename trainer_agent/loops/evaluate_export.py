@@ -32,6 +32,7 @@ from trainer_agent.tables.checkpoint import write_checkpoint_tables
 from trainer_agent.tables.export import export_tables
 from trainer_agent.tasks.source import LoadedTask, TaskFailed
 from trainer_agent.waiting.retry import retry
+from trainer_agent.waiting.to_its_end import to_its_end
 
 REFRESH_S = 0.5
 
@@ -160,11 +161,13 @@ class EvaluateExportLoop:
         if best is None:
             return None
         try:
-            loaded = await self._load(best) if best.number != number else None
-            found = await self._compute.export(place)
-            if loaded is None:
+            if best.number == number:
+                found = await self._compute.export(place)
                 found |= await self._export_tables(place)
             else:
+                async with self._transfer.other_values():
+                    loaded = await self._load(best)
+                    found = await self._compute.export(place)
                 found |= await self._source.offload(write_checkpoint_tables, self._spec.storage, *loaded, place)
         except (OSError, TriremeError) as error:
             log.warning("best_not_exported", step=best.step, checkpoint=best.checkpoint, cause=str(error))
@@ -173,7 +176,7 @@ class EvaluateExportLoop:
         return best
 
     async def _load(self, best: BestEvaluation) -> tuple[CheckpointRef, Manifest]:
-        """Its parameters are those in use, until they are pulled again. Raises CheckpointUnusable, OSError."""
+        """Its parameters are those in use then, see Transfer.other_values. Raises CheckpointUnusable, OSError."""
         key = self._directory.keys.latest
         found = await retry(lambda: self._etcd.get(key), "the checkpoints that are kept")
         latest = read_record(CheckpointLatest, key, found.value if found else None)
@@ -181,7 +184,7 @@ class EvaluateExportLoop:
         if ref is None:
             raise CheckpointUnusable(f"checkpoint {best.checkpoint} (step {best.step}) is not kept any more")
         self._pulled = False
-        self._transfer.forget()
-        manifest = await self._source.offload(read_checkpoint, self._spec, ref, self._compute.staging)
+        reading = self._source.offload(read_checkpoint, self._spec, ref, self._compute.staging)
+        manifest: Manifest = await to_its_end(reading)  # its thread writes to the staging vectors
         self._compute.swap()
         return ref, manifest
