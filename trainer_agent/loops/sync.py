@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
+from shared.checkpoints.schedule import is_final
 from shared.errors import UserCodeError
 from shared.lanes import Interval, step_seed
 from shared.records import Task
@@ -115,6 +116,8 @@ class SyncLoop:
         step.times.pulled()
         self._transfer.swap()
         await self._transfer.reached()
+        if is_final(following, self._spec.epochs):  # with its last task training is over, and nobody makes this step again
+            await self._transfer.settled(following.version)
         self._report(step, following, wanted)
         return following
 

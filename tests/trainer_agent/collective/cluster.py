@@ -14,8 +14,9 @@ import torch
 
 from shared.errors import NotReady, PeerError
 from shared.records import Exchange, JobSpec, Phase, TrainerMember
+from shared.serving.core.calls import OpenPull
 from shared.serving.core.pushes import OpenPush
-from shared.wire.messages import PushHeader
+from shared.wire.messages import PullEnd, PullRequest, PushHeader
 from tests.equipment.cluster.direct_ports import DirectPserver
 from tests.trainer_agent.cluster import TorchCluster
 from trainer_agent.agent import Agent
@@ -28,7 +29,7 @@ from trainer_agent.script.user_module import load
 
 
 class HeldShare(ShareServer):
-    """Takes pushes of the steps up to the cluster's `last_step`."""
+    """Takes pushes of the steps up to the cluster's `last_step`, and gives versions up to its `last_given`."""
 
     def __init__(self, cluster: CollectiveCluster, name: str) -> None:
         super().__init__(cluster.spec.job, name)
@@ -38,6 +39,11 @@ class HeldShare(ShareServer):
         if header.step > self._cluster.last_step:
             raise NotReady(f"the test holds the job at step {self._cluster.last_step}")
         return super().begin_push(header)
+
+    def begin_pull(self, request: PullRequest, arrived: Callable[[], None]) -> OpenPull | PullEnd:
+        if request.version is not None and request.version > self._cluster.last_given:
+            raise NotReady(f"the test gives nobody more than version {self._cluster.last_given}")
+        return super().begin_pull(request, arrived)
 
 
 class DirectShare(DirectPserver):
@@ -75,7 +81,7 @@ class DirectDonor:
 
 class CollectiveCluster(TorchCluster):
     """`shares`: what each trainer serves. `portion_s`: how long a portion of state is on its way; `given`: blocks, by donor. `last_step`: no step after
-    it is made, so that the job does not end before what the test waits for. `storages`: by trainer, what comes before its work on the storage."""
+    it is made, so that the job does not end before what the test waits for. `last_given`: others get no version after it. `storages`: by trainer, what comes before its work on the storage."""
 
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
@@ -83,7 +89,7 @@ class CollectiveCluster(TorchCluster):
         self.shares: dict[str, ShareServer] = {}
         self.agents: dict[str, Agent] = {}
         self.portion_s = 0.0
-        self.last_step = math.inf
+        self.last_step = self.last_given = math.inf
         self.given: dict[str, int] = {}
 
     def add_trainer(self, name: str, script: Path | None = None) -> Agent:

@@ -158,6 +158,26 @@ async def test_a_spare_keeps_up_and_takes_over_at_once(tmp_path):
     assert differing(found, await undisturbed(tmp_path, lanes=1)) == []
 
 
+async def test_the_last_version_is_not_lost_with_who_made_it(tmp_path):
+    """Training is not over before all have it: nobody would make it again."""
+    given = {"lanes": 1, "epochs": 2}
+    async with cluster(spec_of(tmp_path, "undisturbed", **given), 1) as made:
+        expected = await completed(made)
+        store = made.shares[A].store
+        assert store is not None
+        last = store.has
+    async with cluster(spec_of(tmp_path, **given), 2) as made:
+        made.last_step = made.last_given = last - 1
+        await made.directory.wait_for(lambda view: len(view.trainers.names) == 2, 20.0, "both are members")
+        owner = made.directory.trainers.names[0]
+        await made.version(last)
+        await asyncio.sleep(0.2)
+        await made.kill(owner)
+        made.last_given = math.inf
+        found = await completed(made)
+    assert differing(found, expected) == []
+
+
 @asynccontextmanager
 async def without_processor(made: CollectiveCluster, name: str, steps: int) -> AsyncIterator[None]:
     """The others make so many steps meanwhile."""
