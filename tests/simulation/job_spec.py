@@ -6,7 +6,7 @@ from shared.records import JobSpec, Strategy
 from shared.records.datasets import Custom
 from tests.simulation.checkpoint_checker import STORAGE
 from tests.simulation.compute import BLOCK_BYTES
-from tests.simulation.plans import Plan
+from tests.simulation.plans import SLOWEST_S, Plan
 
 LEASE_TTL_S = 5.0
 MAX_TASK_FAILURES = 1000  # slowness must not discard records here: every record is trained
@@ -45,7 +45,7 @@ def spec_of(plan: Plan) -> JobSpec:
         stragglers="on" if plan.stragglers else "off",
         rebalance_s=plan.rebalance_s,
         task_timeout_floor_s=TASK_FLOOR_S,
-        task_timeout_ceiling_s=TASK_CEILING_S,
+        task_timeout_ceiling_s=TASK_CEILING_S + _longest_step_s(plan),
         max_task_failures=MAX_TASK_FAILURES,
         checkpoint_every_steps=plan.checkpoint_every,
         keep_checkpoints=plan.keep_checkpoints,
@@ -58,3 +58,8 @@ def spec_of(plan: Plan) -> JobSpec:
         skip_after_seconds=plan.skip_after_s,
         checkpoint_kind="independent" if plan.independent else "coordinated",
     )
+
+
+def _longest_step_s(plan: Plan) -> float:
+    """Collective: of one trainer that computes all lanes. If it is taken to hang, the job goes back to a checkpoint, again and again."""
+    return 1.5 * plan.job.lanes * SLOWEST_S if plan.strategy is Strategy.COLLECTIVE else 0.0
