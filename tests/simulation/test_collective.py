@@ -49,6 +49,20 @@ def test_every_promise_is_kept_without_parameter_servers(seeds):
         assert not outcome.violations, f"\n  {outcome}"
 
 
+@pytest.mark.parametrize("seed", [0, 2])
+def test_after_training_a_trainer_that_was_frozen_does_not_export_what_it_has(seed):
+    """It comes back while there is no master; who made the last steps dies meanwhile."""
+    drawn, frozen = collective_plan(seed), Fault(4.0, FaultKind.FREEZE_TRAINER, 0.99, 9.0)
+    job = replace(
+        drawn.job, files=(24, 24), task_records=6, minibatch=2, lanes=1, epochs=1, tables=False, schedule="none"
+    )
+    deaths = Fault(10.16, FaultKind.KILL_MASTER, 0.0, 8.0), Fault(10.2, FaultKind.KILL_TRAINER, 0.0, 30.0, noticed=True)
+    given = {"conditions": STEADY, "requests": (), "checkpoint_every": None, "slow": 1.0, "evaluate": True}
+    plan = replace(drawn, job=job, speed=Speed(0.2, 0.2), trainers=2, masters=1, faults=(frozen, *deaths), **given)
+    outcome = simulate(seed, Mode.SYNC, plan=plan)
+    assert not outcome.violations, f"\n  {outcome}"
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("name", list(MOMENTS))
 def test_a_generation_may_end_at_any_moment(name):

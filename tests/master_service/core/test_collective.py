@@ -366,5 +366,16 @@ def test_where_nobody_went_on_or_too_few_all_that_have_the_parameters_are_member
     assert after == tuple(says)
 
 
+def test_after_training_who_comes_back_does_not_go_on_without_those_that_went_on():
+    """It may lack the last steps, whose tasks are done: nobody would make them again, and what it has would be exported."""
+    after = RUNNING.model_copy(update={"stage": Stage.EVALUATE})
+    alone = decide(after, LISTED, members({"c": DOUBTED}, latest=LATEST))
+    assert state_after(alone).phase is Phase.ROLLING_BACK
+    assert state_after(decide(RUNNING, LISTED, members({"c": DOUBTED}, latest=LATEST))).phase is Phase.RUNNING
+    for says in ({"b": DOUBTED}, {"a": FIRST, "c": DOUBTED}, {"c": FIRST}):
+        decision = decide(after, LISTED, members(says, latest=LATEST))
+        assert state_after(decision).phase is Phase.RUNNING
+
+
 def test_who_is_listed_stays_whatever_it_doubts():
     assert decide(RUNNING, LISTED, members({"a": FIRST, "b": DOUBTED})) == Decision(None)

@@ -4,6 +4,7 @@ WAITING       layout published, and min_members trainers have the parameters -> 
 RUNNING       a listed trainer is gone or has them no more, or another one has them, too -> generation + 1 (and new lanes)
               fewer than min_members have them -> WAITING, generation + 1, nobody is listed
               nobody has them, or a step is torn -> ROLLING_BACK to a checkpoint; without one, WAITING from the very start
+              training is over, and all that have them were gone: they may lack the last steps, which nobody makes again -> the same
 ROLLING_BACK  a trainer has loaded the checkpoint -> the queue goes back (control/recovery.py) -> RUNNING with those that have it
               all that are there say that they cannot -> the checkpoint before
 
@@ -20,7 +21,7 @@ from master_service.core.decisions.lifecycle import fail
 from master_service.core.decisions.rollback import MissingParameters
 from master_service.core.placement.lanes import LaneSeconds, new_list
 from master_service.core.state.members import Members
-from shared.records import FailureCause, JobSpec, JobState, Phase, TrainerList
+from shared.records import FailureCause, JobSpec, JobState, Phase, Stage, TrainerList
 
 
 def reconcile(
@@ -44,8 +45,10 @@ def why_lost(state: JobState, listed: TrainerList, members: Members) -> MissingP
     for member in members.trainers.values():
         if member.torn is not None and member.torn.timeline == state.timeline:
             return MissingParameters(member.torn.cause)
-    if members.holding(state.timeline, state.checkpoint):
-        return None
+    if having := members.holding(state.timeline, state.checkpoint):
+        if state.stage is Stage.TRAIN or _certain(listed, members, having):
+            return None
+        return MissingParameters("who is left was gone when training ended, and may not have the last version")
     if state.generation == state.timeline and not state.checkpoint:  # it has not run yet
         if members.initialiser in members.trainers:
             return None
@@ -108,10 +111,19 @@ def storage_waits(members: Members) -> dict[str, str]:
 
 def _without_doubted(spec: JobSpec, listed: TrainerList, members: Members, having: tuple[str, ...]) -> tuple[str, ...]:
     """Without trainers that come back and do not know yet whether they can follow those that went on. With them, if nobody went on, or too few."""
-    doubted = {name for name in having if (holds := members.trainers[name].holds) is not None and holds.doubted}
-    certain = tuple(name for name in having if name in listed or name not in doubted)
-    went_on = any(name in listed and name not in doubted for name in having)
+    certain = _certain(listed, members, having)
+    went_on = any(name in listed and not _is_doubted(members, name) for name in having)
     return certain if went_on and len(certain) >= spec.min_members else having
+
+
+def _certain(listed: TrainerList, members: Members, having: tuple[str, ...]) -> tuple[str, ...]:
+    """Those that were not gone, or came back before they were missed."""
+    return tuple(name for name in having if name in listed or not _is_doubted(members, name))
+
+
+def _is_doubted(members: Members, name: str) -> bool:
+    holds = members.trainers[name].holds
+    return holds is not None and holds.doubted
 
 
 def _supervise(spec: JobSpec, state: JobState, members: Members) -> Decision[None]:
