@@ -6,8 +6,10 @@ most two apart, and trainers that have a version have the same bits of it.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 MOST_APART = 2
 NOT_HERE = {FaultKind.KILL_PSERVER, FaultKind.FREEZE_PSERVER}
 MOST_FAILURES = 20
+STORAGE_S = (0.0, 0.0, 0.2, 1.0, 6.0)  # what work on the storage takes longer at some trainers
 
 
 def collective_plan(seed: int, dispatch: Dispatch = Dispatch.MASTER) -> Plan:
@@ -130,10 +133,19 @@ def ports_of(cluster: SimulatedCluster, node: Node, name: str) -> CollectivePort
     if cluster.plan.strategy is not Strategy.COLLECTIVE:
         return None
     node.share = CheckedShare(cluster, name)
+    storage_s = random.Random(f"storage-{cluster.plan.seed}-{name}").choice(STORAGE_S)
+
+    async def background(work: Callable[..., Any], *arguments: Any) -> Any:
+        """A thread, that of a slow storage."""
+        if storage_s:
+            await asyncio.sleep(storage_s)
+        return work(*arguments)
+
     return CollectivePorts(
         node.share,
         Exchange(url=node.url),
         connect_donor=lambda member: SimulatedDonor(cluster, member),
+        background=background,
     )
 
 
