@@ -112,7 +112,7 @@ class Agent:
         return self._pace()
 
     def _held(self) -> list[tuple[Task, int]]:
-        return [*(self._loop.held() if self._loop else []), *self._evaluator.held()]
+        return [*(self._active.held() if self._active else []), *self._evaluator.held()]
 
     def _pace(self) -> LanePace:
         pace = self._loop.pace if isinstance(self._loop, SyncLoop) else None

@@ -57,6 +57,13 @@ def test_each_evaluation_is_of_its_version_and_training_keeps_its_bits(every: in
     assert not broken(simulate(0, Mode.SYNC, plan=undisturbed(every, trainers)))
 
 
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_task_of_the_evaluation_after_training_may_take_longer_than_its_deadline(mode: Mode):
+    drawn = replace(undisturbed("epoch", 1, mode), speed=Speed(0.4, 0.8))
+    job = replace(drawn.job, files=(40,), task_records=40, minibatch=2, epochs=1)
+    assert not broken(simulate(0, mode, plan=replace(drawn, job=job)))
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_under_faults_each_evaluation_comes_once_with_the_same_sums(seed: int):
     outcome = simulate(seed, Mode.SYNC, plan=plan(seed, [1, 2, "epoch"][seed % 3]))

@@ -51,6 +51,14 @@ class EvaluateExportLoop:
         self._final: StepRecord | None = None
         self._settled = False  # the evaluations before the last version are over
         self.busy = False
+        self._evaluating: tuple[Task, TaskSums] | None = None
+
+    def held(self) -> list[tuple[Task, int]]:
+        """The task being evaluated and how many of its minibatches are done."""
+        if self._evaluating is None:
+            return []
+        task, sums = self._evaluating
+        return [(task, sums.done)]
 
     async def run(self, acquired: Task | None = None) -> None:
         """`acquired`: a task that the training loop got already."""
@@ -118,8 +126,12 @@ class EvaluateExportLoop:
 
     async def _evaluate(self, task: Task) -> CompleteTask:
         sums = TaskSums.of(LoadedTask(task, await self._source.read(task)), self._spec)
-        while not sums.complete:
-            await sums.next(self._source, self._compute)
+        self._evaluating = task, sums
+        try:
+            while not sums.complete:
+                await sums.next(self._source, self._compute)
+        finally:
+            self._evaluating = None
         return self._source.completion(task, sums=sums.sums)
 
     async def _export(self, task: Task) -> CompleteTask:
