@@ -195,7 +195,7 @@ class StepRepair:
             step=step.number,
             positions=tuple(portion.after for portion in work.portions.values()),
             lane_zero=step.lane_zero if 0 in work.lanes else None,
-            stored=self._reports.steps.stored if 0 in work.lanes else 0,
+            stored=self._reports.steps.stored_in(self._joiner.timeline) if 0 in work.lanes else 0,
         )
 
     async def _other_duty(self, duty: Next, limit_s: float) -> bool:

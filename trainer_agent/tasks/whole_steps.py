@@ -38,6 +38,10 @@ class WholeSteps:
         """Whether there is anything to tell, or may be soon."""
         return bool(self._end)
 
+    def stored_in(self, timeline: int) -> int:
+        """Metrics of steps before are stored. 0 as long as none of that timeline is done here: after a roll-back steps come again."""
+        return self.stored if timeline == self.timeline else 0
+
     @property
     def waiting(self) -> int:
         """How many steps the master was not told of."""

@@ -91,6 +91,16 @@ def test_another_timeline_begins_anew_and_answers_about_the_one_before_are_late(
     assert (steps.active, steps.waiting, steps.missing_from) == (False, 0, None)
 
 
+def test_what_was_stored_before_a_roll_back_does_not_count_behind_it() -> None:
+    """Else the first push to the timeline that begins makes parameter servers forget results that are stored nowhere yet."""
+    steps = owner(5, 6)
+    steps.heard(MetricsTaken(next=7, stored=7), 0)
+    assert (steps.stored_in(0), steps.stored_in(9)) == (7, 0)
+    steps.add(result(3), 3, 9)
+    steps.heard(MetricsTaken(next=4, stored=2), 9)
+    assert steps.stored_in(9) == 2
+
+
 def test_the_buffer_is_bounded() -> None:
     with replaced(whole_steps, "MOST_STEPS", 4):
         steps = owner(*range(10))
