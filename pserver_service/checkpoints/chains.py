@@ -38,6 +38,10 @@ class Chains:
     def __repr__(self) -> str:
         return f"<Chains: {len(self._written)} parts to build on>"
 
+    def has(self, uuid: str) -> bool:
+        """Whether a part may build on that checkpoint."""
+        return uuid in self._written
+
     def base(
         self, latest: CheckpointLatest | None, damaged: Collection[str], store: Store, slots: SlotMap, most: int
     ) -> DeltaBase | None:

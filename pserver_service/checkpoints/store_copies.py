@@ -76,6 +76,9 @@ class StoreCopies(Copies):
             return None
         return await read_cut(self._context.etcd, self._context.keys, uuid)
 
+    def may_build_on(self, latest: CheckpointLatest | None) -> str:
+        return latest.uuid if latest is not None and self._chains.has(latest.uuid) else ""
+
     async def chain(
         self, copied: Copied, slots: SlotMap, latest: CheckpointLatest | None, damaged: Collection[str]
     ) -> tuple[PartLink, ...]:

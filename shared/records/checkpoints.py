@@ -33,11 +33,13 @@ class CheckpointPlace(Record):
 
 
 class CheckpointStarted(CheckpointPlace):
-    """A pserver writes its part of version `step`. `error`: why it could not."""
+    """A pserver writes its part of version `step`. `error`: why it could not. `on`: the checkpoint that the part may build on, so it has to be kept
+    meanwhile; "": none."""
 
     pserver: int
     incarnation: str
     error: str = ""
+    on: str = ""
 
 
 class CheckpointCut(CheckpointPlace):

@@ -64,6 +64,18 @@ def test_a_task_of_the_evaluation_after_training_may_take_longer_than_its_deadli
     assert not broken(simulate(0, mode, plan=replace(drawn, job=job)))
 
 
+@pytest.mark.parametrize("pservers", [1, 2])
+def test_what_a_part_that_is_being_written_builds_on_is_kept(pservers: int):
+    """Else a checkpoint whose parts take longer than training to the next one never counts, and training waits for its evaluation."""
+    drawn = replace(undisturbed("epoch", 1), speed=Speed(0.1, 0.2), pservers=pservers, storage_s=2.0)
+    job = replace(drawn.job, files=(7, 1, 16, 5), task_records=4, minibatch=2, lanes=4, tables=True)
+    lines: list[str] = []
+    outcome = simulate(0, Mode.SYNC, lines.append, replace(drawn, job=job, checkpoint_every=1, keep_checkpoints=1))
+    assert not broken(outcome), str(outcome)
+    assert any("part_written" in line and "deltas=1" in line for line in lines)
+    assert not any("builds on" in line for line in lines)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_under_faults_each_evaluation_comes_once_with_the_same_sums(seed: int):
     outcome = simulate(seed, Mode.SYNC, plan=plan(seed, [1, 2, "epoch"][seed % 3]))

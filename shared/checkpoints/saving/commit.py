@@ -10,7 +10,7 @@ wakes up late fails in this. File names are unique per writer or content, so it 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -28,7 +28,14 @@ from shared.etcd.operations import MAX_OPERATIONS
 from shared.etcd.reading import must_read, read_record
 from shared.evaluations import EvaluationStatus
 from shared.records import JobSpec, JobState, Phase
-from shared.records.checkpoints import CheckpointLatest, CheckpointPart, CheckpointPlace, CheckpointRef, built_on
+from shared.records.checkpoints import (
+    CheckpointLatest,
+    CheckpointPart,
+    CheckpointPlace,
+    CheckpointRef,
+    CheckpointStarted,
+    built_on,
+)
 from shared.records.members import pserver_names
 from shared.runtime import clock, telemetry
 from shared.runtime.waiting import event_within
@@ -54,7 +61,9 @@ class _View:
     parts: dict[int, KeyValue]
     term: int
     files: frozenset[str] = frozenset()
-    needed: frozenset[str] = frozenset()  # uuids of the best evaluation's checkpoint, and of the one that is evaluated
+    needed: frozenset[str] = (
+        frozenset()
+    )  # uuids: of the best evaluation, of the one that runs, of what newer parts build on
 
 
 class Committer:
@@ -210,7 +219,7 @@ class Committer:
 
     async def _commit(self, pending: PendingCheckpoint, lock: Compare) -> CheckpointLatest | None:
         """The latest checkpoint: this one, or a newer one. None: a key has changed, look again. Raises GivenUp."""
-        view = await self._look(pending.uuid)
+        view = await self._look(pending)
         ref = CheckpointRef(
             uuid=pending.uuid,
             step=pending.record.version,
@@ -240,6 +249,7 @@ class Committer:
         )
         name = await self.offload(writer.write_manifest, self._spec.storage, manifest)
         ref = ref.model_copy(update={"manifest": name})
+        needed = (await self._look(pending)).needed  # of parts that were begun meanwhile, too
         new = CheckpointLatest(
             uuid=pending.uuid,
             step=ref.step,
@@ -248,7 +258,7 @@ class Committer:
             timestamp=manifest.timestamp,
             manifest=name,
             slots=pending.slots,
-            kept=kept_after(view.latest, ref, view.state.damaged, self._spec.keep_checkpoints, view.needed),
+            kept=kept_after(view.latest, ref, view.state.damaged, self._spec.keep_checkpoints, needed),
             operation=pending.operation,
             final=is_final(pending.record, self._spec.epochs),
         )
@@ -262,11 +272,12 @@ class Committer:
         log.info("checkpoint_committed", step=new.step, timeline=new.timeline, checkpoint=new.uuid)
         return new
 
-    async def _look(self, uuid: str) -> _View:
-        parts = self._keys.checkpoint_parts(uuid)
+    async def _look(self, pending: PendingCheckpoint) -> _View:
+        parts = self._keys.checkpoint_parts(pending.uuid)
         keys = self._keys
         reads = [Get(keys.state), Get(keys.latest), Get(parts, prefix=True), Get(keys.master_lock)]
         reads += [Get(keys.latest_files, prefix=True, keys_only=True), Get(keys.evaluation_status)]
+        reads.append(Get(keys.checkpoints, prefix=True))
         found = await self._etcd.txn([], reads)
         state, latest, master = found.range(0).first, found.range(1).first, found.range(3).first
         followed = found.range(5).first
@@ -279,8 +290,19 @@ class Committer:
             parts={part[1]: kv for kv in found.range(2).kvs if (part := keys.part_in(kv.key))},
             term=master.create_revision if master else self._owner.term,
             files=frozenset(kv.key for kv in found.range(4).kvs),
-            needed=status.checkpoints if status is not None else frozenset(),
+            needed=frozenset(self._bases(found.range(6).kvs, pending))
+            | (status.checkpoints if status else frozenset()),
         )
+
+    def _bases(self, kvs: Sequence[KeyValue], pending: PendingCheckpoint) -> Iterator[str]:
+        """The checkpoints that parts of newer ones than `pending` build on, or may."""
+        for kv in kvs:
+            part = read_record(CheckpointPart, kv.key, kv.value) if self._keys.part_in(kv.key) else None
+            begun = read_record(CheckpointStarted, kv.key, kv.value) if self._keys.started_in(kv.key) else None
+            if part is not None and (part.timeline, part.step) > pending.order:
+                yield from (link.uuid for link in part.chain)
+            if begun is not None and begun.on and (begun.timeline, begun.step) > pending.order:
+                yield begun.on
 
     @staticmethod
     def obstacle(pending: PendingCheckpoint, view: _View) -> str:

@@ -58,6 +58,11 @@ class Copies:
         del uuid, copied
         return None
 
+    def may_build_on(self, latest: CheckpointLatest | None) -> str:
+        """The checkpoint that the next part may build on; "": it will be whole."""
+        del latest
+        return ""
+
     async def chain(
         self, copied: Copied, slots: SlotMap, latest: CheckpointLatest | None, damaged: Collection[str]
     ) -> tuple[PartLink, ...]:

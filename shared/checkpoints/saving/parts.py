@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from shared.blocks.snapshot import Snapshot
@@ -21,7 +22,7 @@ from shared.checkpoints.saving.storage_problem import StorageProblem, advice_for
 from shared.errors import InvalidArgument, NotReady, PeerError
 from shared.etcd import Delete, LeaseLost, Operation, Put
 from shared.records import SlotMap
-from shared.records.checkpoints import CheckpointPart, CheckpointStarted, PartLink
+from shared.records.checkpoints import CheckpointLatest, CheckpointPart, CheckpointStarted, PartLink
 from shared.runtime import clock, ids, telemetry
 from shared.storage import files
 
@@ -129,13 +130,12 @@ class Checkpointer:
         )
         incarnation = self._context.owner.incarnation
         started = CheckpointStarted(step=snapshot.version, timeline=timeline, pserver=index, incarnation=incarnation)
-        begun = Put(self._keys.checkpoint_begun(pending.uuid), started.to_bytes())
-        await self._fenced(timeline, lambda: [begun, self._started(pending.uuid, started)])
+        latest = await self._begin(pending.uuid, started)
         begin = clock.monotonic()
         try:
             state = self._directory.state
             damaged = state.damaged if state is not None else ()
-            chain = await self._copies.chain(copied, slots, self.committer.seen.latest, damaged)
+            chain = await self._copies.chain(copied, slots, latest, damaged)
             more = lambda: self._copies.metadata(snapshot)  # noqa: E731
             part = await write_part(self._context, self.offload, pending, snapshot, more, chain)
         except (OSError, InvalidArgument) as error:
@@ -159,6 +159,17 @@ class Checkpointer:
                 Delete(self._keys.checkpoint_started(pending.uuid, part.pserver)),
             ],
         )
+
+    async def _begin(self, uuid: str, started: CheckpointStarted) -> CheckpointLatest | None:
+        """The latest checkpoint, which is kept from now on if this part may build on it. Raises GivenUp, PeerError."""
+        while True:
+            latest = self.committer.seen.latest
+            on = self._copies.may_build_on(latest)
+            record = started.model_copy(update={"on": on})
+            begun = Put(self._keys.checkpoint_begun(uuid), record.to_bytes())
+            await self._fenced(started.timeline, partial(list, (begun, self._started(uuid, record))))
+            if not on or self.committer.seen.latest == latest:
+                return latest
 
     async def _slots(self) -> SlotMap:
         await self._directory.wait_for(lambda seen: seen.slots is not None, OUTAGE_S, "the slot map")
