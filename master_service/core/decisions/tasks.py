@@ -226,10 +226,14 @@ def freed_by(changes: Iterable[Change]) -> int | None:
 
 
 def check_generation(job: Job, ask: AcquireTask) -> None:
-    """The fence of dispatch. Raises StaleGeneration for a trainer that is not a member, or (lanes) that is of an older generation."""
+    """The fence of dispatch. Raises StaleGeneration for a trainer that is not a member, that has not heard of the last roll-back (it would
+    evaluate what it has from before, or take training for the export), or (lanes) that is of an older generation."""
     state = job.state
     if ask.trainer not in job.trainers:
         msg = f"{ask.trainer} is no member of generation {state.generation}; register, and read the job's state again"
+        raise StaleGeneration(msg, generation=state.generation)
+    if ask.generation < state.timeline:
+        msg = f"{ask.trainer} asks in generation {ask.generation}, before the job went back to a checkpoint in {state.timeline}; read the job's state again"
         raise StaleGeneration(msg, generation=state.generation)
     if ask.stream is None:
         return

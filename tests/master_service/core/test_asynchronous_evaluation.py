@@ -10,6 +10,7 @@ from master_service.core.decisions import evaluation, pause_checkpoint, tasks
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
+from shared.errors import StaleGeneration
 from shared.records import (
     AcquireTask,
     CompleteTask,
@@ -248,3 +249,14 @@ def test_independent_checkpoints_cannot_be_evaluated():
         ValidationError, match="evaluate_every is 3 and checkpoint_kind independent: what is evaluated is one version"
     ):
         JobSpec.model_validate({**SETTINGS, "checkpoint_kind": "independent"})
+
+
+def test_a_trainer_that_has_not_heard_of_a_roll_back_is_given_nothing() -> None:
+    """It was at the evaluation after training, or the export: it would report a task of training as one of those, and its records were never trained."""
+    trained = Trained()
+    trained.job.state = JobState(phase=Phase.RUNNING, generation=8, timeline=7)
+    with pytest.raises(StaleGeneration, match="before the job went back to a checkpoint"):
+        tasks.acquire(trained.job, AcquireTask(trainer="t1", request="r", generation=6))
+    answer = tasks.acquire(trained.job, AcquireTask(trainer="t1", request="r", generation=7)).answer
+    assert answer.task is not None
+    assert answer.task.timeline == 7

@@ -70,7 +70,10 @@ class Trained:
 
     def ask(self, trainer: str = "t1", awaited: int = 0) -> str | Task:
         self.requests += 1
-        ask = AcquireTask(trainer=trainer, request=f"r{self.requests}", generation=1, beside=True, epoch=awaited)
+        generation = self.job.state.generation
+        ask = AcquireTask(
+            trainer=trainer, request=f"r{self.requests}", generation=generation, beside=True, epoch=awaited
+        )
         answer = tasks.acquire(self.job, ask)
         self.do(answer)
         return answer.answer.task or answer.answer.answer
@@ -158,7 +161,7 @@ def test_a_rollback_forgets_what_came_after_its_checkpoint():
     trained.keep(ref(3), ref(2), ref(1))
     trained.do(evaluation.begin(trained.job))
     trained.ask()
-    trained.job.state = trained.job.state.model_copy(update={"timeline": 7, "checkpoint": "u1"})
+    trained.job.state = trained.job.state.model_copy(update={"generation": 8, "timeline": 7, "checkpoint": "u1"})
     trained.do(Decision(None, evaluation.rewind(trained.job, 15)))
     status = trained.job.evaluation
     assert (status.timeline, status.settled, status.running) == (7, 1, None)

@@ -360,10 +360,11 @@ def test_a_report_from_before_the_roll_back_is_stale() -> None:
     ask = AcquireTask(trainer="t", request="r", generation=1, stream=0)
     task = land(job, acquire(job, ask), 0.0).answer.task
     start = [LanePosition(lane=0)]
-    job.state = job.state.model_copy(update={"timeline": 2})
+    job.state = job.state.model_copy(update={"generation": 3, "timeline": 2})
+    job.trainers = job.trainers.model_copy(update={"generation": 3})
     land(job, Decision(None, (NextEpoch(queue_restore.epoch_at(start)),)), 1.0)
     land(job, Decision(None, queue_restore.restore_to_positions(job, start)), 1.0)
-    again = land(job, acquire(job, ask.model_copy(update={"request": "s"})), 2.0).answer.task
+    again = land(job, acquire(job, ask.model_copy(update={"request": "s", "generation": 3})), 2.0).answer.task
     assert (task.timeline, again.timeline, task.attempt, again.attempt) == (0, 2, 1, 1)
     for report in (
         CompleteTask(trainer="t", attempt=1, epoch=0, timeline=0),
