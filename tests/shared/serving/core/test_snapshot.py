@@ -249,6 +249,23 @@ def test_what_the_job_left_by_going_back_stays_beside_its_history_and_pushes_not
     assert history(changed_its_mind, 12, "0-6") == (ref(7, 12, "0-6"), ref(6))
 
 
+def test_the_best_checkpoint_stays_when_the_one_of_a_rollback_is_not_kept_any_more():
+    asked = [ref(step).model_copy(update={"asked": True}) for step in (5, 4)]
+    kept = kept_after(latest_of(ref(6), *asked, ref(1)), ref(7, 9, "0-6"), (), 2, {"0-1"})
+    for step in range(8, 12):
+        kept = kept_after(latest_of(*kept), ref(step, 9, "0-6"), (), 2, {"0-1"})
+        assert ref(1) in kept, step
+    assert len(kept) <= 2 + 2 + 1
+
+
+def test_an_evaluation_that_has_not_begun_stays_in_the_history_behind_a_rollback():
+    evaluated = ref(4).model_copy(update={"evaluation": 2})
+    kept = kept_after(latest_of(ref(6), ref(5), evaluated), ref(7, 9, "0-6"), (), 1)
+    for step in range(8, 12):
+        kept = kept_after(latest_of(*kept), ref(step, 9, "0-6"), (), 1)
+    assert history(kept, 9, "0-6") == (ref(11, 9, "0-6"), ref(6), evaluated)
+
+
 def test_what_kept_checkpoints_build_on_stays_and_one_that_has_no_file_in_common():
     """Whole: 1, 2, 5, 8. The others build on the one before."""
     refs = [
