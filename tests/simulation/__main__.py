@@ -11,6 +11,7 @@ import time
 from shared.records import Dispatch, Mode
 from tests.simulation.ablations import ABLATIONS
 from tests.simulation.collective import collective_plan
+from tests.simulation.drawn import drawn_plan
 from tests.simulation.plans import plan_of
 from tests.simulation.run import simulate
 
@@ -24,15 +25,21 @@ def main() -> int:
     parser.add_argument("--collective", action="store_true", help="without parameter servers; synchronous")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1, help="how many seeds from --seed on")
+    parser.add_argument("--drawn", action="store_true", help="settings and moments of faults are drawn, too")
     parser.add_argument("--ablate", choices=list(ABLATIONS), help="switch a safeguard off")
     options = parser.parse_args()
     mode, dispatch, failed = Mode(options.mode), Dispatch(options.dispatch), 0
+    drawn = plan_of
+    if options.collective:
+        drawn = lambda seed, _, dispatch: collective_plan(seed, dispatch)  # noqa: E731
+    elif options.drawn:
+        drawn = drawn_plan
     if options.seeds == 1:
-        print(collective_plan(options.seed, dispatch) if options.collective else plan_of(options.seed, mode, dispatch))
+        print(drawn(options.seed, mode, dispatch))
     for seed in range(options.seed, options.seed + options.seeds):
         began = time.perf_counter()
         with ABLATIONS[options.ablate]() if options.ablate else contextlib.nullcontext():
-            plan = collective_plan(seed, dispatch) if options.collective else None
+            plan = drawn(seed, mode, dispatch)
             outcome = simulate(seed, mode, print if options.seeds == 1 else None, plan, dispatch)
         failed += bool(outcome.violations)
         if failed > ENOUGH:

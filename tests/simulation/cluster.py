@@ -31,6 +31,7 @@ from tests.simulation.block_versions import versions_apart
 from tests.simulation.checked_etcd import CheckedEtcd
 from tests.simulation.compute import Trace
 from tests.simulation.job_spec import spec_of
+from tests.simulation.longer import train_longer
 from tests.simulation.memory_storage import MemorySeries, MemoryStorage
 from tests.simulation.nodes import Node, described, expected
 from tests.simulation.plans import Plan
@@ -76,8 +77,7 @@ class SimulatedCluster(Cluster):
         self._born: dict[str, int] = {}
         self.urls: dict[str, str] = {}
         self.failures: list[str] = []
-        self.ended_s, self.ended_callbacks = 0.0, 0
-        self.injected = 0
+        self.ended_s, self.ended_callbacks, self.last_fault_s, self.injected = 0.0, 0, 0.0, 0
         self.accepted: list[Operation] = []
         self._launcher = self._process("launcher")
         self._say = say
@@ -204,6 +204,7 @@ class SimulatedCluster(Cluster):
             self.simulated.start()
         self.spec = self.spec.model_copy(update={"pservers": pservers, "trainers": trainers})
         self._launcher = self._process("launcher")
+        await train_longer(self)
         self.open()
 
     async def supervise(self) -> None:
@@ -372,7 +373,8 @@ class SimulatedCluster(Cluster):
 
     @property
     def over(self) -> bool:
-        return self.state.phase in {Phase.COMPLETED, Phase.FAILED}
+        longer = self.spec.epochs != self.plan.job.epochs  # it is to get more epochs
+        return self.state.phase is Phase.FAILED or (self.state.phase is Phase.COMPLETED and not longer)
 
     async def end(self) -> None:
         """Kill all processes, then unwind their coroutines where it can have no effect any more."""
@@ -386,9 +388,7 @@ class SimulatedCluster(Cluster):
         for _ in range(UNWINDING_ROUNDS):
             await asyncio.sleep(0)
             left = _others()
-            if not left and not (
-                left := _others()
-            ):  # dropping the first list may end a generator, which a task then closes
+            if not left and not (left := _others()):  # dropping the first list may end a generator: a task closes it
                 return
             for task in left:
                 task.cancel()

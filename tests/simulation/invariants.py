@@ -108,6 +108,7 @@ def _parameters(cluster: SimulatedCluster) -> Iterator[str]:
         yield "nothing was exported"
         return
     again = job.mode is Mode.ASYNC and cluster.state.timeline > 0  # trained once more, to other bits
+    again |= cluster.plan.first_epochs is not None
     if any(one != other for one, other in pairwise(exported)) and not again:
         yield "two exports differ"
     final = cluster.final_parameters()
@@ -231,7 +232,7 @@ def _evaluation(cluster: SimulatedCluster) -> Iterator[str]:
     if sums.sums != expected or sums.finished != len(tasks_of(job)):
         yield f"evaluation added up to {sums}, expected {expected} from {len(tasks_of(job))} tasks"
     seen = {digest for digest, _ in cluster.trace.evaluated}
-    again = job.mode is Mode.ASYNC and cluster.state.timeline > 0
+    again = (job.mode is Mode.ASYNC and cluster.state.timeline > 0) or cluster.plan.first_epochs is not None
     if seen != {hashlib.sha256(cluster.trace.exported[-1]).hexdigest()} and not again:
         yield f"evaluation saw {len(seen)} sets of parameters, not the final ones only"
 
@@ -267,7 +268,7 @@ def _evaluations(cluster: SimulatedCluster, every: int | str) -> Iterator[str]:
         metric, lowest = Criterion.parse(cluster.plan.keep_best)
         step = min(expected.values(), key=lambda each: each[1][metric] * (1 if lowest else -1))[0]
         best = cluster.state.result.best
-        if best is None or best.step != step or set(cluster.trace.best) != {parameters_at(cluster.plan.job, step)}:
+        if best is None or best.step != step or set(cluster.trace.best[-1:]) != {parameters_at(cluster.plan.job, step)}:
             yield f"the best evaluation is that of step {step}, exported is {best}, {len(cluster.trace.best)} times"
     if expected and (status.running is not None or status.settled != max(expected)):
         yield f"at the end the evaluations are {status}"

@@ -25,7 +25,7 @@ def spec_of(plan: Plan) -> JobSpec:
         mode=job.mode,
         strategy=plan.strategy,
         dispatch=plan.dispatch,
-        epochs=job.epochs,
+        epochs=plan.first_epochs or job.epochs,
         global_batch_size=job.minibatch * job.lanes,
         lanes=job.lanes,
         seed=job.seed,

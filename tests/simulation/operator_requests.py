@@ -69,7 +69,9 @@ async def _ask(cluster: SimulatedCluster, request: OperatorRequest) -> None:
         except (Conflict, NotFound) as error:
             cluster.say(f"refused: {error}")
             known = ("about to go back", "being resized already")
-            rightly = any(text in error.message for text in known) or cluster.plan.independent or cluster.over
+            rightly = (
+                any(text in error.message for text in known) or cluster.plan.independent or cluster.state.phase.final
+            )
             if isinstance(error, Conflict) and not rightly:
                 cluster.failures.append(f"refused while the job is {cluster.state.phase}: {error}")
             return

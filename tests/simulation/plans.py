@@ -108,6 +108,36 @@ class ResizeKill:
     away_s: float = 1.0
 
 
+class Moment(StrEnum):
+    """Of a job, at which something may fail, see drawn.py."""
+
+    FIRST_STEP = "first step"
+    LAST_STEPS = "the last task is given"
+    AFTER_TRAINING = "training is over"
+    EXPORT = "export"
+    COMPLETED = "the job is completed"
+    EVALUATION = "an evaluation runs"
+    EVALUATED = "an evaluation is over"
+    STOPS = "training is to end early"
+    CHECKPOINTING = "a checkpoint is written"
+    COMMITTED = "a checkpoint is there"
+    ROLLING_BACK = "rolling back"
+    ROLLED_BACK = "rolled back"
+
+
+@dataclass(frozen=True)
+class MomentFault:
+    """`delay_s` after the job has come to `moment` for the first time, all of these at once."""
+
+    moment: Moment
+    delay_s: float
+    faults: tuple[Fault, ...]
+    requests: tuple[OperatorRequest, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.moment} + {self.delay_s:g} s: {'; '.join(map(str, (*self.faults, *self.requests)))}"
+
+
 @dataclass(frozen=True)
 class Job:
     """What the trained parameters depend on. `files`: records of each file. `schedule`: none, epoch or plateau; that follows
@@ -137,7 +167,7 @@ class Job:
 @dataclass(frozen=True)
 class Plan:
     """Everything a run depends on. `slow`: trainer-0 needs so many times longer for a minibatch. `storage_s`: how long work on the storage waits
-    at parameter servers, so that training goes on before a checkpoint's part is written."""
+    at parameter servers, so that training goes on before a checkpoint's part is written. `first_epochs`: that the job has until everything is killed."""
 
     seed: int
     job: Job
@@ -158,6 +188,7 @@ class Plan:
     faults: tuple[Fault, ...] = ()
     requests: tuple[OperatorRequest, ...] = ()
     kills: tuple[ResizeKill, ...] = ()
+    moments: tuple[MomentFault, ...] = ()
     stragglers: bool = True
     rebalance_s: float = 2.0
     slow: float = 1.0
@@ -166,6 +197,7 @@ class Plan:
     keep_best: str | None = None
     stop_early: str | None = None
     max_staleness: int | None = None
+    first_epochs: int | None = None
 
     def undisturbed(self) -> Plan:
         return replace(self, conditions=STEADY, faults=(), requests=())
@@ -186,7 +218,17 @@ class Plan:
         all members join again, and one trainer does all the work, twice."""
         restores = sum(request.kind in {RequestKind.RESTORE, RequestKind.PSERVER_LEAVES} for request in self.requests)
         restores += sum(fault.kind is FaultKind.RESTART_ALL for fault in self.faults)
-        return 90.0 + (2 + restores) * self.work_s * max(1.0, self.slow / 3)
+        restores += sum(1 + len(moment.faults) for moment in self.moments)
+        return 90.0 + (2 + restores) * (self.work_s + self.evaluations_s) * max(1.0, self.slow / 3)
+
+    @property
+    def evaluations_s(self) -> float:
+        """Seconds of evaluating while the job trains if one trainer does it all."""
+        if self.evaluate_every is None or not self.moments:
+            return 0.0
+        job = self.job
+        often = job.epochs if self.evaluate_every == "epoch" else job.minibatches // int(self.evaluate_every)
+        return often * job.minibatches / job.epochs * (3 * self.speed.high_s + self.speed.stall * self.speed.stall_s)
 
     def __str__(self) -> str:
         head = (
@@ -195,7 +237,7 @@ class Plan:
             f"{self.checkpoint_every or self.checkpoint_every_s} and keep {self.keep_checkpoints}, skip_after "
             f"{self.skip_after_s}, independent {self.independent}, trainer-0 {self.slow:g} times slower, storage takes {self.storage_s:g} s\n  {self.speed}\n  {self.conditions}"
         )
-        return "\n".join([head, *(f"  {event}" for event in (*self.faults, *self.requests))])
+        return "\n".join([head, *(f"  {event}" for event in (*self.faults, *self.requests, *self.moments))])
 
 
 JOBS: tuple[tuple[tuple[int, ...], int, int, int], ...] = (

@@ -13,7 +13,7 @@ from shared.records.pauses import Losses
 from tests.equipment import logs
 from tests.equipment.cluster.network import STEADY
 from tests.equipment.virtual_loop import Process, VirtualLoop, run
-from tests.simulation import operator_requests
+from tests.simulation import drawn, operator_requests
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.invariants import violations
 from tests.simulation.member_numbers import MemberNumbers
@@ -97,12 +97,14 @@ async def _run_plan(cluster: SimulatedCluster) -> None:
     faults = supervisor.spawn(_faults(cluster))
     supervisor.spawn(_send_requests(cluster))
     supervisor.spawn(cluster.supervise())
+    for moment in plan.moments:
+        supervisor.spawn(drawn.strike(cluster, moment, _inject))
     for kill in plan.kills:
         supervisor.spawn(kill_in(cluster, kill))
     try:
         ends = [fault.at_s + (fault.lasts_s or 0.0) for fault in plan.faults]
         last = max([*ends, *(request.at_s for request in plan.requests)], default=0.0)
-        while loop.time() < last + plan.bound_s and not cluster.over:
+        while loop.time() < max(last, cluster.last_fault_s) + plan.bound_s and not cluster.over:
             await asyncio.sleep(0.25)
         if not faults.done():
             faults.cancel()
