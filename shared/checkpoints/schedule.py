@@ -5,7 +5,7 @@ All owners of blocks decide by the same record, so they copy the same versions u
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shared.evaluations import evaluation_of
@@ -73,29 +73,30 @@ def kept_after(
     needed: Collection[str] = (),
 ) -> tuple[CheckpointRef, ...]:
     """The checkpoints that are kept once `new` is the latest, newest first: of its history the last `count`, the last `count` that have no file in
-    common, the last `count` that were asked for, and the last EVALUATED ones that are evaluated; then the last `count` outside its history, which
-    rollbacks left; those `needed`, wherever they are; and all that these build on. None of the damaged ones, nor what builds on them."""
+    common, the last `count` that were asked for, those of the last EVALUATED evaluations; then the last `count` outside its
+    history, which rollbacks left; those `needed`, and all that these build on. None of the damaged ones, nor what builds on them."""
     kept = _whole((new, *(latest.kept if latest is not None else ())), damaged)
     chains = {ref.uuid: chain_of(ref, kept) for ref in kept}
     mine = history(kept, new.timeline, new.origin)
     left = [ref for ref in kept if ref not in mine]
     stay = [*mine[:count], *_apart(mine, chains)[:count], *left[:count]]
     stay += [ref for ref in mine if ref.asked][:count]
-    evaluated = [ref for ref in mine if ref.evaluation][:EVALUATED]
-    stay += [*evaluated, *_between(new, evaluated, mine)]
-    stay += [ref for ref in kept if ref.uuid in needed]  # the history may not reach back to them any more
+    stay += _evaluated(new, mine)
+    stay += [ref for ref in kept if ref.uuid in needed]
     uuids = {uuid for ref in stay for uuid in chains[ref.uuid]}
     return tuple(ref for ref in (*mine, *left) if ref.uuid in uuids)
 
 
-def _between(
-    new: CheckpointRef, evaluated: Sequence[CheckpointRef], mine: Sequence[CheckpointRef]
-) -> Iterator[CheckpointRef]:
-    """The checkpoints that rollbacks went back to since the first of `evaluated`: without them it would not be found in the history."""
+def _evaluated(new: CheckpointRef, mine: Sequence[CheckpointRef]) -> list[CheckpointRef]:
+    """Those of the last EVALUATED evaluations, which may all be to come, and on the way to them the ones that the job went back to: without these they
+    would not be in its history. A version that it went back to is saved again and has the same number."""
+    due = [*{ref.evaluation: ref for ref in mine if ref.evaluation}.values()][:EVALUATED]
     by_uuid, origin = {ref.uuid: ref for ref in mine}, new.origin
-    while evaluated and origin in by_uuid and by_uuid[origin].timeline >= evaluated[-1].timeline:
-        yield by_uuid[origin]
-        origin = by_uuid[origin].origin
+    way: list[CheckpointRef] = []
+    while due and (back := by_uuid.get(origin)) is not None and back.timeline >= due[-1].timeline:
+        way.append(back)
+        origin = back.origin
+    return due + way
 
 
 def is_kept(uuid: str, latest: CheckpointLatest | None, damaged: Collection[str]) -> bool:

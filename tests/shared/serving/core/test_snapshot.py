@@ -239,6 +239,31 @@ def test_checkpoints_that_somebody_asked_for_are_not_pushed_out_by_the_schedule(
     assert kept_after(latest_of(*kept), ref(8), (), 2) == (ref(8), ref(7), asked[2], asked[1])
 
 
+def test_evaluations_that_were_to_come_when_the_job_went_back_are_still_to_come():
+    """It goes back to a version that is saved again in the new timeline."""
+    first, second = (ref(step).model_copy(update={"evaluation": number}) for number, step in ((1, 3), (2, 6)))
+    again = ref(6, 4, second.uuid).model_copy(update={"evaluation": 2})
+    kept = kept_after(latest_of(second, first), again, (), 1)
+    assert history(kept, 4, second.uuid) == (again, second, first)
+    last = ref(7)
+    kept = kept_after(latest_of(last, second, first), ref(7, 4, last.uuid), (), 1)
+    assert history(kept, 4, last.uuid) == (ref(7, 4, last.uuid), last, second, first)
+    third = ref(9, 4, last.uuid).model_copy(update={"evaluation": 3})
+    fourth = ref(12, 4, last.uuid).model_copy(update={"evaluation": 4})
+    kept = kept_after(latest_of(*kept), third, (), 1)
+    assert history(kept, 4, last.uuid) == (third, last, second)
+    assert kept_after(latest_of(*kept), fourth, (), 1)[:2] == (fourth, third)
+
+
+def test_the_best_one_stays_also_after_a_checkpoint_that_the_job_went_back_to_is_gone():
+    """Whatever is before that one is not in the job's history then."""
+    best, back = ref(2), ref(6)
+    kept = kept_after(latest_of(back, best), ref(9, 4, back.uuid), (), 1, {best.uuid})
+    assert kept == (ref(9, 4, back.uuid), best)
+    again = ref(9, 7, "4-9")
+    assert kept_after(latest_of(kept[0], ref(4), best), again, (), 1, {best.uuid}) == (again, ref(4), best)
+
+
 def test_what_the_job_left_by_going_back_stays_beside_its_history_and_pushes_nothing_out():
     went_back = kept_after(latest_of(ref(6), ref(4)), ref(5, 9, "0-4"), (), 2)
     assert went_back == (ref(5, 9, "0-4"), ref(4), ref(6))
