@@ -1,6 +1,6 @@
 """What the leader of a job does for evaluations while the job trains: it begins each once its checkpoint is committed.
 
-checkpoint committed ─► begun      trainers wait for one whose checkpoint does not come within `recovery_timeout_s` ─► left out
+checkpoint committed ─► begun      trainers wait for one whose checkpoint does not come within `recovery_timeout_s`, or before that of the last version ─► left out
 """
 
 from __future__ import annotations
@@ -53,9 +53,14 @@ class EvaluationRunner:
 
     async def _leave_out_lost(self) -> None:
         awaited, limit_s = self._writer.job.awaited, self._writer.job.spec.recovery_timeout_s
-        if awaited is None or clock.monotonic() - awaited[1] <= limit_s:
+        if awaited is None:
             return
-        cause = f"its checkpoint was not written within recovery_timeout_s {limit_s:g}"
+        if _last_is_saved(self._writer.job):
+            cause = "its checkpoint was not written, and that of the last version is there"
+        elif clock.monotonic() - awaited[1] > limit_s:
+            cause = f"its checkpoint was not written within recovery_timeout_s {limit_s:g}"
+        else:
+            return
 
         def lost(job: Job, _now: float) -> Decision[None]:
             if job.evaluation.running is not None or evaluation.next_due(job) is not None:
@@ -64,3 +69,9 @@ class EvaluationRunner:
 
         await self._writer.decide(lost)
         self._writer.job.awaited = None
+
+
+def _last_is_saved(job: Job) -> bool:
+    """Whether no checkpoint of an earlier version can come any more."""
+    latest = job.members.latest
+    return latest is not None and latest.final and latest.timeline == job.state.timeline
