@@ -89,6 +89,12 @@ class CollectiveMember(Collective):
         if group is not None and self.replica.at_rest:
             await self.copies.at_version(group.trainers)
 
+    async def stays(self) -> None:
+        """Who died may not have written its part of this version, and no later one is made: each generation copies it anew."""
+        group = self.view.group
+        if group is not None and group.formed.is_set():
+            await self.reached()
+
     def checkpoint_again(self) -> CheckpointRequest | None:
         group = self.view.group
         return self.copies.again(group.trainers) if group is not None else None

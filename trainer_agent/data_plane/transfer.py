@@ -86,6 +86,9 @@ class Transfer(Pulls):
     async def reached(self) -> None:
         """Another version is in use, or the one that this trainer begins with."""
 
+    async def stays(self) -> None:
+        """The version in use stays in use for a while: the members may be others than when it was `reached`."""
+
     def checkpoint_again(self) -> CheckpointRequest | None:
         """A checkpoint that the owner of lane 0 asks for by itself."""
         return None

@@ -136,7 +136,7 @@ class Evaluator:
         """`version` is in use. At a version that is evaluated: until the evaluation before it is over. Else one minibatch at most."""
         number = evaluation_of(version, self._spec.evaluate_every, self._spec.epochs)
         if number is not None:
-            await self.until_settled(number - 1)
+            await self.until_settled(number - 1, self._context.transfer.stays)
         elif self._work is not None:
             await self._next_piece(self._work)
 
@@ -176,14 +176,16 @@ class Evaluator:
         while (running := self.status.running) is not None and not self._context.stopping.is_set():
             await self.until_settled(running.number)
 
-    async def until_settled(self, number: int) -> None:
-        """Evaluate until evaluation `number` is over, or this trainer shall stop."""
+    async def until_settled(self, number: int, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Evaluate until evaluation `number` is over, or this trainer shall stop. `meanwhile` is awaited again and again."""
         try:
             while self.status.settled < number and not self._context.stopping.is_set():
                 if self._awaited != number:
                     self._awaited = number
                     self._for_run.set()
                     log.info("waiting", what=f"evaluation {number}")
+                if meanwhile is not None:
+                    await meanwhile()
                 await self.for_a_while()
         finally:
             self._awaited = 0

@@ -118,7 +118,7 @@ class ShareCopies(Copies):
         if moment == self._considered or rank is None or self._is_saved(record):
             return
         self._considered = moment
-        if not self._has_room(rank):
+        if not self._has_room(rank, record.version):
             return
         slots = shared_out(trainers, self._layout.slot_count)
         slots_of_place = [slot for slot, owner in enumerate(slots.owners) if owner == place]
@@ -166,9 +166,14 @@ class ShareCopies(Copies):
                 done = 0
                 await asyncio.sleep(0)
 
-    def _has_room(self, rank: int) -> bool:
-        """Whether a copy of that rank is made although one waits to be written: as parameter servers decide (shared/serving/core/store.py)."""
+    def _has_room(self, rank: int, version: int) -> bool:
+        """Whether a copy of that rank is made although one waits to be written: as parameter servers decide (shared/serving/core/store.py). If two wait,
+        it takes the place of one of the same version, which an earlier generation shared in another way."""
         if not self._waiting:
+            return True
+        same = [at for at, (_, waiting) in enumerate(self._waiting) if waiting.version == version]
+        if same and len(self._waiting) > 1:
+            self._waiting.pop(same[0])[1].snapshot.release()
             return True
         lowest = min(waiting for waiting, _ in self._waiting)
         if len(self._waiting) == 1 and min(rank, lowest) >= EVALUATED_RANK:
