@@ -126,10 +126,15 @@ def add_encoded(table: SeriesTable, steps: WholeSteps, content: bytes, name: str
     """In place. A file that cannot be read is left out, with a line in the log: metrics are information."""
     try:
         document = json.loads(content, object_pairs_hook=_members)
-        if (held := document.get("steps")) is not None and int(held["first"]) < steps.next:
+        held, known = document.get("steps"), False
+        if held is not None and int(held["next"]) <= steps.next and int(held["timeline"]) <= steps.timeline:
+            known = True  # it is of a master that had not read what one before it, which was frozen, wrote late
+        elif held is not None and int(held["first"]) < steps.next:
             steps.rewind(int(held["first"]), table)  # an earlier master wrote them, too, or the job went back
         for metric, found in document["series"].items():
             part, width, ordered = SeriesTable(), int(found["width"]), bool(found.get("ordered"))
+            if ordered and known:
+                continue
             for step, timeline, *value in found["buckets"]:
                 if all(map(math.isfinite, value)):
                     part.add(str(metric), int(step), int(timeline), Value(*map(float, value)), ordered=ordered)
@@ -137,7 +142,7 @@ def add_encoded(table: SeriesTable, steps: WholeSteps, content: bytes, name: str
                 series.widen(width)
                 series.covered = int(found.get("covered", 0))
             table.merge(part)
-        if held is not None:
+        if held is not None and not known:
             steps.next, steps.timeline = int(held["next"]), int(held["timeline"])
             for number, (first, sums) in held["epochs"].items():
                 values = {str(metric): Value(*map(float, value)) for metric, value in sums.items()}
