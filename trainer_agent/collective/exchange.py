@@ -63,6 +63,7 @@ class Collective(MeanGradients):
         self.in_use = asyncio.Lock()
         self.begun = asyncio.Event()
         self._measured: float | None = None
+        self._store_lost: MeanStore | None = None
         self.on_lost: Callable[[], None] = lambda: None
 
     def __repr__(self) -> str:
@@ -103,7 +104,7 @@ class Collective(MeanGradients):
     def _lose(self, cause: str) -> None:
         """What this trainer has is of no use any more: it is no member until it has got everything anew."""
         log.warning("version_lost", version=self.has, cause=cause)
-        self._lost = cause
+        self._lost, self._store_lost = cause, self.store
         self.server.drop(self.server.generation)
         self.on_lost()
         if self.view.group is not None:
@@ -111,9 +112,12 @@ class Collective(MeanGradients):
 
     async def _forget(self) -> None:
         async with self.in_use:
-            self.replica.forget()
-            self.stop()
-            self._lost = ""
+            if (
+                self.store is self._store_lost
+            ):  # else the job went back meanwhile, and this trainer has loaded the checkpoint
+                self.replica.forget()
+                self.stop()
+            self._lost, self._store_lost = "", None
 
     # ------------------------------------------------------------ the loop's calls
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from shared.errors import Gone
 from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.records import Exchange, Holding, JobState, Phase, TrainerList, TrainerMember
-from tests.trainer_agent.collective.test_replica import begun
+from tests.trainer_agent.collective.test_replica import begun, record
 from trainer_agent.collective.state.following import Following
 
 
@@ -98,6 +102,55 @@ async def test_first_values_are_not_fetched_before_it_is_known_whether_the_own_o
         assert not etcd.ranged.is_set()
     finally:
         following.cancel()
+
+
+class TooFarBehind(Waiting):
+    """A spare that cannot get the next version any more."""
+
+    lanes = 1
+
+    def __init__(self, replica: Any) -> None:
+        super().__init__(replica)
+        self.listed_names: tuple[str, ...] = ("other", "late")
+        self.stopped = 0
+
+    def listed(self) -> TrainerList:
+        return TrainerList(generation=1, lanes=1, names=self.listed_names)
+
+    async def wait(self, version: int) -> None:
+        self.waits.set()
+        raise Gone(f"nobody gives version {version}")
+
+    def stop(self) -> None:
+        self.stopped += 1
+
+
+@pytest.mark.parametrize("meanwhile", ["lanes", "checkpoint", None])
+async def test_a_spare_that_cannot_follow_forgets_what_it_has_unless_that_is_in_use_or_another_version(
+    meanwhile: str | None,
+):
+    compute, replica = begun()
+    versions, etcd = TooFarBehind(replica), Asked()
+    await versions.in_use.acquire()
+    following = following_in(JobState(phase=Phase.RUNNING, generation=1), compute, versions, etcd)
+    try:
+        async with asyncio.timeout(5):
+            await versions.waits.wait()
+            await asyncio.sleep(0)
+            if meanwhile == "lanes":
+                versions.listed_names = ("late", "other")
+            elif meanwhile == "checkpoint":
+                replica.loaded(record(0), 3, "c")
+            versions.in_use.release()
+            async with asyncio.timeout(0.05 if meanwhile else 5):
+                with suppress(TimeoutError):
+                    await etcd.ranged.wait()
+    except TimeoutError:
+        pass
+    finally:
+        following.cancel()
+    assert versions.stopped == (0 if meanwhile else 1)
+    assert (replica.version is None) == (meanwhile is None)
 
 
 class Frozen:

@@ -125,7 +125,8 @@ class Following:
     # ------------------------------------------------------------ a spare
 
     async def _keep_up(self, state: JobState) -> None:
-        """One more version, or until this trainer is no spare any more. The parameters are not held while it waits: others may wait for this trainer's lanes."""
+        """One more version, or until this trainer is no spare any more. The parameters are not held while it waits: others may wait for this trainer's lanes.
+        If it has got lanes, the group that it forms decides whether it can go on (exchange.py)."""
         version = self._replica.version
         assert version is not None
         try:
@@ -145,7 +146,8 @@ class Following:
             if self._versions.lost:
                 return
             async with self._versions.in_use:
-                self._forget()
+                if self._replica.version == version and self._has_version(state) and self._is_spare():
+                    self._forget()
         except StaleGeneration:
             await self._directory.changed(self._directory.revision, LOOK_S)
 

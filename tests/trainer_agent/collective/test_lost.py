@@ -1,0 +1,69 @@
+"""A version that is of no use any more is forgotten, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from shared.errors import Gone
+from shared.keys import Keys
+from shared.membership.directory import Directory
+from shared.records import Exchange, JobSpec, JobState, Phase, Strategy, TrainerList
+from tests.trainer_agent.collective.test_replica import compute, record
+from trainer_agent.collective.exchange import Collective
+from trainer_agent.collective.groups import Group, GroupView
+from trainer_agent.collective.ports import CollectivePorts
+from trainer_agent.collective.server import ShareServer
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+async def test_a_checkpoint_that_is_loaded_before_the_lost_version_is_forgotten_stays(
+    loaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's own loop uses the parameters. Whoever loads the checkpoint waits for it, and so does the one who then forgets what was lost."""
+    forming = asyncio.Event()
+
+    async def form(_: Collective, __: Group) -> None:
+        if not forming.is_set():
+            forming.set()
+            raise Gone("no trainer of generation 1 has its version")
+
+    async def load() -> None:
+        async with collective.in_use:
+            collective.stop()
+            collective.replica.loaded(record(6), 3, "c")
+            collective.start()
+
+    monkeypatch.setattr(Collective, "form", form)
+    etcd: Any = None
+    made: Any = compute()
+    directory = Directory(etcd, Keys("job"))
+    dataset = {"kind": "text_lines", "urls": ("-",)}
+    common: dict[str, Any] = {"dataset": dataset, "strategy": Strategy.COLLECTIVE, "pservers": 0}
+    spec = JobSpec(job="job", script="s.py", storage="s", lanes=1, **common)
+    view, ports = (
+        GroupView(directory, etcd, "me", made.layout.slot_count),
+        CollectivePorts(ShareServer("job", "me"), Exchange(url="")),
+    )
+    nobody: Any = None
+    collective = Collective(view, nobody, made, nobody, nobody, spec, ports)
+    collective.replica.begin(lanes=1)
+    collective.start()
+    running = asyncio.ensure_future(collective.run())
+    try:
+        async with asyncio.timeout(5):
+            async with collective.in_use:
+                loading = asyncio.ensure_future(load()) if loaded else None
+                await asyncio.sleep(0)
+                directory.state = JobState(phase=Phase.RUNNING, generation=1)
+                directory.trainers = TrainerList(generation=1, lanes=1, names=("me", "other"))
+                view.follow()
+                await forming.wait()
+            while collective.lost or (loading is not None and not loading.done()):
+                await asyncio.sleep(0)
+    finally:
+        running.cancel()
+    assert collective.replica.version == (6 if loaded else None)
+    assert collective.has == (6 if loaded else -1)
