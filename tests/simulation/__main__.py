@@ -11,6 +11,7 @@ import time
 from shared.records import Dispatch, Mode
 from tests.simulation.ablations import ABLATIONS
 from tests.simulation.collective import collective_plan
+from tests.simulation.collective_settings import varied_plan
 from tests.simulation.drawn import drawn_plan
 from tests.simulation.plans import plan_of
 from tests.simulation.run import simulate
@@ -31,7 +32,8 @@ def main() -> int:
     mode, dispatch, failed = Mode(options.mode), Dispatch(options.dispatch), 0
     drawn = plan_of
     if options.collective:
-        drawn = lambda seed, _, dispatch: collective_plan(seed, dispatch)  # noqa: E731
+        collective = varied_plan if options.drawn else collective_plan
+        drawn = lambda seed, _, dispatch: collective(seed, dispatch)  # noqa: E731
     elif options.drawn:
         drawn = drawn_plan
     if options.seeds == 1:

@@ -75,7 +75,6 @@ class Trace:
     pinned: dict[bytes, tuple[list[np.ndarray[Any, Any]], PinnedRows | None]] = field(default_factory=dict)
     exported: list[bytes] = field(default_factory=list)
     best: list[bytes] = field(default_factory=list)
-    swaps: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,6 +133,7 @@ class TinyCompute:
         self._blocks = list(self._layout.blocks())
         self._trace, self._rng, self._speed = trace, rng, speed
         self._vectors = [self._initial(), self._initial()]
+        self._model = self._vectors[0]  # what forward passes see
         self._lanes: dict[int, tuple[list[np.ndarray[Any, Any]], int]] = {}
         self._nodes: dict[Interval, list[np.ndarray[Any, Any]]] = {}
         self._steps_begun, self._rate, self._least = 0, RATE, math.inf
@@ -172,7 +172,7 @@ class TinyCompute:
 
     def swap(self) -> None:
         self._vectors.reverse()
-        self._trace.swaps += 1
+        self.use_current()
 
     @property
     def may_initialise(self) -> bool:
@@ -219,8 +219,8 @@ class TinyCompute:
         if self._lookup is not None and names:
             assert (ready.batch if ready is not None else None) == (seed if self._names_rows else None)
             (rows,) = ready.rows if ready is not None else await self._lookup([ids_of(names, self._mode)])
-            of_rows, self._lane_rows = sum_of(rows), gradients_of(self._mode, self._vectors[0], rows, seed, names)
-        found = gradients(self._vectors[0], seed, names, of_rows)
+            of_rows, self._lane_rows = sum_of(rows), gradients_of(self._mode, self._model, rows, seed, names)
+        found = gradients(self._model, seed, names, of_rows)
         if self._mode is Mode.ASYNC:  # what was added to the integers
             found[3] = found[3] - self._vectors[0][3] if names else found[3]
         self._lanes[lane] = (found, len(names))
@@ -273,26 +273,25 @@ class TinyCompute:
         if pinned:
             return await self._validate(names, seed)
         await asyncio.sleep(self._speed.draw(self._rng))
-        self._trace.evaluated.append((hashlib.sha256(self._bytes()).hexdigest(), names))
+        self._trace.evaluated.append((hashlib.sha256(_bytes_of(self._vectors[0])).hexdigest(), names))
         return {"records": float(len(names)), "total": float(sum(names))}
 
     async def _validate(self, names: tuple[int, ...], seed: int) -> dict[str, float]:
         """As TorchCompute does it: the model has the pinned values meanwhile."""
         assert self._pinned is not None, "evaluated without a checkpoint"
-        used, self._vectors[0] = self._vectors[0], self._pinned
+        self._model = self._pinned
         try:
             await asyncio.sleep(self._speed.draw(self._rng))
             self._trace.validated += 1
+            seen, rows = self._model, self._pinned_rows
             if self._mode is Mode.ASYNC:
-                self._trace.pinned.setdefault(self._bytes(), ([*map(np.copy, self._vectors[0])], self._pinned_rows))
-            of_rows = 0.0 if self._pinned_rows is None else sum_of(self._pinned_rows.lookup(names))
-            return validation(self._vectors[0], seed, names, of_rows)
+                self._trace.pinned.setdefault(_bytes_of(seen), ([*map(np.copy, seen)], rows))
+            return validation(seen, seed, names, sum_of(rows.lookup(names)) if rows else 0.0)
         finally:
-            self.restore_used(used)
+            self.use_current()
 
-    def restore_used(self, used: list[np.ndarray[Any, Any]]) -> None:
-        """The parameters that are trained, after others were evaluated."""
-        self._vectors[0] = used
+    def use_current(self) -> None:
+        self._model = self._vectors[0]
 
     def pinned(self, block: int) -> memoryview:
         if self._pinned is None:
@@ -310,14 +309,15 @@ class TinyCompute:
 
     async def export(self, directory: str) -> dict[str, str]:
         await asyncio.sleep(self._speed.draw(self._rng))
-        (self._trace.best if directory.endswith("best") else self._trace.exported).append(self._bytes())
+        (self._trace.best if directory.endswith("best") else self._trace.exported).append(_bytes_of(self._vectors[0]))
         return {"numbers": f"{directory}/numbers"}
 
     async def finish(self) -> None:
         pass
 
-    def _bytes(self) -> bytes:
-        return b"".join(vector.tobytes() for vector in self._vectors[0])
+
+def _bytes_of(vectors: Sequence[np.ndarray[Any, Any]]) -> bytes:
+    return b"".join(vector.tobytes() for vector in vectors)
 
 
 def gradients(

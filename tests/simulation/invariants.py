@@ -13,7 +13,7 @@ from master_service.core.state.whole_steps import WholeSteps
 from master_service.storage.series_files import add_encoded, to_read
 from shared.criteria import Criterion
 from shared.evaluations import Evaluation, EvaluationStatus
-from shared.records import Dispatch, EvaluationSums, JobResult, Mode, Phase, SlotMap, TaskMeta
+from shared.records import Dispatch, EvaluationSums, JobResult, Mode, Phase, SlotMap, Strategy, TaskMeta
 from shared.records.pauses import Losses
 from shared.tables.hashing import slots_of
 from tests.simulation.asynchronous_evaluations import asynchronous_evaluations
@@ -44,6 +44,8 @@ def violations(cluster: SimulatedCluster) -> Iterator[str]:
     if cluster.state.phase is not Phase.COMPLETED:
         yield f"the job is {cluster.state.phase}: {cluster.state.reason}"
         return
+    if cluster.plan.strategy is Strategy.COLLECTIVE and _checkpoint_lost(cluster):
+        return
     yield from _queues(cluster)
     yield from _parameters(cluster)
     if cluster.plan.evaluate:
@@ -56,6 +58,21 @@ def violations(cluster: SimulatedCluster) -> Iterator[str]:
         yield from _ledgers(cluster)
     elif cluster.plan.dispatch is Dispatch.MASTER:
         yield from _series(cluster)
+
+
+def _checkpoint_lost(cluster: SimulatedCluster) -> bool:
+    """Whether that of an evaluated version was never written: then that evaluation is left out (docs/checkpoints.md), and what depends on it is another job's."""
+    every = cluster.plan.evaluate_every
+    written = {latest.step for latest in cluster.simulated.checkpoints_seen.values()}
+    expected = {} if every is None else evaluations(cluster.plan.job, every)
+    stored = [
+        cluster.simulated.value(cluster.keys.evaluations + name)
+        for name in cluster.simulated.names(cluster.keys.evaluations)
+    ]
+    done = [Evaluation.model_validate_json(value) for value in stored if value is not None]
+    found, ended = {each.number for each in done if not each.left_out}, _stopping(cluster)
+    due = {number: step for number, (step, _) in expected.items() if ended is None or number <= ended[0]}
+    return any(step not in written and number not in found for number, step in due.items())
 
 
 def _series(cluster: SimulatedCluster) -> Iterator[str]:

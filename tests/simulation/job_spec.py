@@ -31,6 +31,7 @@ def spec_of(plan: Plan) -> JobSpec:
         seed=job.seed,
         trainers=plan.trainers,
         pservers=plan.pservers,
+        min_members=plan.min_members,
         records_per_task=job.task_records,
         block_bytes=BLOCK_BYTES,
         slot_count=128,

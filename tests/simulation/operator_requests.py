@@ -49,7 +49,7 @@ async def send(cluster: SimulatedCluster, request: OperatorRequest) -> None:
 async def _ask(cluster: SimulatedCluster, request: OperatorRequest) -> None:
     """Repeat until a master has accepted it. A refusal must have a true reason."""
     loop, key = asyncio.get_running_loop(), ids.new_id("request")
-    limit = loop.time() + SEND_LIMIT_S
+    limit, which = loop.time() + SEND_LIMIT_S, ""
     while loop.time() < limit and not cluster.over:
         value = cluster.simulated.value(cluster.keys.latest)
         latest = CheckpointLatest.model_validate_json(value) if value else None
@@ -62,7 +62,8 @@ async def _ask(cluster: SimulatedCluster, request: OperatorRequest) -> None:
                 await asyncio.sleep(1.0)
                 continue
             else:
-                begun = await _restore(cluster, key, latest.kept[int(request.pick * len(latest.kept))].uuid)
+                which = which or latest.kept[int(request.pick * len(latest.kept))].uuid
+                begun = await _restore(cluster, key, which)
         except (PeerError, TimeoutError):
             await asyncio.sleep(0.5)
             continue

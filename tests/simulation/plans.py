@@ -166,8 +166,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a run depends on. `slow`: trainer-0 needs so many times longer for a minibatch. `storage_s`: how long work on the storage waits
-    at parameter servers, so that training goes on before a checkpoint's part is written. `first_epochs`: that the job has until everything is killed."""
+    """Everything a run depends on. `slow`: trainer-0 needs so many times longer for a minibatch. `varied`: settings of a collective job were drawn,
+    too. `storage_s`: how long work on the storage waits at parameter servers, so that training goes on before a checkpoint's part is written.
+    `first_epochs`: that the job has until everything is killed."""
 
     seed: int
     job: Job
@@ -198,6 +199,8 @@ class Plan:
     stop_early: str | None = None
     max_staleness: int | None = None
     first_epochs: int | None = None
+    min_members: int = 1
+    varied: bool = False
 
     def undisturbed(self) -> Plan:
         return replace(self, conditions=STEADY, faults=(), requests=())
@@ -224,7 +227,7 @@ class Plan:
     @property
     def evaluations_s(self) -> float:
         """Seconds of evaluating while the job trains if one trainer does it all."""
-        if self.evaluate_every is None or not self.moments:
+        if self.evaluate_every is None:
             return 0.0
         job = self.job
         often = job.epochs if self.evaluate_every == "epoch" else job.minibatches // int(self.evaluate_every)

@@ -13,6 +13,7 @@ from tests.equipment.replaced import replaced
 from tests.simulation.collective import collective_plan
 from tests.simulation.collective_ablations import ABLATIONS
 from tests.simulation.collective_moments import MOMENTS, play
+from tests.simulation.collective_settings import varied_plan
 from tests.simulation.compute import Speed
 from tests.simulation.plans import Fault, FaultKind
 from tests.simulation.run import simulate
@@ -46,6 +47,19 @@ MOST_SEEDS = 40
 def test_every_promise_is_kept_without_parameter_servers(seeds):
     for seed in seeds:
         outcome = simulate(seed, Mode.SYNC, plan=collective_plan(seed))
+        assert not outcome.violations, f"\n  {outcome}"
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param((30001, 30166, 30508), id="mended"),
+        pytest.param(range(MANY), id="many", marks=[pytest.mark.soak, pytest.mark.timeout(1200)]),
+    ],
+)
+def test_every_promise_is_kept_with_other_settings_and_requests(seeds):
+    for seed in seeds:
+        outcome = simulate(seed, Mode.SYNC, plan=varied_plan(seed))
         assert not outcome.violations, f"\n  {outcome}"
 
 
