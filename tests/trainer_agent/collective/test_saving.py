@@ -270,6 +270,7 @@ def test_a_checkpoint_that_is_not_kept_any_more_is_no_damage(tmp_path):
             holds = node.membership.record.holds
             assert (holds.timeline, holds.checkpoint, holds.superseded) == (2, "deleted", True)
             assert "'deleted' is not among those kept" in holds.error
+            assert node.replica.record is None  # nobody steps what it had with what it gets from others
 
     scenario(run, tmp_path)
 

@@ -78,6 +78,7 @@ class Restorer:
         holds = Holding(timeline=state.timeline, checkpoint=state.checkpoint)
         async with self._idle:
             self._drop()
+            self._replica.forget()  # also if nothing is loaded: what it has is of another timeline
             while self._is_current(state):
                 try:
                     ref = await self._kept(state.checkpoint)
