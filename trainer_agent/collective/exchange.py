@@ -180,6 +180,7 @@ class Collective(MeanGradients):
             return await self._pull_newest(results_from)
         stepped = self.replica.stepped
         if stepped is not None and stepped.version == version:
+            self._check_norm(stepped)
             return stepped
         await self.gather_to(version)
         await self._step_to(version)
@@ -278,25 +279,29 @@ class Collective(MeanGradients):
         self.replica.stepping = True
         tensors = {number: buffer.tensor if buffer is not None else None for number, buffer in gradients.items()}
         try:
-            self._measured = await to_its_end(self._make_step(store, tensors, record))
+            await to_its_end(self._make_step(store, tensors, record))
         finally:
             released(gradients)
-        if self._spec.clip_grad_norm is not None and self._measured is not None:
-            if self._fails:
-                check_finite(version - 1, self._measured)
-            self.replica.stepped = with_norm(record, self._measured)
-            store.history.take_record(self.replica.stepped)
+        if self.replica.stepped is not None:
+            self._check_norm(self.replica.stepped)
 
-    async def _make_step(self, store: MeanStore, gradients: Gradients, record: StepRecord) -> float | None:
-        """The norm of the whole gradient, if it is measured."""
-        measured: float | None = await self._ports.step_in(self.replica.step, gradients, record)
+    def _check_norm(self, record: StepRecord) -> None:
+        """Raises UserCodeError."""
+        if self._spec.clip_grad_norm is not None and record.grad_norm is not None and self._fails:
+            check_finite(record.version - 1, record.grad_norm)
+
+    async def _make_step(self, store: MeanStore, gradients: Gradients, record: StepRecord) -> None:
+        """With the norm of the whole gradient, if it is measured."""
+        self._measured = measured = await self._ports.step_in(self.replica.step, gradients, record)
         if (rows := self.replica.rows) is not None:
             from trainer_agent.collective.rows.stepping import step_rows  # noqa: PLC0415  loads numba
 
             assert store.rows is not None
             rows.kept.most_bytes = self._spec.snapshot_bytes
             await step_rows(rows, store.rows.whole[record.version], record.lane_zero)
-        return measured
+        if self._spec.clip_grad_norm is not None and measured is not None:
+            self.replica.stepped = with_norm(record, measured)
+            store.history.take_record(self.replica.stepped)
 
     # ------------------------------------------------------------ rows of embedding tables
 

@@ -18,6 +18,19 @@ from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.collective.server import ShareServer
 
 
+def alone(clip_grad_norm: float | None = None, **ports: Any) -> tuple[Collective, Directory, GroupView]:
+    """A trainer that reaches nobody."""
+    nobody: Any = None
+    made: Any = compute()
+    directory = Directory(nobody, Keys("job"))
+    dataset = {"kind": "text_lines", "urls": ("-",)}
+    common: dict[str, Any] = {"dataset": dataset, "strategy": Strategy.COLLECTIVE, "pservers": 0}
+    spec = JobSpec(job="job", script="s.py", storage="s", lanes=1, clip_grad_norm=clip_grad_norm, **common)
+    view = GroupView(directory, nobody, "me", made.layout.slot_count)
+    exchange = CollectivePorts(ShareServer("job", "me"), Exchange(url=""), **ports)
+    return Collective(view, nobody, made, nobody, nobody, spec, exchange), directory, view
+
+
 @pytest.mark.parametrize("loaded", [False, True])
 async def test_a_checkpoint_that_is_loaded_before_the_lost_version_is_forgotten_stays(
     loaded: bool, monkeypatch: pytest.MonkeyPatch
@@ -37,18 +50,7 @@ async def test_a_checkpoint_that_is_loaded_before_the_lost_version_is_forgotten_
             collective.start()
 
     monkeypatch.setattr(Collective, "form", form)
-    etcd: Any = None
-    made: Any = compute()
-    directory = Directory(etcd, Keys("job"))
-    dataset = {"kind": "text_lines", "urls": ("-",)}
-    common: dict[str, Any] = {"dataset": dataset, "strategy": Strategy.COLLECTIVE, "pservers": 0}
-    spec = JobSpec(job="job", script="s.py", storage="s", lanes=1, **common)
-    view, ports = (
-        GroupView(directory, etcd, "me", made.layout.slot_count),
-        CollectivePorts(ShareServer("job", "me"), Exchange(url="")),
-    )
-    nobody: Any = None
-    collective = Collective(view, nobody, made, nobody, nobody, spec, ports)
+    collective, directory, view = alone()
     collective.replica.begin(lanes=1)
     collective.start()
     running = asyncio.ensure_future(collective.run())
@@ -67,3 +69,33 @@ async def test_a_checkpoint_that_is_loaded_before_the_lost_version_is_forgotten_
         running.cancel()
     assert collective.replica.version == (6 if loaded else None)
     assert collective.has == (6 if loaded else -1)
+
+
+async def test_a_step_that_nobody_waits_for_any_more_has_its_norm() -> None:
+    """Another generation begins while the optimizer's step runs in its thread."""
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def step_in(work: Any, *arguments: Any) -> Any:
+        begun.set()
+        await goes_on.wait()
+        return work(*arguments)
+
+    collective, _, _ = alone(clip_grad_norm=1.0, step_in=step_in)
+    collective.replica.begin(lanes=1)
+    collective.start()
+    store = collective.store
+    assert store is not None
+    kept = {number: block.kept[0].retain() if block.is_buffer else None for number, block in store.blocks.items()}
+    store.complete(1, kept, record(1))
+    pulling = asyncio.ensure_future(collective.pull(1))
+    async with asyncio.timeout(5):
+        await begun.wait()
+        pulling.cancel()
+        await asyncio.sleep(0)
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await pulling
+        pulled = await collective.pull(1)
+    assert pulled is not None
+    assert pulled.grad_norm == 0.0
+    assert store.history.record(1) == pulled
