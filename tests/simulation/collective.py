@@ -82,9 +82,16 @@ class CheckedShare(ShareServer):
 
     def drop(self, generation: int) -> None:
         state, store = self._cluster.state, self.store
-        if store is not None and store.own and self.timeline == state.timeline and state.phase is Phase.RUNNING:
+        trains = self.timeline == state.timeline and state.phase is Phase.RUNNING
+        if store is not None and store.own and trains and not self._nobody_made(store):
             self.fail(f"{self.trainer} lost version {store.has}, although it is listed in generation {self.generation}")
         super().drop(generation)
+
+    def _nobody_made(self, store: MeanStore) -> bool:
+        """Whether those who have a newer version than this trainer all joined at it, and whoever made it is gone: so nobody has its mean gradients."""
+        others = [share for share in shares(self._cluster) if share is not self and share.generation == self.generation]
+        newer = [share.store for share in others if share.store is not None and share.store.has > store.has]
+        return bool(newer) and all(other.first_kept > other.has for other in newer)
 
     def fail(self, text: str) -> None:
         if len(self._cluster.failures) < MOST_FAILURES:
