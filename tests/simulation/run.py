@@ -46,7 +46,7 @@ class Outcome:
         mode = self.plan.job.mode.value
         lines = "\n  ".join(self.violations[:12])
         dispatch = f" --dispatch {self.plan.dispatch}" if self.plan.dispatch is not Dispatch.MASTER else ""
-        collective = "--varied" if self.plan.varied else "--collective"
+        collective = "--collective --drawn" if self.plan.varied else "--collective"
         kind = collective if self.plan.strategy is Strategy.COLLECTIVE else f"--mode {mode}"
         return f"{lines}\nreplay: python -m tests.simulation {kind}{dispatch} --seed {self.plan.seed}"
 

@@ -112,9 +112,8 @@ class Collective(MeanGradients):
 
     async def _forget(self) -> None:
         async with self.in_use:
-            if (
-                self.store is self._store_lost
-            ):  # else the job went back meanwhile, and this trainer has loaded the checkpoint
+            # else the job went back meanwhile, and this trainer has loaded the checkpoint
+            if self.store is self._store_lost:
                 self.replica.forget()
                 self.stop()
             self._lost, self._store_lost = "", None

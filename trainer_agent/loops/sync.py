@@ -116,9 +116,8 @@ class SyncLoop:
         step.times.pulled()
         self._transfer.swap()
         await self._transfer.reached()
-        if is_final(
-            following, self._spec.epochs
-        ):  # with its last task training is over, and nobody makes this step again
+        if is_final(following, self._spec.epochs):
+            # with its last task training is over, and nobody makes this step again
             await self._transfer.settled(following.version)
         self._report(step, following, wanted)
         return following

@@ -61,9 +61,8 @@ class _View:
     parts: dict[int, KeyValue]
     term: int
     files: frozenset[str] = frozenset()
-    needed: frozenset[str] = (
-        frozenset()
-    )  # uuids: of the best evaluation, of the one that runs, of what newer parts build on
+    needed: frozenset[str] = frozenset()
+    """uuids: of the best evaluation, of the one that runs, of what newer parts build on"""
 
 
 class Committer:
