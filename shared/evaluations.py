@@ -85,11 +85,13 @@ class EvaluationStatus(Record):
         return next((each for each in self.recent if each.number == number), None)
 
 
-def plateau_value(status: EvaluationStatus, number: int, metric: str) -> float | None:
+def plateau_value(status: EvaluationStatus, number: int, metric: str, known: Evaluation | None = None) -> float | None:
     """What ReduceLROnPlateau is told at the version of evaluation `number`: the value of `metric` in the evaluation before (NaN: it has none
-    that is finite), None if that was left out. Raises Gone: two later results are known, so this version is overtaken, and what took effect
+    that is finite), None if that was left out. `known`: a result that the status may have forgotten. Raises Gone: two later results are known, so this version is overtaken, and what took effect
     at it cannot be told any more."""
     found = status.result(number - 1)
+    if found is None and known is not None and known.number == number - 1:
+        found = known
     if found is None and len(status.recent) > 1 and min(each.number for each in status.recent) >= number:
         raise Gone(f"the result of evaluation {number - 1} is forgotten, {status.settled} are over; join again")
     return found.metrics.get(metric, math.nan) if found is not None and not found.left_out else None

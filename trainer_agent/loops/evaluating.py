@@ -26,8 +26,15 @@ from shared.errors import (
     TriremeError,
     UserCodeError,
 )
-from shared.etcd.reading import must_read
-from shared.evaluations import EvaluationStatus, RunningEvaluation, evaluation_of, evaluations_before, plateau_value
+from shared.etcd.reading import must_read, read_record
+from shared.evaluations import (
+    Evaluation,
+    EvaluationStatus,
+    RunningEvaluation,
+    evaluation_of,
+    evaluations_before,
+    plateau_value,
+)
 from shared.records import JobSpec, TakeNext, Task, TaskKind, ValidationSums
 from shared.records.checkpoints import CheckpointRef, Manifest
 from shared.records.step import StepRecord
@@ -106,6 +113,7 @@ class Evaluator:
         self._work: _Work | None = None
         self._pinned: CheckpointRef | None = None
         self._awaited = 0  # the evaluation that this trainer waits for
+        self._result: Evaluation | None = None  # of an evaluation that the status has forgotten
         self._for_loops, self._for_run = (
             asyncio.Event(),
             asyncio.Event(),
@@ -137,6 +145,7 @@ class Evaluator:
         number = evaluation_of(version, self._spec.evaluate_every, self._spec.epochs)
         if number is not None:
             await self.until_settled(number - 1, self._context.transfer.stays)
+            await self._read_result(number - 1)
         elif self._work is not None:
             await self._next_piece(self._work)
 
@@ -164,10 +173,18 @@ class Evaluator:
         name, number = self._spec.plateau_metric, evaluation_of(version, self._spec.evaluate_every, self._spec.epochs)
         if name is None or number is None:
             return None
-        value = plateau_value(self.status, number, name)
+        value = plateau_value(self.status, number, name, self._result)
         if value is not None and math.isnan(value):
             log.warning("no_plateau_metric", evaluation=number - 1, metric=name)
         return value
+
+    async def _read_result(self, number: int) -> None:
+        """For `plateau_value`, if the status has forgotten it: a collective job goes on from an earlier version if all that made the later ones have died."""
+        if self._spec.plateau_metric is None or number < 1 or self.status.result(number) is not None:
+            return
+        key = self._directory.keys.evaluation_result(number)
+        found = await retry(lambda: self._etcd.get(key), f"the result of evaluation {number}")
+        self._result = read_record(Evaluation, key, found.value) if found is not None else None
 
     async def after_training(self, version: StepRecord | None) -> None:
         """Until all evaluations before the last version are over. Asynchronous: until the one that runs is; no other begins any more."""

@@ -128,3 +128,6 @@ def test_what_a_plateau_is_told_at_the_version_of_an_evaluation():
     assert plateau_value(EvaluationStatus(settled=3, recent=(first, second)), 4, "loss") is None  # never begun
     with pytest.raises(Gone, match="the result of evaluation 1 is forgotten, 3 are over; join again"):
         plateau_value(status, 2, "loss")
+    assert plateau_value(status, 2, "loss", first) == 3.0
+    with pytest.raises(Gone):
+        plateau_value(status, 2, "loss", lost)
