@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import resource
 import socket
 import ssl
@@ -24,7 +23,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from shared.runtime import clock, telemetry
+from shared.runtime import telemetry
 from shared.security.handshakes import TlsServer
 
 try:
@@ -51,16 +50,7 @@ class Connections:
     head_bytes: int = 64 * 1024
     per_peer: int = field(default_factory=lambda: min(PER_PEER, _open_files() // 2))
     by_peer: Counter[str] = field(default_factory=Counter)
-    _refused: int = 0  # since it was told
-    _told_at: float = -math.inf
-
-    def refuse(self, peer: str) -> None:
-        """Tell of it, and of those since the last time: each alone would let whoever connects fill the disk."""
-        self._refused += 1
-        if (now := clock.monotonic()) - self._told_at >= TELL_S:
-            cause = f"it has {self.per_peer} connections already"
-            log.warning("connection_refused", peer=peer, refused=self._refused, cause=cause)
-            self._refused, self._told_at = 0, now
+    refused: telemetry.Tally = field(default_factory=telemetry.Tally)
 
 
 class Server(uvicorn.Server):
@@ -120,7 +110,10 @@ class Connection(HttpProtocol):
         limits, address = self._limits, transport.get_extra_info("peername")
         peer = str(address[0]) if address else ""
         if limits.by_peer[peer] >= limits.per_peer:
-            limits.refuse(peer)
+            limits.refused.add()
+            if refused := limits.refused.due(TELL_S):
+                cause = f"it has {limits.per_peer} connections already"
+                log.warning("connection_refused", peer=peer, refused=refused, cause=cause)
             transport.abort()
             return
         self._peer = peer

@@ -260,9 +260,8 @@ def _built(build: Callable[[], Any]) -> Any:
         return build()
     except Exception as error:  # noqa: BLE001  what torch and its C++ raise
         trouble = str(error)
-    raise Broken(
-        f"the group could not be built: {trouble}"
-    )  # not in the handler: the error would be its context, with the frames that it went through
+    # not in the handler: the error would be its context, with the frames that it went through
+    raise Broken(f"the group could not be built: {trouble}")
 
 
 def _bury(kept: list[Any]) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from contextlib import suppress
 from typing import Any, TextIO, cast
 
 import structlog
+
+from shared.runtime import clock
 
 
 class _Unfailing:
@@ -27,6 +30,24 @@ class _Unfailing:
     def flush(self) -> None:
         with suppress(OSError):
             self._stream.flush()
+
+
+class Tally:
+    """How often something happened that others cause: a line for each would let them fill the disk."""
+
+    def __init__(self) -> None:
+        self._count, self._told_at = 0, -math.inf
+
+    def add(self) -> None:
+        self._count += 1
+
+    def due(self, every_s: float) -> int:
+        """How many to tell of now, since the last time; 0: none, or the last time was not `every_s` seconds ago."""
+        now = clock.monotonic()
+        if not self._count or now - self._told_at < every_s:
+            return 0
+        count, self._count, self._told_at = self._count, 0, now
+        return count
 
 
 def unfailing_output() -> None:

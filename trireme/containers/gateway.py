@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import math
 import socket
 import sys
 from typing import Annotated
@@ -23,7 +22,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from shared.errors import InvalidArgument
 from shared.membership.settings import CONFIGURATION
-from shared.runtime import clock, http, service, telemetry
+from shared.runtime import http, service, telemetry
 
 LOOK_S = 0.5
 ANSWER_S = 2.0
@@ -58,7 +57,7 @@ class Gateway:
         self.leader = ""
         self._led = asyncio.Event()
         self._open: dict[asyncio.Task[None], str] = {}
-        self._refused, self._told_at = 0, -math.inf  # connections since it was told
+        self._refused = telemetry.Tally()
 
     def __repr__(self) -> str:
         return f"<Gateway to {self.leader or 'nobody'}: {len(self._open)} connections>"
@@ -88,7 +87,8 @@ class Gateway:
     async def _look(self, session: aiohttp.ClientSession) -> None:
         while True:
             self._note(await self._find(session))
-            self._tell_refused(clock.monotonic())
+            if refused := self._refused.due(TELL_S):
+                log.warning("too_many_connections", most=MAX_CONNECTIONS, refused=refused)
             await asyncio.sleep(LOOK_S)
 
     async def _find(self, session: aiohttp.ClientSession) -> str:
@@ -123,18 +123,13 @@ class Gateway:
         else:
             self._led.clear()
 
-    def _tell_refused(self, now: float) -> None:
-        if self._refused and now - self._told_at >= TELL_S:
-            log.warning("too_many_connections", most=MAX_CONNECTIONS, refused=self._refused)
-            self._refused, self._told_at = 0, now
-
     # ------------------------------------------------------------ one connection
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         if len(self._open) >= MAX_CONNECTIONS:
-            self._refused += 1
+            self._refused.add()
             writer.close()
             return
         self._open[task] = ""

@@ -61,8 +61,6 @@ class _View:
     parts: dict[int, KeyValue]
     term: int
     files: frozenset[str] = frozenset()
-    needed: frozenset[str] = frozenset()
-    """uuids: of the best evaluation, of the one that runs, of what newer parts build on"""
 
 
 class Committer:
@@ -218,7 +216,7 @@ class Committer:
 
     async def _commit(self, pending: PendingCheckpoint, lock: Compare) -> CheckpointLatest | None:
         """The latest checkpoint: this one, or a newer one. None: a key has changed, look again. Raises GivenUp."""
-        view = await self._look(pending)
+        view = await self._look(pending.uuid)
         ref = CheckpointRef(
             uuid=pending.uuid,
             step=pending.record.version,
@@ -248,7 +246,7 @@ class Committer:
         )
         name = await self.offload(writer.write_manifest, self._spec.storage, manifest)
         ref = ref.model_copy(update={"manifest": name})
-        needed = (await self._look(pending)).needed  # of parts that were begun meanwhile, too
+        needed = await self._needed(pending)  # also of parts that were begun while the manifest was written
         new = CheckpointLatest(
             uuid=pending.uuid,
             step=ref.step,
@@ -271,16 +269,13 @@ class Committer:
         log.info("checkpoint_committed", step=new.step, timeline=new.timeline, checkpoint=new.uuid)
         return new
 
-    async def _look(self, pending: PendingCheckpoint) -> _View:
-        parts = self._keys.checkpoint_parts(pending.uuid)
+    async def _look(self, uuid: str) -> _View:
+        parts = self._keys.checkpoint_parts(uuid)
         keys = self._keys
         reads = [Get(keys.state), Get(keys.latest), Get(parts, prefix=True), Get(keys.master_lock)]
-        reads += [Get(keys.latest_files, prefix=True, keys_only=True), Get(keys.evaluation_status)]
-        reads.append(Get(keys.checkpoints, prefix=True))
+        reads.append(Get(keys.latest_files, prefix=True, keys_only=True))
         found = await self._etcd.txn([], reads)
         state, latest, master = found.range(0).first, found.range(1).first, found.range(3).first
-        followed = found.range(5).first
-        status = read_record(EvaluationStatus, keys.evaluation_status, followed.value if followed else None)
         return _View(
             state=must_read(JobState, keys.state, state.value) if state else JobState(),
             state_revision=state.mod_revision if state else 0,
@@ -289,9 +284,16 @@ class Committer:
             parts={part[1]: kv for kv in found.range(2).kvs if (part := keys.part_in(kv.key))},
             term=master.create_revision if master else self._owner.term,
             files=frozenset(kv.key for kv in found.range(4).kvs),
-            needed=frozenset(self._bases(found.range(6).kvs, pending))
-            | (status.checkpoints if status else frozenset()),
         )
+
+    async def _needed(self, pending: PendingCheckpoint) -> frozenset[str]:
+        """uuids: of the best evaluation, of the one that runs, of what newer parts build on."""
+        key = self._keys.evaluation_status
+        found = await self._etcd.txn([], [Get(key), Get(self._keys.checkpoints, prefix=True)])
+        followed = found.range(0).first
+        status = read_record(EvaluationStatus, key, followed.value if followed else None)
+        bases = frozenset(self._bases(found.range(1).kvs, pending))
+        return bases | status.checkpoints if status is not None else bases
 
     def _bases(self, kvs: Sequence[KeyValue], pending: PendingCheckpoint) -> Iterator[str]:
         """The checkpoints that parts of newer ones than `pending` build on, or may."""

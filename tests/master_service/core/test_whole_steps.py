@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from master_service.core.state import series as series_module
 from master_service.core.state.series import SeriesTable, Value
 from master_service.core.state.whole_steps import WholeSteps, values_of
@@ -60,27 +62,18 @@ def test_wide_buckets_count_each_step_once_after_going_back_into_the_middle_of_o
         assert found(table) == found(same)
 
 
-def test_what_a_frozen_master_wrote_late_is_not_dropped_by_one_that_had_not_read_it() -> None:
-    """Three masters: the first wrote 20 steps when the second had read what there was before; the third had read both but not what the second wrote
-    at its end."""
+@pytest.mark.parametrize(
+    "written",
+    [
+        # the first one lost its lock and wrote all the same; the second had read what was there before
+        pytest.param(((0, 20), (20, 33), (20, 40), (28, 45)), id="the same steps"),
+        # the first wrote 20 steps when the second had read what there was before; the third had read both but not what the second wrote at its end
+        pytest.param(((0, 20), (0, 5), (0, 0), (20, 45)), id="late, by a frozen master"),
+    ],
+)
+def test_files_of_several_masters_add_up_to_each_step_once(written: tuple[tuple[int, int], ...]) -> None:
     contents = []
-    for first, last in ((0, 20), (0, 5), (0, 0), (20, 45)):
-        steps, table = WholeSteps(next=first), SeriesTable()
-        before, _ = whole(last)
-        take(steps, table, first, last)
-        contents.append(encoded(table, before, first, before.epochs.keys()))
-    read, all_of_it = WholeSteps(), SeriesTable()
-    for content in contents:
-        add_encoded(all_of_it, read, content, "f")
-    expected, same = whole(45)
-    assert (found(all_of_it), read.next) == (found(same), 45)
-    assert read.epochs == expected.epochs
-
-
-def test_files_of_masters_that_wrote_the_same_steps_add_up_to_each_step_once() -> None:
-    """The first one lost its lock and wrote all the same; the second had read what was there before."""
-    contents = []
-    for first, last in ((0, 20), (20, 33), (20, 40), (28, 45)):
+    for first, last in written:
         steps, table = WholeSteps(next=first), SeriesTable()
         before, _ = whole(last)
         take(steps, table, first, last)

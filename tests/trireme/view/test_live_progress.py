@@ -133,28 +133,27 @@ def test_the_death_of_the_last_trainer_or_parameter_server_is_not_told_as_that_o
     assert "other trainers" in screen.shown[-1]
 
 
-def test_the_last_trainer_of_a_collective_job_takes_the_parameters_along():
+def told_of_deaths(spec: JobSpec, *names: str) -> list[str]:
+    """What is shown when they die one after the other."""
     screen = Screen()
-    spec = JobSpec.model_construct(mode=Mode.SYNC, strategy=Strategy.COLLECTIVE)
     reporter = ProgressReporter(spec, screen)
-    for name in ("trainer-0", "trainer-1"):
+    for name in names:
         reporter.on_child(ChildEvent(name, "started"))
-    for name in ("trainer-0", "trainer-1"):
+    for name in names:
         reporter.on_child(ChildEvent(name, "died", "SIGKILL", 7))
-    first, last = screen.shown
+    return screen.shown
+
+
+def test_the_last_trainer_of_a_collective_job_takes_the_parameters_along():
+    spec = JobSpec.model_construct(mode=Mode.SYNC, strategy=Strategy.COLLECTIVE)
+    first, last = told_of_deaths(spec, "trainer-0", "trainer-1")
     assert "other trainers take its lanes" in first
     back = "nobody has the parameters now: the job goes back to its newest checkpoint, or starts over if it has none; it is"
     assert back in last
 
 
 def test_no_checkpoint_is_promised_when_a_parameter_server_of_an_asynchronous_job_dies():
-    screen = Screen()
-    reporter = ProgressReporter(JobSpec.model_construct(mode=Mode.ASYNC), screen)
-    for name in ("pserver-0", "pserver-1"):
-        reporter.on_child(ChildEvent(name, "started"))
-    for name in ("pserver-0", "pserver-1"):
-        reporter.on_child(ChildEvent(name, "died", "SIGKILL", 7))
-    first, last = screen.shown
+    first, last = told_of_deaths(JobSpec.model_construct(mode=Mode.ASYNC), "pserver-0", "pserver-1")
     assert "its newest checkpoint, the others go on; without one the job starts over;" in first
     assert "goes back to its newest checkpoint, or starts over if it has none;" in last
 
