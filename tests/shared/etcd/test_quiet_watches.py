@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -18,6 +17,7 @@ from shared.etcd import Etcd, connect
 from shared.etcd.embedded import free_ports
 from shared.etcd.etcd3_transport import PROBE_S, QUIET_S, RawClient
 from shared.etcd.transport import STATUS
+from tests.equipment.stopping import stop
 from tests.equipment.waiting import until
 from tests.shared.etcd.test_endpoints import etcd_process
 
@@ -90,7 +90,7 @@ async def test_quiet_watches_stay_open_and_a_frozen_member_is_left_all_the_same(
         "one probe at a time for all watches, and nothing else"
     )
     assert sum(entry["event"] == "watches_are_quiet" for entry in logged) == 1
-    cluster.processes[cluster.client.transport.current].send_signal(signal.SIGSTOP)
+    stop(cluster.processes[cluster.client.transport.current].pid)
     begun = asyncio.get_running_loop().time()
     async with asyncio.timeout(QUIET_S + PROBE_S + 1.5):
         while sum(entry["event"] == "watch_resumed" for entry in logged) < WATCHES:

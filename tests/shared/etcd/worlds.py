@@ -13,6 +13,7 @@ from shared.etcd import Etcd, connect
 from shared.etcd.embedded import EmbeddedEtcd
 from tests.equipment.etcd.real import real_binaries
 from tests.equipment.etcd.simulated import SimulatedEtcd
+from tests.equipment.stopping import stop
 from tests.equipment.virtual_loop import VirtualLoop, run
 
 
@@ -89,7 +90,7 @@ class RealWorld(World):
         await self.embedded.start()
 
     def freeze(self) -> None:
-        self.embedded.send(signal.SIGSTOP)
+        stop(self.embedded.pid)
 
     def thaw(self) -> None:
         self.embedded.send(signal.SIGCONT)
