@@ -16,11 +16,12 @@ from tests.equipment.s3 import S3Server, s3
 __all__ = ["s3"]
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 EPOCHS = 8
+LOSS = SLOWABLE_LOSS.replace("0.1", "0.3")  # nearly a minute until the job is over, for a busy machine to break it
 
 
 def test_a_job_on_s3_survives_its_pserver_and_exports_there(trireme, tmp_path, s3: S3Server):
     (tmp_path / "slow").touch()
-    script = write_script(tmp_path, loss=SLOWABLE_LOSS, evaluation=EVALUATION)
+    script = write_script(tmp_path, loss=LOSS, evaluation=EVALUATION)
     settings = ("--epochs", EPOCHS, "--trainers", 1, "--pservers", 2, "--set", "checkpoint_every_steps=3", "--no-check")
     process = trireme.begin("run", script, *settings, "--storage", "s3://bucket/runs", "--json")
     wait_for(process, "^trainer-[01] joined")
