@@ -12,6 +12,7 @@ from shared.records import Dispatch, Mode
 from tests.simulation.ablations import ABLATIONS
 from tests.simulation.collective import collective_plan
 from tests.simulation.collective_settings import varied_plan
+from tests.simulation.collective_troubles import troubled_plan
 from tests.simulation.drawn import drawn_plan
 from tests.simulation.plans import plan_of
 from tests.simulation.run import simulate
@@ -27,12 +28,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1, help="how many seeds from --seed on")
     parser.add_argument("--drawn", action="store_true", help="settings and moments of faults are drawn, too")
+    parser.add_argument(
+        "--moments", action="store_true", help="of collective jobs, with --drawn: faults at moments, too"
+    )
     parser.add_argument("--ablate", choices=list(ABLATIONS), help="switch a safeguard off")
     options = parser.parse_args()
     mode, dispatch, failed = Mode(options.mode), Dispatch(options.dispatch), 0
     drawn = plan_of
     if options.collective:
-        collective = varied_plan if options.drawn else collective_plan
+        collective = troubled_plan if options.moments else varied_plan if options.drawn else collective_plan
         drawn = lambda seed, _, dispatch: collective(seed, dispatch)  # noqa: E731
     elif options.drawn:
         drawn = drawn_plan

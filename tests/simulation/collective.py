@@ -41,7 +41,7 @@ STORAGE_S = (0.0, 0.0, 0.2, 1.0, 6.0)  # what work on the storage takes longer a
 def collective_plan(seed: int, dispatch: Dispatch = Dispatch.MASTER) -> Plan:
     """That of a job with parameter servers, without them."""
     drawn = plan_of(seed, Mode.SYNC, dispatch)
-    job = replace(drawn.job, travels_as="float32")
+    job = replace(drawn.job, travels_as="float32", trainers_hold=True)
     faults = tuple(
         replace(fault, members=(0, fault.members[1])) for fault in drawn.faults if fault.kind not in NOT_HERE
     )

@@ -85,10 +85,10 @@ def drawn_plan(seed: int, mode: Mode, dispatch: Dispatch = Dispatch.MASTER) -> P
         )
     plan = replace(plan, job=job, slow=rng.choice([1.0, 1.0, plan.slow]))
     plan = replace(plan, **_troubles(rng, plan))
-    return _longer(random.Random(f"longer-{mode}-{dispatch}-{seed}"), plan)
+    return longer(random.Random(f"longer-{mode}-{dispatch}-{seed}"), plan)
 
 
-def _longer(rng: random.Random, plan: Plan) -> Plan:
+def longer(rng: random.Random, plan: Plan) -> Plan:
     """Some jobs get more epochs when everything has been killed, at the end of what they had."""
     if rng.random() > LONGER or plan.stop_early is not None or plan.job.epochs < 2 or plan.independent:
         return plan

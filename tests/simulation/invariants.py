@@ -14,6 +14,7 @@ from master_service.storage.series_files import add_encoded, to_read
 from shared.criteria import Criterion
 from shared.evaluations import Evaluation, EvaluationStatus
 from shared.records import Dispatch, EvaluationSums, JobResult, Mode, Phase, SlotMap, Strategy, TaskMeta
+from shared.records.checkpoints import history
 from shared.records.pauses import Losses
 from shared.tables.hashing import slots_of
 from tests.simulation.asynchronous_evaluations import asynchronous_evaluations
@@ -63,7 +64,8 @@ def violations(cluster: SimulatedCluster) -> Iterator[str]:
 def _checkpoint_lost(cluster: SimulatedCluster) -> bool:
     """Whether that of an evaluated version was never written: then that evaluation is left out (docs/checkpoints.md), and what depends on it is another job's."""
     every = cluster.plan.evaluate_every
-    written = {latest.step for latest in cluster.simulated.checkpoints_seen.values()}
+    seen = {ref.uuid: ref for latest in cluster.simulated.checkpoints_seen.values() for ref in latest.kept}
+    written = {ref.step for ref in history([*seen.values()], cluster.state.timeline, cluster.state.checkpoint)}
     expected = {} if every is None else evaluations(cluster.plan.job, every)
     stored = [
         cluster.simulated.value(cluster.keys.evaluations + name)
@@ -92,7 +94,7 @@ def _series(cluster: SimulatedCluster) -> Iterator[str]:
             wrong = sorted({*found} ^ {*values.items()})
             yield f"{name} is stored of {len(found)} steps, expected {len(values)}: {wrong[:4]}"
     norms = [bucket.step for bucket in table.by_name.get("grad_norm", ())]
-    if cluster.plan.job.clip_grad_norm is not None and norms != list(expected["loss"]):
+    if cluster.plan.job.clip_grad_norm is not None and norms != list(expected["lr.0"]):
         yield f"grad_norm is stored of steps {norms}"
     if strange := {name for name, series in table.by_name.items() if series.ordered} - {*expected, "grad_norm"}:
         yield f"there are series of {strange}"

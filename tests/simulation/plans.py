@@ -32,6 +32,7 @@ class FaultKind(StrEnum):
     SILENCE_ETCD = "silence etcd"
     RESTART_ALL = "kill everything, go on with other members"
     KILL_EVERYBODY = "kill everybody"
+    TRAINERS_LEAVE = "every trainer leaves"
 
     @property
     def victim(self) -> str:
@@ -141,7 +142,7 @@ class MomentFault:
 @dataclass(frozen=True)
 class Job:
     """What the trained parameters depend on. `files`: records of each file. `schedule`: none, epoch or plateau; that follows
-    evaluations, one each `evaluated_every`. `tables`: see rows.py."""
+    evaluations, one each `evaluated_every`. `tables`: see rows.py. `trainers_hold`: parameters do not travel. `skips`: see nonfinite.py."""
 
     mode: Mode
     files: tuple[int, ...]
@@ -156,6 +157,12 @@ class Job:
     schedule: str = "none"
     evaluated_every: int | str | None = None
     tables: bool = False
+    trainers_hold: bool = False
+    skips: bool = False
+
+    @property
+    def parameters_travel_as(self) -> Transported:
+        return "float32" if self.trainers_hold else self.travels_as
 
     @property
     def minibatches(self) -> int:
@@ -346,7 +353,7 @@ def _restarts(rng: random.Random, plan: Plan) -> list[Fault]:
 
 def _kinds(rng: random.Random, mode: Mode, dispatch: Dispatch) -> list[FaultKind]:
     """Some runs concentrate on two kinds."""
-    apart = {FaultKind.RESTART_ALL, FaultKind.SILENCE_ETCD}
+    apart = {FaultKind.RESTART_ALL, FaultKind.SILENCE_ETCD, FaultKind.TRAINERS_LEAVE}
     if mode is Mode.SYNC:
         apart.add(FaultKind.KILL_EVERYBODY)
     kinds = [kind for kind in FaultKind if kind not in apart]

@@ -26,6 +26,7 @@ from tests.simulation.cluster import Main, SimulatedCluster
 from tests.simulation.collective import ports_of
 from tests.simulation.compute import Speed, TinyCompute
 from tests.simulation.nodes import Node
+from tests.simulation.nonfinite import SkippingCompute
 from trainer_agent.agent import Agent
 from trainer_agent.data_plane.silence import call_limit_s
 
@@ -160,7 +161,7 @@ async def trainer(cluster: SimulatedCluster, node: Node) -> int:
             ),
             etcd=etcd,
             directory=directory,
-            compute=TinyCompute(
+            compute=(SkippingCompute if cluster.plan.job.skips else TinyCompute)(
                 cluster.plan.job.mode,
                 cluster.trace,
                 cluster.rng,

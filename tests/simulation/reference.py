@@ -31,6 +31,7 @@ from tests.simulation.compute import (
     rounded,
     validation,
 )
+from tests.simulation.nonfinite import trained
 from tests.simulation.plans import Job
 from tests.simulation.rows import PinnedRows, ReferenceRows, lane_rows, no_rows, sum_of
 from trainer_agent.data.order import minibatch_indices, minibatches_in
@@ -92,12 +93,17 @@ def series_of(job: Job) -> dict[str, dict[int, Value]]:
     for epoch in range(job.epochs):
         streams = lane_streams(job, epoch)
         for number in range(max(len(stream) for stream in streams)):
+            given = [stream[number] if number < len(stream) else () for stream in streams]
             seen = [
-                result_of_lane(step_seed(job.seed, step, lane), stream[number] if number < len(stream) else ())
-                for lane, stream in enumerate(streams)
+                result_of_lane(step_seed(job.seed, step, lane), trained(names, skips=job.skips))
+                for lane, names in enumerate(given)
             ]
+            if job.skips:
+                skipped = sum(len(names) - len(trained(names, skips=True)) for names in given)
+                series.setdefault("nonfinite", {})[step] = Value(skipped, 1, skipped, skipped)
             loss, records, logged = _added(seen)
-            series.setdefault("loss", {})[step] = Value(loss, records, loss / records, loss / records)
+            if records:
+                series.setdefault("loss", {})[step] = Value(loss, records, loss / records, loss / records)
             if logged is not None:
                 series.setdefault("logged", {})[step] = logged
             step += 1
@@ -154,7 +160,7 @@ def records_until(job: Job, last: int) -> int:
 def evaluations(job: Job, every: int | str) -> dict[int, tuple[int, dict[str, float]]]:
     """By number: the step and the metrics of each evaluation while the job trains."""
     found: dict[int, tuple[int, dict[str, float]]] = {}
-    rows, step = ReferenceRows(job.travels_as) if job.tables else None, 0
+    rows, step = ReferenceRows(job.travels_as, job.parameters_travel_as) if job.tables else None, 0
     for step, ended, vectors, _ in _trained(job, rows):
         number = ended if every == "epoch" else step // int(every)
         if _is_due(step, ended, every):
@@ -195,7 +201,7 @@ def _is_due(step: int, ended: int, every: int | str | None) -> bool:
 
 def final_rows(job: Job, last: int | None = None) -> bytes:
     """Of a job with tables, which ends at version `last`."""
-    rows = ReferenceRows(job.travels_as)
+    rows = ReferenceRows(job.travels_as, job.parameters_travel_as)
     for step, *_ in _trained(job, rows):
         if step == last:
             break
@@ -205,7 +211,7 @@ def final_rows(job: Job, last: int | None = None) -> bytes:
 def _trained(job: Job, rows: ReferenceRows | None = None) -> Iterator[tuple[int, int, Vectors, float]]:
     """As `versions`, with the learning rate of the step that made it. On a plateau: what an evaluation finds counts from the next one on."""
     rate, found, least = RATE, None, math.inf
-    rows = rows or (ReferenceRows(job.travels_as) if job.tables else None)
+    rows = rows or (ReferenceRows(job.travels_as, job.parameters_travel_as) if job.tables else None)
     segments = layout(Mode.SYNC).segments
     vectors = [
         (np.linspace(-1, 1, s.elements) if s.dtype == "float32" else np.arange(s.elements)).astype(s.dtype)
@@ -219,9 +225,9 @@ def _trained(job: Job, rows: ReferenceRows | None = None) -> Iterator[tuple[int,
         longest = max(len(stream) for stream in streams)
         rate /= 2 if epoch and job.schedule == "epoch" else 1
         for number in range(longest):
-            lanes, seen, of_lanes = {}, rounded(vectors, job.travels_as), []
+            lanes, seen, of_lanes = {}, rounded(vectors, job.parameters_travel_as), []
             for lane, stream in enumerate(streams):
-                names = stream[number] if number < len(stream) else []
+                names = trained(stream[number] if number < len(stream) else (), skips=job.skips)
                 seed, of_rows = step_seed(job.seed, step, lane), 0.0
                 if rows is not None:
                     looked_up = rows.sent(names)
@@ -229,9 +235,10 @@ def _trained(job: Job, rows: ReferenceRows | None = None) -> Iterator[tuple[int,
                     of_rows = sum_of(looked_up)
                 lanes[lane] = (gradients(seen, seed, names, of_rows), len(names))
             combined = mean_over((0, job.lanes), lanes, job.travels_as)
+            filled = any(count for _, count in lanes.values())
             for param, gradient in zip(params, combined, strict=False):
-                param.grad = torch.from_numpy(gradient)
-            if job.clip_grad_norm is not None:
+                param.grad = torch.from_numpy(gradient) if filled else None
+            if filled and job.clip_grad_norm is not None:
                 norm = norm_of(squares_of(part) for param in params for part in param.grad.split(BLOCK_ELEMENTS))
                 for param in params:
                     param.grad *= clip_factor(norm, job.clip_grad_norm)
@@ -240,7 +247,8 @@ def _trained(job: Job, rows: ReferenceRows | None = None) -> Iterator[tuple[int,
             optimizer.step()
             if rows is not None:
                 rows.step(of_lanes, rate / RATE)
-            vectors[2][:], vectors[3][:] = combined[2], combined[3]
+            if filled:
+                vectors[2][:], vectors[3][:] = combined[2], combined[3]
             step += 1
             ended = epoch + 1 if number + 1 == longest else 0
             yield step, ended, vectors, rate

@@ -101,10 +101,10 @@ class PinnedRows:
 
 
 class ReferenceRows:
-    """The table of the undisturbed run, without versions, lanes' pushes and owners. Rows, and their gradients, travel as `dtype`."""
+    """The table of the undisturbed run, without versions, lanes' pushes and owners. Gradients of rows travel as `gradients`, rows as `values`."""
 
-    def __init__(self, dtype: Transported = "float32") -> None:
-        self._table, self._dtype = Table(TABLE, SLOTS), DTYPES[dtype]
+    def __init__(self, gradients: Transported = "float32", values: Transported = "float32") -> None:
+        self._table, self._gradients, self._values = Table(TABLE, SLOTS), gradients, values
 
     def lookup(self, names: Sequence[int]) -> Array:
         ids = ids_of(names)
@@ -114,19 +114,20 @@ class ReferenceRows:
 
     def sent(self, names: Sequence[int]) -> Array:
         """As a trainer sees them."""
-        return self._travelled(self.lookup(names))
-
-    def _travelled(self, values: Array) -> Array:
-        there: Array = torch.from_numpy(values).to(self._dtype).float().numpy()
-        return there
+        return _travelled(self.lookup(names), self._values)
 
     def step(self, lanes: Sequence[LaneRows], factor: float) -> None:
         """`factor`: of the learning rate."""
-        sent = [replace(lane, gradients=self._travelled(lane.gradients)) for lane in lanes]
+        sent = [replace(lane, gradients=_travelled(lane.gradients, self._gradients)) for lane in lanes]
         self._table.step(*mean_over_lanes(sent, TABLE.dim), TABLE.optimizer.lr * factor)
 
     def records(self) -> bytes:
         return records_of([self._table])
+
+
+def _travelled(values: Array, dtype: Transported) -> Array:
+    there: Array = torch.from_numpy(values).to(DTYPES[dtype]).float().numpy()
+    return there
 
 
 def records_of(tables: Sequence[Table]) -> bytes:

@@ -47,6 +47,7 @@ class Outcome:
         lines = "\n  ".join(self.violations[:12])
         dispatch = f" --dispatch {self.plan.dispatch}" if self.plan.dispatch is not Dispatch.MASTER else ""
         collective = "--collective --drawn" if self.plan.varied else "--collective"
+        collective += " --moments" if self.plan.moments else ""
         kind = collective if self.plan.strategy is Strategy.COLLECTIVE else f"--mode {mode}"
         return f"{lines}\nreplay: python -m tests.simulation {kind}{dispatch} --seed {self.plan.seed}"
 
@@ -168,6 +169,8 @@ async def _inject(cluster: SimulatedCluster, fault: Fault) -> None:
             async with asyncio.TaskGroup() as group:
                 for node in [node for node in cluster.nodes.values() if node.kind == "trainer" and node.alive]:
                     group.create_task(_kill(cluster, node, fault))
+        case FaultKind.TRAINERS_LEAVE:
+            await _leave(cluster, fault.lasts_s or 0.0)
         case FaultKind.KILL_PSERVER:
             node = _pick(cluster, fault)
             empty = node is not None and (node.service is None or node.service.store is None)
@@ -210,6 +213,21 @@ async def _kill(cluster: SimulatedCluster, node: Node, fault: Fault) -> None:
         if node.process.name == name and cluster.nodes.get(node.name) is node:
             node.wanted = True
             cluster.start(node.name, node.kind)
+
+
+async def _leave(cluster: SimulatedCluster, seconds: float) -> None:
+    """All trainers are terminated, and come back after that time: so a job is paused."""
+    nodes = [node for node in cluster.nodes.values() if node.kind == "trainer" and node.alive and node.wanted]
+    cluster.say(f"terminate {[node.process.name for node in nodes]}")
+    for node in nodes:
+        node.wanted = False
+        node.stopping.set()
+    await asyncio.sleep(seconds)
+    for node in nodes:
+        if cluster.nodes.get(node.name) is node:
+            node.wanted = True  # who is still leaving is started again when it has ended
+            if not node.alive:
+                cluster.start(node.name, node.kind)
 
 
 async def _freeze(cluster: SimulatedCluster, process: Process, seconds: float) -> None:

@@ -14,6 +14,7 @@ from tests.simulation.collective import collective_plan
 from tests.simulation.collective_ablations import ABLATIONS
 from tests.simulation.collective_moments import MOMENTS, play
 from tests.simulation.collective_settings import varied_plan
+from tests.simulation.collective_troubles import troubled_plan
 from tests.simulation.compute import Speed
 from tests.simulation.plans import Fault, FaultKind
 from tests.simulation.run import simulate
@@ -60,6 +61,19 @@ def test_every_promise_is_kept_without_parameter_servers(seeds):
 def test_every_promise_is_kept_with_other_settings_and_requests(seeds):
     for seed in seeds:
         outcome = simulate(seed, Mode.SYNC, plan=varied_plan(seed))
+        assert not outcome.violations, f"\n  {outcome}"
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(range(FEW), id="few"),
+        pytest.param(range(FEW, MANY), id="many", marks=[pytest.mark.soak, pytest.mark.timeout(1200)]),
+    ],
+)
+def test_every_promise_is_kept_with_faults_at_moments(seeds):
+    for seed in seeds:
+        outcome = simulate(seed, Mode.SYNC, plan=troubled_plan(seed))
         assert not outcome.violations, f"\n  {outcome}"
 
 
