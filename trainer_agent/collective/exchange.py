@@ -181,7 +181,7 @@ class Collective(MeanGradients):
         if stepped is not None and stepped.version == version:
             self._check_norm(stepped)
             return stepped
-        await self.gather_to(version)
+        await self.gather_to(version, self.goes_on_in)
         await self._step_to(version)
         if results_from is not None and self.store is not None:
             own = self.store.history.results.portion(results_from)
@@ -191,6 +191,9 @@ class Collective(MeanGradients):
                 await self._ask_for_results(results_from)
             self._join_results(own)
         return self.replica.stepped
+
+    async def goes_on_in(self, group: Group) -> None:
+        """The version in use is used in that generation: the step behind it is made there, unless it ends before."""
 
     def _join_results(self, own: Sequence[StepResult]) -> None:
         """What the others keep of steps, with what this trainer knows of them: norms are known once a step was made."""

@@ -220,12 +220,14 @@ class MeanGradients(Transfer):
 
     # ------------------------------------------------------------ versions
 
-    async def gather_to(self, version: int) -> None:
-        """Until all mean gradients of `version` are here. Raises Gone: nobody can give them."""
+    async def gather_to(self, version: int, in_each: Callable[[Group], Awaitable[None]] | None = None) -> None:
+        """Until all mean gradients of `version` are here; `in_each`: awaited in each generation meanwhile. Raises Gone: nobody can give them."""
         while self.has < version:
             group = await self._formed()
             if self.store is None:
                 raise Gone("this trainer has no version to go on from")
+            if in_each is not None:
+                await in_each(group)
             await self._gather(group, version)
 
     async def _gather(self, group: Group, version: int) -> None:

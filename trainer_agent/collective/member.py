@@ -16,7 +16,7 @@ from shared.records.operations import CheckpointRequest
 from shared.records.step import StepRecord
 from shared.runtime import clock, telemetry
 from trainer_agent.collective.exchange import Collective, with_norm
-from trainer_agent.collective.groups import GroupView
+from trainer_agent.collective.groups import Group, GroupView
 from trainer_agent.collective.mean_blocks import released
 from trainer_agent.collective.native.exchange import NativeExchange
 from trainer_agent.collective.ports import CollectivePorts
@@ -87,6 +87,11 @@ class CollectiveMember(Collective):
     async def reached(self) -> None:
         group = self.view.group
         if group is not None and self.replica.at_rest:
+            await self.copies.at_version(group.trainers)
+
+    async def goes_on_in(self, group: Group) -> None:
+        """Some may have reached the version in the generation before, and some only now: an evaluated one would get parts of two generations, and be lost."""
+        if self.replica.at_rest and self.copies.is_evaluated:
             await self.copies.at_version(group.trainers)
 
     async def stays(self) -> None:

@@ -227,6 +227,12 @@ class ShareCopies(Copies):
         return uuid == stored.checkpoint_uuid(self._spec.job, self._replica.timeline, trainers.generation, step)
 
     @property
+    def is_evaluated(self) -> bool:
+        """Whether the version in use is to be evaluated: then its checkpoint cannot be replaced by a later one."""
+        record = self._replica.record
+        return record is not None and self._schedule.rank(record) == EVALUATED_RANK
+
+    @property
     def ends_unsaved(self) -> bool:
         """Whether the version in use is the last one and is not saved: then each generation copies it anew."""
         record = self._replica.record
