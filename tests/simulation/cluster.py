@@ -31,7 +31,7 @@ from tests.simulation.block_versions import versions_apart
 from tests.simulation.checked_etcd import CheckedEtcd
 from tests.simulation.compute import Trace
 from tests.simulation.job_spec import spec_of
-from tests.simulation.longer import train_longer
+from tests.simulation.longer import give_numbers, train_longer
 from tests.simulation.memory_storage import MemorySeries, MemoryStorage
 from tests.simulation.nodes import Node, described, expected
 from tests.simulation.plans import Plan
@@ -202,7 +202,7 @@ class SimulatedCluster(Cluster):
         self.nodes = {}
         if self.simulated.stopped:
             self.simulated.start()
-        self.spec = self.spec.model_copy(update={"pservers": pservers, "trainers": trainers})
+        give_numbers(self, pservers, trainers)
         self._launcher = self._process("launcher")
         await train_longer(self)
         self.open()

@@ -4,6 +4,7 @@ trainers that all leave and come back, trainers that are replaced for good, more
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shared.records import Dispatch
@@ -47,11 +48,19 @@ def troubled_plan(seed: int, dispatch: Dispatch = Dispatch.MASTER) -> Plan:
         plan = replace(plan, conditions=replace(plan.conditions, break_stream=0.0))
     plan = replace(plan, moments=tuple(_moment(rng, plan) for _ in range(rng.choice([1, 1, 2, 3]))))
     plan = longer(random.Random(f"longer-troubles-{dispatch}-{seed}"), plan)
-    return replace(plan, moments=tuple(replace(each, faults=_without_pservers(each.faults)) for each in plan.moments))
+    changes = plan.min_members == 1 and rng.random() < 0.3
+    moments = [
+        replace(each, faults=tuple(_restarted(rng, each.faults, plan.min_members, changes=changes)))
+        for each in plan.moments
+    ]
+    return replace(plan, moments=tuple(moments))
 
 
-def _without_pservers(faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
-    return tuple(replace(fault, members=(0, fault.members[1])) for fault in faults)
+def _restarted(rng: random.Random, faults: Sequence[Fault], least: int, *, changes: bool) -> Iterator[Fault]:
+    """Whatever is started again has no parameter servers; `changes`: or it may get some, and with them the other strategy."""
+    for fault in faults:
+        pservers = rng.choice([0, 1, 2]) if changes and fault.kind is FaultKind.RESTART_ALL else 0
+        yield replace(fault, members=(pservers, max(least, fault.members[1])))
 
 
 def _moment(rng: random.Random, plan: Plan) -> MomentFault:

@@ -102,6 +102,7 @@ async def _restore(cluster: SimulatedCluster, key: str, which: str) -> Operation
 
 async def _resize(cluster: SimulatedCluster, key: str, request: OperatorRequest) -> Operation:
     pservers, trainers = request.members
+    pservers = pservers or cluster.spec.pservers  # 0: without parameter servers, but the job may have got some
     strategy = Strategy.RESTART if request.restart else Strategy.LIVE
 
     async def ask(master: Master) -> Operation:
