@@ -143,11 +143,10 @@ class TinyCompute:
         self._result = LaneResult(0.0, 0)
 
     def _initial(self) -> list[np.ndarray[Any, Any]]:
-        vectors: list[np.ndarray[Any, Any]] = []
-        for segment in self._layout.segments:
-            values = np.linspace(-1, 1, segment.elements) if segment.dtype == "float32" else np.arange(segment.elements)
-            vectors.append(values.astype(_DTYPES[segment.dtype]))
-        return vectors
+        return [
+            (np.linspace(-1, 1, s.elements) if s.dtype == "float32" else np.arange(s.elements)).astype(_DTYPES[s.dtype])
+            for s in self._layout.segments
+        ]
 
     @property
     def layout(self) -> Layout:
@@ -254,7 +253,8 @@ class TinyCompute:
     def contribution(self, node: Interval, block: int) -> memoryview:
         dtype, own = self._payloads[block], self._view(self._nodes[node], block)
         if dtype is None:
-            return own
+            buffer = self._mode is Mode.SYNC and self._blocks[block].segment == 2
+            return memoryview(b"") if buffer and own == self.current(block) else own  # forward left it as it was
         sent = self._sent[node, block] = torch.frombuffer(own, dtype=torch.float32).to(DTYPES[dtype])
         memory: memoryview = sent.view(torch.uint8).numpy().data
         return memory

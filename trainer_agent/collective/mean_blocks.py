@@ -54,7 +54,7 @@ class MeanBlock(BlockState):
     ) -> None:
         self._is_buffer = first is not None
         super().__init__(place, first or nothing, pool, lanes, None, version)
-        self._nothing = nothing
+        self._nothing, self._first = nothing, first
         self.kept: dict[int, Buffer | None] = {} if first is None else {version: first}
 
     @property
@@ -99,6 +99,11 @@ class MeanBlock(BlockState):
         """The values of a version that was made elsewhere; the reference is this block's from now on."""
         self.drop_tree()
         self._put(version, arrived)
+
+    def know_first(self, version: int, values: memoryview) -> None:
+        """The values of a buffer at `version`, which were not known at first: as long as no step has brought others, its steps keep them."""
+        if self._first is not None and any(self._first is each for each in (self.kept.get(version), self.current)):
+            self._first.view[:] = values
 
     def start_again(self, version: int) -> None:
         """Back to `version`, without any data of its step."""
@@ -207,6 +212,12 @@ class MeanStore(Store):
             if made is not None and made is not block.kept.get(version - 1):
                 size += made.view.nbytes
         return size + (self.rows.whole[version].bytes if self.rows is not None else 0)
+
+    def know_buffers(self, version: int, values: Callable[[int], memoryview]) -> None:
+        """`values(block)`: of a block of buffers at `version`, of a store that began before they were there."""
+        for number, block in self.blocks.items():
+            if block.is_buffer:
+                block.know_first(version, memoryview(values(number)).cast("B"))
 
     def forget(self) -> None:
         """What nobody needs any more: others may lack the last version, this trainer what it has not stepped yet."""

@@ -139,6 +139,10 @@ class CollectiveMember(Collective):
             self.store.history.take_record(record)
         return record
 
+    def handed_over(self) -> None:
+        if self.store is not None and self.replica.version is not None:
+            self.store.know_buffers(self.replica.version, self._compute.current)
+
     async def step_to(self, version: int) -> None:
         """The version in use is that, the next one, then."""
         await self.pull(version)

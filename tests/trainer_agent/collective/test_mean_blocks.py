@@ -62,6 +62,38 @@ def from_others(store: MeanStore, numbers: set[int]) -> dict[int, Buffer | None]
     return {number: block.current.retain() if block.is_buffer else None for number, block in blocks.items()}
 
 
+def without_data(store: MeanStore, block: int) -> None:
+    item = PushBlock(block=block, lanes=(0, LANES), count=0, result=NodeResult())
+    assert (
+        store.apply(store.admit(push_header(store.has, lanes=range(LANES))), item, memoryview(b"")) is Verdict.APPLIED
+    )
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_step_without_data_keeps_buffers_that_were_not_known_when_the_store_began(ahead):
+    """A trainer that joins follows the others' versions before it has the values of any."""
+    store, buffer = begun({max(BLOCKS)}), max(BLOCKS)
+    for _ in range(ahead):  # the others make it while this trainer gets the values of the version before
+        without_data(store, buffer)
+        store.complete(1, from_others(store, BLOCKS.keys() - {buffer}), record(1))
+    store.know_buffers(0, lambda number: bytes_of(torch.full((BLOCKS[number],), 3.0)))
+    without_data(store, buffer)
+    made = store.blocks[buffer].pull(store.has + 1)
+    assert isinstance(made, Buffer)
+    assert made.tensor.tolist() == [3.0] * BLOCKS[buffer]
+
+
+def test_buffers_that_a_step_has_brought_are_those():
+    store, buffer = begun(set()), max(BLOCKS)
+    brought = store.pool.take("float32", BLOCKS[buffer])
+    brought.tensor.fill_(5.0)
+    store.complete(1, {**from_others(store, BLOCKS.keys()), buffer: brought}, record(1))
+    store.know_buffers(1, lambda number: bytes_of(torch.full((BLOCKS[number],), 7.0)))
+    assert brought.tensor.tolist() == [5.0] * BLOCKS[buffer]
+    made = store.blocks[buffer].kept[1]
+    assert made is brought
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_it_says_so_after_the_last_block_and_not_before(seed):
     chance = random.Random(seed)

@@ -62,6 +62,10 @@ class Versions(Follow, Protocol):
         """The replica makes the next version, of which all mean gradients are there, and has it in use then."""
         ...
 
+    def handed_over(self) -> None:
+        """The replica has got a version from other trainers: the exchange, which began before, knows the values of buffers from now on."""
+        ...
+
     def stop(self) -> None:
         """What it has is of no use any more: nothing is served."""
         ...
@@ -194,6 +198,7 @@ class Following:
             return
         async with self._versions.in_use:
             attempt.hand_over(self._replica)
+            self._versions.handed_over()
         seconds = {"copying_s": round(attempt.copying_s, 3), "seconds": round(clock.monotonic() - began, 3)}
         log.info("caught_up", version=self._replica.version, late=attempt.late, damaged=attempt.damaged, **seconds)
         self._own_key.set(
