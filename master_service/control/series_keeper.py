@@ -35,7 +35,8 @@ log = telemetry.logger("series")
 
 class SeriesKeeper:
     """`files` None: metrics live as long as the term. `skips`: minibatches that are not finite are left out, and counted by step. `origin`:
-    the job's timeline, and the version with which it began (None: not known). `push_every`: so many minibatches are a step. Run `run()` in a TaskGroup."""
+    the job's timeline, and the version with which it began (None: not known). `push_every`: so many minibatches are a step. `leads`: whether the term still
+    holds: a file that is written later would stand before those of the next master, which has not read it. Run `run()` in a TaskGroup."""
 
     def __init__(
         self,
@@ -45,8 +46,9 @@ class SeriesKeeper:
         skips: bool = False,
         origin: Callable[[], tuple[int, int | None]] = lambda: (0, 0),
         push_every: int = 1,
+        leads: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._skips, self._origin, self._push_every = skips, origin, push_every
+        self._skips, self._origin, self._push_every, self._leads = skips, origin, push_every, leads
         self._speed: tuple[float, int] | None = None  # since when records are counted, and how many they are
         self._files, self._term, self._written, self._number = files, term, 0, 1
         self._all, self._fresh = SeriesTable(), SeriesTable()
@@ -223,7 +225,7 @@ class SeriesKeeper:
 
     async def _write_alone(self, stored: SeriesFiles) -> None:
         known = self._steps.next
-        if not self._fresh.by_name and self._first == known:
+        if (not self._fresh.by_name and self._first == known) or not self._leads():
             return
         taken, self._fresh = self._fresh, SeriesTable()
         first, self._first, self._back_to = self._first, known, None

@@ -54,6 +54,7 @@ class Term:
             skips=spec.on_nonfinite == "skip",
             origin=self._origin,
             push_every=spec.push_every if spec.mode is Mode.ASYNC else 1,
+            leads=lambda: lock.lease.alive,
         )
         for number in sorted(self.job.evaluations):  # the master before may not have stored the last ones
             self.series.note_evaluation(self.job.evaluations[number])

@@ -7,9 +7,12 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from master_service.control import series_keeper
-from master_service.control.series_keeper import FLUSH_S
+from master_service.control.series_keeper import FLUSH_S, SeriesKeeper
 from master_service.core.changes import Decision
+from master_service.core.state.series import Value
 from master_service.leadership.master import Master
 from master_service.storage.series_files import StoredSeries
 from shared.errors import StorageUnreachable
@@ -359,3 +362,20 @@ async def test_files_of_metrics_lie_beside_the_checkpoints(tmp_path: Path) -> No
     assert await stored.read("b.json") == b"2"
     await stored.remove(["a.json", "gone.json"])
     assert await stored.names() == ["b.json"]
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_what_is_left_at_the_end_of_a_term_is_written_only_while_its_lease_holds(leads: bool) -> None:
+    """A master that was frozen: the next one has read all files already, and this one would stand before its own."""
+
+    async def main() -> None:
+        files = Files()
+        keeper = SeriesKeeper(files, 1, leads=lambda: leads)
+        run = asyncio.ensure_future(keeper.run())
+        await asyncio.sleep(0.1)
+        keeper.add("accuracy", 0, 0, Value(1.0, 1, 1.0, 1.0))
+        run.cancel()
+        await asyncio.wait([run])
+        assert bool(files.contents) == leads
+
+    run_virtually(main)
