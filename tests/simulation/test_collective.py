@@ -54,7 +54,7 @@ def test_every_promise_is_kept_without_parameter_servers(seeds):
 @pytest.mark.parametrize(
     "seeds",
     [
-        pytest.param((30001, 30166, 30508, 30819, 40062, 50033), id="mended"),
+        pytest.param((30001, 30166, 30508, 30819, 40062), id="mended"),
         pytest.param(range(MANY), id="many", marks=[pytest.mark.soak, pytest.mark.timeout(1200)]),
     ],
 )
@@ -76,6 +76,15 @@ def test_every_promise_is_kept_with_faults_at_moments(seeds):
     for seed in seeds:
         outcome = simulate(seed, Mode.SYNC, plan=troubled_plan(seed))
         assert not outcome.violations, f"\n  {outcome}"
+
+
+def test_a_trainer_that_joins_while_an_evaluated_version_is_made_costs_no_evaluation():
+    """The owners reach the version in two generations."""
+    said: list[str] = []
+    outcome = simulate(50033, Mode.SYNC, said.append, varied_plan(50033))
+    assert not outcome.violations, f"\n  {outcome}"
+    assert any("evaluation_begun" in line for line in said)
+    assert not [line for line in said if "evaluation_left_out" in line]
 
 
 @pytest.mark.parametrize("seed", [0, 2])
