@@ -33,6 +33,7 @@ from trainer_agent.membership.initialise import ensure_initialised, fits
 from trainer_agent.membership.lease import Membership
 from trainer_agent.membership.pause import PauseResponder
 from trainer_agent.model.compute import Compute
+from trainer_agent.tasks.held import Held, progress_every_s
 from trainer_agent.tasks.master import MasterPort, failure_of
 from trainer_agent.tasks.reports import Done, LanePace, Reports
 from trainer_agent.tasks.source import Offload, TaskSource
@@ -73,7 +74,9 @@ class Agent:
         self._compute, self._master, self._connect, self._stopping = compute, master, connect, stopping
         self._loop: SyncLoop | AsyncLoop | None = None
         self._active: SyncLoop | AsyncLoop | EvaluateExportLoop | None = None
-        self._reports = reports = Reports(master, member.trainer, self._held, self._pace)
+        self._reports = reports = Reports(
+            master, member.trainer, self._held, self._pace, progress_every_s(spec.task_timeout_floor_s)
+        )
         source = TaskSource(spec, master, member.trainer, offload)
         transfer: Transfer
         self.collective: CollectiveMember | None = None
@@ -111,7 +114,7 @@ class Agent:
         """How long lanes take, if that is known."""
         return self._pace()
 
-    def _held(self) -> list[tuple[Task, int]]:
+    def _held(self) -> list[Held]:
         return [*(self._active.held() if self._active else []), *self._evaluator.held()]
 
     def _pace(self) -> LanePace:

@@ -114,10 +114,9 @@ class TaskService(ABC):
         if once is not None:
             await self.writer.decide(once.in_job(check))
         queue, now = tasks.report_progress(self.job, task_id, report), clock.monotonic()
-        if queue.kind in BESIDE and report.minibatches > queue.pending[task_id].minibatches:
+        alive = queue.sign_of_life(task_id, report.minibatches, now, report.work, report.waits_for)
+        if alive and queue.kind in BESIDE:
             self.job.training.grant_again(now)  # training may wait for the evaluation
-        queue.sign_of_life(task_id, report.minibatches, now)
-        queue.pending[task_id].waits_for = report.waits_for
 
     async def complete_task(self, task_id: str, report: CompleteTask, once: Once[Completed] | None = None) -> Completed:
         """A repeated report changes nothing, and gets the same next task. Raises StaleAttempt, NotFound."""

@@ -136,7 +136,12 @@ class Dispatcher(TaskService):
         assert once is None, "a trainer asks itself without a key"
         held = tasks.report_progress(self.job, task_id, report).pending[task_id]
         mine = HeldTask(
-            task_id=task_id, attempt=report.attempt, epoch=held.record.epoch, minibatches=report.minibatches
+            task_id=task_id,
+            attempt=report.attempt,
+            epoch=held.record.epoch,
+            minibatches=report.minibatches,
+            work=report.work,
+            waits_for=report.waits_for,
         )
         others = [task for task in self._progress.tasks if task.task_id != task_id and self._holds(task)]
         await self._publish(self._progress.model_copy(update={"tasks": (*others, mine)}))

@@ -191,9 +191,10 @@ class WatchedJob:
                 continue
             held = queue.pending.get(task.task_id)
             if held and held.record.find(task.attempt, trainer) and held.record.epoch == task.epoch:
-                if queue.kind in BESIDE and task.minibatches > held.minibatches:
-                    self._job.training.grant_again(clock.monotonic())  # training may wait for the evaluation
-                queue.sign_of_life(task.task_id, task.minibatches, clock.monotonic())
+                now = clock.monotonic()
+                alive = queue.sign_of_life(task.task_id, task.minibatches, now, task.work, task.waits_for)
+                if alive and queue.kind in BESIDE:
+                    self._job.training.grant_again(now)  # training may wait for the evaluation
 
     # ---------------------------------------------------------------- opening
 

@@ -93,11 +93,16 @@ class TaskAnswer(Record):
 
 
 class TaskProgress(Record):
-    """`epoch`, `timeline` (in all reports): those of the task, so that a late report is recognised as stale. `waits_for`: before the next minibatch."""
+    """`epoch`, `timeline` (in all reports): those of the task, so that a late report is recognised as stale. `waits_for`: before the next minibatch.
+    A task is not late while one of `minibatches` and `work` grows."""
 
     trainer: str
     attempt: Int64
     minibatches: Int64
+    work: Int64 = Field(
+        default=0,
+        description="What else the trainer has done for the task, in any unit: blocks of a checkpoint that are loaded, milliseconds of an export.",
+    )
     epoch: Int64 | None = None
     timeline: Int64 | None = None
     waits_for: str = Field(
@@ -170,12 +175,14 @@ class FailTask(Record):
 
 
 class HeldTask(Record):
-    """A pending attempt and its finished minibatches; a growing number shows that the trainer is alive."""
+    """A pending attempt, with what TaskProgress says of it."""
 
     task_id: str
     attempt: int
     epoch: int
     minibatches: int
+    work: int = 0
+    waits_for: str = ""
 
 
 LaneSeconds = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]

@@ -57,9 +57,8 @@ def no_attempt_fence() -> Any:
         if not (isinstance(change, DropPending) and change.task_id not in self.pending):
             apply(self, change, now)
 
-    def seen(self: TaskQueue, task_id: str, minibatches: int, now: float) -> None:
-        if task_id in self.pending:
-            sign_of_life(self, task_id, minibatches, now)
+    def seen(self: TaskQueue, task_id: str, *report: Any) -> bool:
+        return task_id in self.pending and sign_of_life(self, task_id, *report)
 
     return _both(
         replaced(TaskQueue, "check_attempt", lambda *_: None),

@@ -36,6 +36,7 @@ from trainer_agent.loops.staleness import BoundedStaleness
 from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.membership.pause import PauseResponder
 from trainer_agent.model.compute import BeforeStep, LaneResult, Records, metrics_of
+from trainer_agent.tasks.held import Held
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TrainingOver, outcome_of
 from trainer_agent.tasks.step_times import Times
 from trainer_agent.waiting.retry import Backoff
@@ -74,14 +75,14 @@ class AsyncLoop:
         self._reports.waits_for = lambda: self._bounded.waits_for
         self.timeline = timeline_of(self._directory)
         self._next: asyncio.Task[LoadedTask | Task | TaskFailed | None] | None = None
-        self._held: tuple[Task, int] | None = None
+        self._held: Held | None = None
         self._ahead_rows = RowsAhead(context.compute, lambda _, ids: self._newest_rows(ids))
         self._following: tuple[Task, int, Records] | None = None  # a minibatch whose rows are asked for
 
     def __repr__(self) -> str:
         return f"<AsyncLoop of {self._source.trainer}: {self._held[0].task_id if self._held else 'no task'}>"
 
-    def held(self) -> list[tuple[Task, int]]:
+    def held(self) -> list[Held]:
         """The current task and how many of its minibatches are pushed."""
         return [self._held] if self._held else []
 
@@ -89,7 +90,7 @@ class AsyncLoop:
         """The next minibatch to train, as a paused trainer reports it."""
         if self._held is None:
             return Paused(uuid="")
-        task, minibatch = self._held
+        task, minibatch, _ = self._held
         return Paused(
             uuid="",
             epoch=task.epoch,
@@ -153,8 +154,7 @@ class AsyncLoop:
         """Training is over. A task of another kind that this trainer got when it asked ahead: nobody else will do it."""
         if self._next is None or self._stopping.is_set() or self._duty().duty is Duty.LEAVE:
             return None
-        ahead = await outcome_of(self._next)
-        self._next = None
+        ahead, self._next = await outcome_of(self._next), None
         return ahead if isinstance(ahead, Task) else None
 
     def _is_to_train(self) -> bool:
@@ -207,7 +207,7 @@ class AsyncLoop:
         self._skipped: dict[int, int] = {}  # minibatches of the task that a pserver missed, by its index
         start = await self._resume_at(task, count) if task.attempt > 1 else 0
         while start < count:
-            self._held = task, start
+            self._held = Held(task, start)
             if not await self._may_go_on():
                 return
             if self._bounded.is_due and not await self._within_bound():
@@ -224,7 +224,7 @@ class AsyncLoop:
             else:
                 start = end
                 if start < count:
-                    self._held = task, start
+                    self._held = Held(task, start)
                     if not self._bounded.computes:  # else others might wait for it meanwhile
                         await self._evaluator.between_pushes()
         skipped = {str(index): minibatches for index, minibatches in sorted(self._skipped.items())}

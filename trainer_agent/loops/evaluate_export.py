@@ -23,13 +23,14 @@ from shared.records import CompleteTask, EvaluationSums, Mode, TakeNext, Task, T
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
 from shared.records.step import StepRecord, StepResult
 from shared.records.tasks import BestEvaluation
-from shared.runtime import ids, telemetry
+from shared.runtime import clock, ids, telemetry
 from shared.storage import files
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.evaluating import Evaluator, TaskSums, read_checkpoint
 from trainer_agent.loops.timeline import timeline_of
 from trainer_agent.tables.checkpoint import write_checkpoint_tables
 from trainer_agent.tables.export import export_tables
+from trainer_agent.tasks.held import Held
 from trainer_agent.tasks.source import LoadedTask, TaskFailed
 from trainer_agent.waiting.retry import retry
 from trainer_agent.waiting.to_its_end import to_its_end
@@ -51,14 +52,17 @@ class EvaluateExportLoop:
         self._final: StepRecord | None = None
         self._settled = False  # the evaluations before the last version are over
         self.busy = False
-        self._evaluating: tuple[Task, TaskSums] | None = None
+        self._task: Task | None = None
+        self._since = 0.0  # when it began
+        self._minibatches: int | None = None  # of it that are done; None: it has come to none yet, or is an export
 
-    def held(self) -> list[tuple[Task, int]]:
-        """The task being evaluated and how many of its minibatches are done."""
-        if self._evaluating is None:
+    def held(self) -> list[Held]:
+        """The task under way. Nothing can be counted of an export, nor of getting the parameters: the time is."""
+        if self._task is None:
             return []
-        task, sums = self._evaluating
-        return [(task, sums.done)]
+        if self._minibatches is not None:
+            return [Held(self._task, self._minibatches)]
+        return [Held(self._task, 0, work=round(1000 * (clock.monotonic() - self._since)))]
 
     async def run(self, acquired: Task | None = None) -> None:
         """`acquired`: a task that the training loop got already."""
@@ -70,11 +74,11 @@ class EvaluateExportLoop:
                 self._settled = True
             if task is not None:
                 request = ids.new_id("task")
-                self.busy = True
+                self.busy, self._task, self._since, self._minibatches = True, task, clock.monotonic(), None
                 try:
                     task = await self._do(task, request)
                 finally:
-                    self.busy = False
+                    self.busy, self._task = False, None
                 continue
             try:
                 answer = await self._source.acquire(self._transfer.generation, request=request)
@@ -125,13 +129,11 @@ class EvaluateExportLoop:
         return self._transfer.results
 
     async def _evaluate(self, task: Task) -> CompleteTask:
+        self._minibatches = 0
         sums = TaskSums.of(LoadedTask(task, await self._source.read(task)), self._spec)
-        self._evaluating = task, sums
-        try:
-            while not sums.complete:
-                await sums.next(self._source, self._compute)
-        finally:
-            self._evaluating = None
+        while not sums.complete:
+            await sums.next(self._source, self._compute)
+            self._minibatches = sums.done
         return self._source.completion(task, sums=sums.sums)
 
     async def _export(self, task: Task) -> CompleteTask:

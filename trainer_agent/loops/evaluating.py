@@ -45,6 +45,7 @@ from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.timeline import timeline_of
 from trainer_agent.model.compute import Compute
 from trainer_agent.tables.checkpoint import read_tables
+from trainer_agent.tasks.held import Held
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource
 from trainer_agent.waiting.retry import retry
 
@@ -88,16 +89,19 @@ class _Work:
 
     def __init__(self, task: Task, piece: Callable[[], Awaitable[bool]]) -> None:
         self.task, self._piece = task, piece
-        self.pieces = 0
+        self.pieces, self.is_under_way = 0, False
         self.over = asyncio.Event()
         self.error: UserCodeError | None = None
 
     async def next(self) -> bool:
         """One piece. Whether it is over."""
+        self.is_under_way = True
         try:
             over = await self._piece()
         except UserCodeError as error:
             self.error, over = error, True
+        finally:
+            self.is_under_way = False
         self.pieces += 1
         if over:
             self.over.set()
@@ -112,12 +116,13 @@ class Evaluator:
         self._source, self._compute, self._etcd = context.source, context.compute, context.etcd
         self._work: _Work | None = None
         self._pinned: CheckpointRef | None = None
+        self._given_up: Task | None = None
+        self._loading: Task | None = None
+        self._loaded = 0  # blocks and pieces of tables, for that task
         self._awaited = 0  # the evaluation that this trainer waits for
         self._result: Evaluation | None = None  # of an evaluation that the status has forgotten
-        self._for_loops, self._for_run = (
-            asyncio.Event(),
-            asyncio.Event(),
-        )  # there is something to do, or the job has changed
+        # there is something to do, or the job has changed
+        self._for_loops, self._for_run = asyncio.Event(), asyncio.Event()
         if context.spec.evaluate_every is not None:
             context.directory.observers.append(self._look_again)
 
@@ -134,9 +139,29 @@ class Evaluator:
         status, timeline = self._directory.evaluation, timeline_of(self._directory)
         return status if status is not None and status.timeline == timeline else EvaluationStatus(timeline=timeline)
 
-    def held(self) -> list[tuple[Task, int]]:
-        """The task being evaluated and how many of its minibatches are done."""
-        return [(self._work.task, self._work.pieces)] if self._work is not None else []
+    def held(self) -> list[Held]:
+        """The task being evaluated."""
+        if self._loading is not None:
+            return [Held(self._loading, 0, self._loaded)]
+        return [Held(self._work.task, self._work.pieces)] if self._work is not None else []
+
+    @property
+    def waits_for(self) -> str:
+        """Before the next step; "": for no evaluation. If the master gave up the task that is evaluated here, this trainer may hang."""
+        if self._task is not None and self._task == self._given_up:
+            return ""
+        if self._work is not None and self._work.is_under_way:
+            return "it computes a minibatch of an evaluation"
+        return f"evaluation {self._awaited} is not over" if self._awaited > self.status.settled else ""
+
+    def give_up(self, task: Task) -> None:
+        """That task is not this trainer's any more."""
+        if task == self._task:
+            self._given_up = task
+
+    @property
+    def _task(self) -> Task | None:
+        return self._work.task if self._work is not None else self._loading
 
     # ------------------------------------------------------------ called by the loops
 
@@ -330,12 +355,28 @@ class Evaluator:
 
     async def _load(self, task: Task, ref: CheckpointRef) -> None:
         """The checkpoint's values. Raises TaskFailed."""
-        self._pinned = None
+        self._pinned, self._loading, self._loaded = None, task, 0
+        try:
+            await self._read(task, ref)
+        finally:
+            self._loading = None
+
+    async def _read(self, task: Task, ref: CheckpointRef) -> None:
+        """Raises TaskFailed."""
+
+        def memory(block: int) -> memoryview:
+            self._loaded += 1
+            return self._compute.pinned(block)
+
+        def reads() -> None:
+            self._loaded += 1
+
         for attempt in range(STORAGE_TRIES):
             try:
-                manifest = await self._source.offload(read_checkpoint, self._spec, ref, self._compute.pinned)
+                manifest = await self._source.offload(read_checkpoint, self._spec, ref, memory)
                 if manifest.layout.tables:
-                    self._compute.pin_rows(await self._source.offload(read_tables, self._spec.storage, ref, manifest))
+                    found = await self._source.offload(read_tables, self._spec.storage, ref, manifest, reads)
+                    self._compute.pin_rows(found)
             except (CheckpointUnusable, TooLarge) as error:
                 raise TaskFailed(task, error) from error
             except (OSError, PeerError) as error:

@@ -17,7 +17,6 @@ from functools import partial
 from shared.checkpoints.schedule import is_final
 from shared.errors import UserCodeError
 from shared.lanes import Interval, step_seed
-from shared.records import Task
 from shared.records.step import NodeResult, StepRecord, result_of
 from shared.runtime import clock, telemetry
 from shared.wire.messages import PushHeader
@@ -34,6 +33,7 @@ from trainer_agent.loops.repair import StepRepair
 from trainer_agent.loops.rows_ahead import RowsAhead
 from trainer_agent.loops.step import LaneWork, Step
 from trainer_agent.model.compute import Ready, node_result
+from trainer_agent.tasks.held import Held
 from trainer_agent.tasks.lane_reader import LaneReaders
 from trainer_agent.tasks.source import TaskFailed
 from trainer_agent.waiting.single_error import SingleErrorGroup
@@ -48,6 +48,7 @@ class SyncLoop:
         self._evaluator = evaluator
         self._spec, self._compute, self._transfer = context.spec, context.compute, context.transfer
         self._source, self._reports, self._duty = context.source, context.reports, context.duty
+        self._reports.waits_for, self._reports.given_up = lambda: evaluator.waits_for, evaluator.give_up
         self._readers = LaneReaders(context.source, lambda: context.transfer.generation)
         self._joiner = Joiner(context, self._readers, evaluator)
         self._ahead = RowsAhead(context.compute, context.transfer.lookup)
@@ -67,8 +68,8 @@ class SyncLoop:
         """Whether gradients are being computed or are not acknowledged yet."""
         return self._repair.busy
 
-    def held(self) -> list[tuple[Task, int]]:
-        """The tasks being read and how many minibatches of each were handed out."""
+    def held(self) -> list[Held]:
+        """See LaneReader.held."""
         return self._readers.held()
 
     async def run(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,13 +27,15 @@ def read_table(
     most_bytes: int | None = None,
     *,
     state: bool = False,
+    reads: Callable[[], None] = lambda: None,
 ) -> StoredTable:
     """Ids and values, with `state` also that of the optimizer; all parts are read, and up to twice the bytes of ids and values are in memory. Raises CheckpointUnusable, OSError; TooLarge: these are more
-    than `most_bytes`."""
+    than `most_bytes`. `reads` is called for each piece."""
     ids, values, size, width = [], [], 0, spec.row_words if state else spec.dim
 
     def take(rows: RowsOfIds) -> None:
         nonlocal size
+        reads()
         size += len(rows) * (8 + 4 * width)
         if most_bytes is not None and size > most_bytes:
             msg = f"table {spec.name} has more than {most_bytes} bytes of ids and values in checkpoint {ref.uuid} (step {ref.step})"
@@ -64,9 +67,11 @@ def read_delta(
     return TableDelta(since[1], rows, np.setdiff1d(np.concatenate(gone), rows.ids))
 
 
-def read_tables(storage_url: str, ref: CheckpointRef, manifest: Manifest) -> list[StoredTable]:
+def read_tables(
+    storage_url: str, ref: CheckpointRef, manifest: Manifest, reads: Callable[[], None] = lambda: None
+) -> list[StoredTable]:
     """All of them, in the layout's order, for lookups in this process. Raises as read_table."""
-    return [read_table(storage_url, ref, manifest, spec, MOST_BYTES) for spec in manifest.layout.tables]
+    return [read_table(storage_url, ref, manifest, spec, MOST_BYTES, reads=reads) for spec in manifest.layout.tables]
 
 
 def write_checkpoint_tables(storage_url: str, ref: CheckpointRef, manifest: Manifest, directory: str) -> dict[str, str]:

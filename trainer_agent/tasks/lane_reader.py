@@ -18,6 +18,7 @@ from shared.lanes import Interval
 from shared.records import Task
 from shared.records.step import LanePosition, StepRecord
 from trainer_agent.model.compute import Records
+from trainer_agent.tasks.held import Held
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource, TrainingOver, outcome_of
 from trainer_agent.waiting.single_error import SingleErrorGroup
 
@@ -46,9 +47,21 @@ class LaneReader:
         self._next_portion: Portion | None = None
 
     @property
-    def held(self) -> tuple[Task, int] | None:
-        """The task being read and how many of its minibatches were handed out."""
-        return (self._loaded.task, self._done) if self._loaded else None
+    def held(self) -> list[Held]:
+        """The task being read, with how many of its minibatches were handed out, and the one that was fetched ahead."""
+        found = [Held(self._loaded.task, self._done)] if self._loaded else []
+        if (ahead := self._fetched_ahead) is not None:
+            found.append(Held(ahead.task, 0))
+        return found
+
+    def reads(self, task: Task) -> bool:
+        return self._loaded is not None and self._loaded.task.task_id == task.task_id
+
+    @property
+    def _fetched_ahead(self) -> LoadedTask | None:
+        if self._next is None or not self._next.done() or self._next.cancelled():
+            return None
+        return self._next.result()
 
     def at_hand(self, position: LanePosition) -> Portion | None:
         """As `at`, if the task is loaded or was fetched ahead: then nobody has to be asked. Else None."""
@@ -94,9 +107,7 @@ class LaneReader:
 
     def _prefetched(self, position: LanePosition) -> LoadedTask | None:
         """The task at `position`, if it was fetched ahead and is there by now; it becomes the loaded one."""
-        if self._next is None or not self._next.done() or self._next.cancelled():
-            return None
-        ahead = is_due(self._next.result(), position)
+        ahead = is_due(self._fetched_ahead, position)
         if ahead is not None:
             self._loaded, self._next = ahead, None
         return ahead
@@ -179,9 +190,9 @@ class LaneReaders:
         """See LaneReader.next."""
         return self._readers[lane].next(position) if lane in self._readers else None
 
-    def held(self) -> list[tuple[Task, int]]:
-        """The tasks being read and how many minibatches of each were handed out."""
-        return [held for reader in self._readers.values() if (held := reader.held) is not None]
+    def held(self) -> list[Held]:
+        """See LaneReader.held."""
+        return [held for reader in self._readers.values() for held in reader.held]
 
     async def read(self, lanes: Sequence[int], positions: Sequence[LanePosition]) -> dict[int, Portion]:
         """Each lane's records at its position. Raises as LaneReader.at.
@@ -207,7 +218,7 @@ class LaneReaders:
     def drop(self, task: Task) -> None:
         """Forget `task`, whichever lane reads it: its attempt is over."""
         for reader in self._readers.values():
-            if reader.held is not None and reader.held[0].task_id == task.task_id:
+            if reader.reads(task):
                 reader.drop()
 
     async def announce_end(self, lane: int, epoch: int) -> None:

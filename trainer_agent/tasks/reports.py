@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from shared.errors import CallerError, PeerError, TriremeError
+from shared.errors import CallerError, PeerError, StaleAttempt, TriremeError
 from shared.logged_metrics import Logged
 from shared.metric_names import MOST_NAMES
 from shared.records import CompleteTask, MetricBatch, MetricsTaken, StepMetrics, Task, TaskProgress
 from shared.records.step import StepRecord, StepResult
 from shared.records.tasks import WAITS_FOR_CHARACTERS, MetricValue
 from shared.runtime import clock, ids, telemetry
+from trainer_agent.tasks.held import PROGRESS_S, Held
 from trainer_agent.tasks.master import MasterPort
 from trainer_agent.tasks.step_times import Times, TimesBuffer
 from trainer_agent.tasks.whole_steps import WholeSteps
@@ -29,7 +30,6 @@ from trainer_agent.waiting.retry import retry
 QUEUED = 10_000
 SUSPECT_EVERY_S = 1.0
 METRICS_LIMIT_S = 30.0
-PROGRESS_S = 5.0
 SETTLE_S, SETTLE_PAUSE_S = 30.0, 0.25
 TELL_S = 2.0
 METRICS_EVERY_S, METRICS_STEPS, KEPT_STEPS = 0.5, 200, 2000
@@ -126,13 +126,16 @@ class Reports:
         self,
         master: MasterPort,
         trainer: str,
-        held: Callable[[], list[tuple[Task, int]]],
+        held: Callable[[], Sequence[Held]],
         pace: Callable[[], LanePace] = LanePace,
+        progress_s: float = PROGRESS_S,
     ) -> None:
-        """`held` names the tasks being trained and how many minibatches of each are done. `pace`: how long lanes take, if known."""
+        """`held`: the tasks that this trainer works on, told every `progress_s`. `pace`: how long lanes take, if known."""
         self._master, self._trainer, self._held, self._pace = master, trainer, held, pace
+        self._progress_s = progress_s
         self.done = Done()
         self.waits_for: Callable[[], str] = lambda: ""  # before its next minibatch
+        self.given_up: Callable[[Task], None] = lambda _: None  # called if that task is not this trainer's any more
         self._told_pace = LanePace(), -math.inf  # what was told last, and when
         self._completed: deque[tuple[Task, CompleteTask]] = deque()
         self._metrics = MetricBuffer()
@@ -300,17 +303,23 @@ class Reports:
 
     async def _send_progress(self) -> None:
         while True:
-            await asyncio.sleep(PROGRESS_S)
-            for task, minibatches in self._held():
+            await asyncio.sleep(self._progress_s)
+            for task, minibatches, work in self._held():
                 progress = TaskProgress(
                     trainer=self._trainer,
                     attempt=task.attempt,
                     minibatches=minibatches,
+                    work=work,
                     epoch=task.epoch,
                     timeline=task.timeline,
                     waits_for=self.waits_for()[:WAITS_FOR_CHARACTERS],
                 )
-                await self._try(self._master.report_progress(task.task_id, progress))
+                try:
+                    await self._master.report_progress(task.task_id, progress)
+                except TriremeError as error:
+                    log.debug("report_refused", cause=str(error))
+                    if isinstance(error, StaleAttempt):
+                        self.given_up(task)
 
     async def _send_suspects(self) -> None:
         while True:

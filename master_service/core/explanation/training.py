@@ -10,6 +10,7 @@ from itertools import islice
 from master_service.core.decisions import operations, resize
 from master_service.core.explanation.cause import Cause, Code
 from master_service.core.explanation.situation import NAMED, Situation, listed, seconds
+from master_service.core.queue.task_queue import TaskQueue
 from shared.records import Mode, Stage, TaskKind
 from shared.records.members import pserver_names
 from shared.records.operations import OperationKind
@@ -141,7 +142,14 @@ def late_tasks(now: Situation) -> Cause | None:
     """Every task is taken and some trainers have none."""
     job, queue = now.job, now.job.due
     trainers = len(job.trainers.names)
-    if queue is None or queue.by_lane or queue.finished or queue.requeued or queue.dispatched < queue.total:
+    if (
+        queue is None
+        or queue.by_lane
+        or queue.kind is TaskKind.EXPORT
+        or queue.finished
+        or queue.requeued
+        or queue.dispatched < queue.total
+    ):
         return None
     idle = trainers - len({held.record.trainer for held in queue.pending.values()})
     if not queue.pending or idle <= 0:
@@ -200,7 +208,7 @@ def awaited_slower_trainer(now: Situation) -> Cause | None:
     queue = now.job.due
     waiting = (
         {}
-        if queue is None
+        if queue is None or queue.by_lane
         else {held.record.trainer: held.waits_for for held in queue.pending.values() if held.waits_for}
     )
     if not waiting:
@@ -218,6 +226,8 @@ def slow_minibatch(now: Situation) -> Cause | None:
     job, queue = now.job, now.job.due
     if queue is None or not now.is_still:
         return None
+    if queue.kind is TaskKind.EXPORT:
+        return _long_export(now, queue)
     training = job.members.trainers.keys() & set(job.trainers.names)
     held = [task_id for task_id, pending in queue.pending.items() if pending.record.trainer in training]
     if not held:
@@ -235,6 +245,20 @@ def slow_minibatch(now: Situation) -> Cause | None:
             for held in (queue.pending[task_id],)
         ),
         hints=(f"trireme tasks --state pending {now.option}", "py-spy dump --pid PID shows where a trainer is"),
+    )
+
+
+def _long_export(now: Situation, queue: TaskQueue) -> Cause | None:
+    held = next(iter(queue.pending.values()), None)
+    if held is None:
+        return None
+    return Cause(
+        code=Code.SLOW_MINIBATCH,
+        summary=f"{held.record.trainer} has been exporting the model for {seconds(now.now - held.since)}.",
+        details=(
+            f"It said {seconds(now.now - held.last_sign)} ago that it works on it; it may take as long as it does.",
+        ),
+        hints=("py-spy dump --pid PID shows where a trainer is", "end that trainer, and another one exports"),
     )
 
 

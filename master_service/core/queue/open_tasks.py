@@ -13,15 +13,22 @@ SLACK = 64
 @dataclass(slots=True)
 class Pending:
     """`record` is what etcd holds; the rest starts anew in a new master. `since`: when the newest attempt was given out; `late`: it
-    was found late since then; `waits_for`: what its trainer said it waits for before the next minibatch."""
+    was found late since then; `minibatches`, `work`, `waits_for`: what its trainer said last."""
 
     record: PendingTask
     deadline: float
     last_sign: float
     since: float
     minibatches: int = 0
+    work: int = 0
     late: bool = False
     waits_for: str = ""
+
+    def does_more(self, minibatches: int, work: int) -> bool:
+        """In place. Whether more is done than its trainer said before."""
+        more = minibatches > self.minibatches or work > self.work
+        self.minibatches, self.work = max(self.minibatches, minibatches), max(self.work, work)
+        return more
 
 
 class RequeuedTasks(dict[str, RequeuedTask]):

@@ -256,15 +256,17 @@ class TaskQueue:
 
     # ---------------------------------------------------------------- apply
 
-    def sign_of_life(self, task_id: str, minibatches: int, now: float) -> None:
-        """In place. More minibatches than before: the deadline is set anew. The same number proves nothing, because a trainer
-        whose model hangs still answers. Nothing of this is stored."""
+    def sign_of_life(self, task_id: str, minibatches: int, now: float, work: int = 0, waits_for: str = "") -> bool:
+        """In place. Whether more is done than before; a trainer whose model hangs answers the same again. If that of a lane waits, no lane is late."""
         held = self.pending[task_id]
-        if minibatches <= held.minibatches:
-            return
-        self.deadlines.heard(held, now, by_lane=self.by_lane)
-        held.last_sign, held.minibatches = now, minibatches
-        held.deadline = now + self.deadlines.allowed_s(held.record.trainer)
+        held.waits_for = waits_for
+        if minibatches > held.minibatches:
+            self.deadlines.heard(held, now, by_lane=self.by_lane)
+        if more := held.does_more(minibatches, work):
+            held.last_sign, held.deadline = now, now + self.deadlines.allowed_s(held.record.trainer)
+        elif self.by_lane and waits_for:
+            self.grant_again(now)
+        return more
 
     def grant_again(self, now: float) -> None:
         """In place. Every pending task gets a new full deadline: under a new master, or after a long wait that was not its fault."""
@@ -272,8 +274,7 @@ class TaskQueue:
             held.deadline = now + self.deadlines.allowed_s(held.record.trainer)
 
     def extend(self, seconds: float) -> None:
-        """In place. Every pending task gets so much more time: training stood still for so long. No new full deadline: where pauses
-        come more often than that, a task that nobody works on would never run over its time."""
+        """In place. So much more time: training stood still. With a new full deadline in each pause a hung task might never run over its time."""
         for held in self.pending.values():
             held.deadline += seconds
 
@@ -330,7 +331,7 @@ class TaskQueue:
     # ---------------------------------------------------------------- parts
 
     def _asked_before(self, ask: AcquireTask) -> TaskAnswer | None:
-        """If the answer to this request was lost: the same request gets the same task."""
+        """The same request gets the same task: the answer may have been lost."""
         if task_id := self.repeats.asks.get((ask.trainer, ask.request)):
             record = self.pending[task_id].record
             stream = int(record.stream) if record.stream.isdigit() else 0
@@ -388,9 +389,8 @@ class TaskQueue:
 
     def _closing(self, task_id: str, changes: tuple[Change, ...]) -> Closing:
         last = self.dispatched == self.total and not self.requeued and self.pending.keys() == {task_id}
-        if last and self.kind is TaskKind.TRAIN:
-            changes = (*changes, NextEpoch(self.epoch + 1))
-        return Closing(changes, last)
+        ended = (NextEpoch(self.epoch + 1),) if last and self.kind is TaskKind.TRAIN else ()
+        return Closing((*changes, *ended), last)
 
     def _reported(self, task_id: str, attempt: int, trainer: str, epoch: int | None) -> bool:
         """Whether this very report was taken before, and its answer got lost. Bounded memory, empty in a new master."""

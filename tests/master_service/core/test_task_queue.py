@@ -227,6 +227,27 @@ def test_progress_keeps_a_task_alive_and_silence_makes_it_overdue(queue: TaskQue
     assert queue.overdue(191.0) == ["0"]
 
 
+def test_other_work_keeps_a_task_alive_and_says_nothing_about_minibatches(queue: TaskQueue) -> None:
+    take(queue, "r1", now=0.0)
+    for n in range(1, 21):
+        assert queue.sign_of_life("0", 0, 5.0 * n, work=n)
+    assert not queue.sign_of_life("0", 0, 101.0, work=20)
+    assert queue.deadlines.allowed_s() == 100.0
+    assert queue.overdue(199.0) == []
+    assert queue.overdue(201.0) == ["0"]
+
+
+def test_who_waits_between_steps_is_not_late(queue: TaskQueue, lanes: TaskQueue) -> None:
+    """Of a lane. Who waits because of max_staleness has a limit of its own."""
+    take_lane(lanes, "r1", 0, 0)
+    take(queue, "r1", now=0.0)
+    for each in (queue, lanes):
+        assert not each.sign_of_life("0", 0, 90.0, waits_for="evaluation 1 is not over")
+        assert each.overdue(189.0) == ([] if each.by_lane else ["0"])
+    lanes.sign_of_life("0", 0, 100.0)
+    assert lanes.overdue(191.0) == ["0"]
+
+
 def test_deadlines_follow_the_silences_between_floor_and_ceiling() -> None:
     deadlines = Deadlines(10.0, 100.0)
     assert deadlines.allowed_s() == 100.0

@@ -12,6 +12,7 @@ from shared.records import AcquireTask
 from shared.records.step import LanePosition
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import RECORDS, spec_for, write_script
+from trainer_agent.tasks.held import Held
 from trainer_agent.tasks.lane_reader import LaneReader
 from trainer_agent.tasks.source import TaskFailed, TaskSource, TrainingOver
 
@@ -104,10 +105,12 @@ async def test_a_task_that_was_fetched_ahead_is_at_hand_where_it_is_due_and_nowh
         lane.prefetch(first, group)
         assert lane.at_hand(first) is None, "it is being fetched"
     assert lane.at_hand(second) is None
+    ahead = lane.held
     portion = lane.at_hand(first)
     assert portion is not None
     assert len(portion.records) == 4
-    assert lane.held == (portion.task, 1)
+    assert ahead == [Held(portion.task, 0)], "it is this trainer's already"
+    assert lane.held == [Held(portion.task, 1)]
     lane.drop()
     assert lane.at_hand(first) is None
 

@@ -11,6 +11,7 @@ from shared.records import CompleteTask, MetricBatch, StepMetrics, Task, TaskKin
 from shared.records.tasks import MetricValue
 from shared.runtime import clock
 from tests.trainer_agent.virtual_time import virtually
+from trainer_agent.tasks.held import Held
 from trainer_agent.tasks.reports import KEPT_STEPS, MetricBuffer, Reports
 
 
@@ -112,9 +113,9 @@ def test_tasks_at_hand_show_that_they_are_alive():
     async def act(_):
         await asyncio.sleep(11)
 
-    virtually(lambda: with_reports(master, act, held=lambda: [(task(7), 2)]))
-    assert [(name, task_id, progress.minibatches) for name, task_id, progress in master.heard] == [
-        ("report_progress", "7", 2)
+    virtually(lambda: with_reports(master, act, held=lambda: [Held(task(7), 2, 9)]))
+    assert [(name, task_id, each.minibatches, each.work) for name, task_id, each in master.heard] == [
+        ("report_progress", "7", 2, 9)
     ] * 2
 
 
