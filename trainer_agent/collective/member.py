@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 
+from shared.errors import Gone
 from shared.etcd import Etcd
 from shared.membership.directory import Directory
 from shared.records import JobSpec, TrainerList
@@ -131,9 +132,10 @@ class CollectiveMember(Collective):
         return Step(record, tensors, lambda: released(gradients), rows)
 
     def measured(self, version: int, norm: float) -> StepRecord:
-        assert self.store is not None
-        record = self.store.history.record(version)
-        assert record is not None
+        """Raises Gone: the job went back meanwhile."""
+        record = self.store.history.record(version) if self.store is not None else None
+        if self.store is None or record is None:
+            raise Gone(f"this trainer has no version {version} any more")
         if self._spec.clip_grad_norm is not None:
             record = with_norm(record, norm)
             self.store.history.take_record(record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.records import Exchange, Holding, JobState, Phase, TrainerList, TrainerMember
 from tests.trainer_agent.collective.test_replica import begun, record
+from trainer_agent.collective.state import following as following_module
 from trainer_agent.collective.state.following import Following
 
 
@@ -151,6 +153,85 @@ async def test_a_spare_that_cannot_follow_forgets_what_it_has_unless_that_is_in_
         following.cancel()
     assert versions.stopped == (0 if meanwhile else 1)
     assert (replica.version is None) == (meanwhile is None)
+
+
+async def test_nothing_is_fetched_while_the_checkpoint_is_being_loaded():
+    """The others went on from it, since it is read more slowly here. Both would begin the versions behind it anew."""
+    compute, replica = begun()
+    replica.forget()
+    versions, etcd = Waiting(replica), Asked()
+    await versions.in_use.acquire()
+    state = JobState(phase=Phase.RUNNING, generation=3, timeline=3, checkpoint="c")
+    following = following_in(state, compute, versions, etcd)
+    try:
+        await asyncio.sleep(0.05)
+        assert not etcd.ranged.is_set()
+        replica.loaded(record(0), 3, "c")
+        versions.in_use.release()
+        async with asyncio.timeout(5):
+            await versions.waits.wait()
+        assert not etcd.ranged.is_set()
+    finally:
+        following.cancel()
+
+
+class Attempt:
+    """A CatchingUp that has everything at once."""
+
+    whole, late, damaged, copying_s = True, 0, 0, 0.0
+
+    def __init__(self, handed: list[Any], meanwhile: Callable[[], Awaitable[None]]) -> None:
+        self._handed, self._meanwhile = handed, meanwhile
+
+    async def run(self) -> None:
+        await self._meanwhile()
+
+    def hand_over(self, replica: Any) -> None:
+        self._handed.append(replica)
+        replica.loaded(record(0), 0, "")
+
+
+@pytest.mark.parametrize("meanwhile", ["loaded", "gone back", "lost", None])
+async def test_what_was_fetched_is_not_handed_over_if_there_is_another_version_meanwhile(
+    meanwhile: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    compute, replica = begun()
+    replica.forget()
+    versions: Any = Waiting(replica)
+    versions.envelope = dict
+    handed, said = list[Any](), list[Any]()
+    etcd: Any = Asked("other")
+    directory = Directory(etcd, Keys("job"))
+    directory.state = JobState(phase=Phase.RUNNING, generation=1)
+    directory.init_done = True
+
+    async def hold() -> None:
+        await versions.in_use.acquire()
+
+    monkeypatch.setattr(following_module, "CatchingUp", lambda *_: Attempt(handed, hold))
+    own: Any = SimpleNamespace(record=SimpleNamespace(trainer="late"), set=lambda **fields: said.append(fields))
+    copies: Any = SimpleNamespace(ends_unsaved=False)
+    made: Any = lambda member: Frozen(member, [])  # noqa: E731
+    following = asyncio.ensure_future(Following(etcd, directory, own, compute, versions, copies, made).run())
+    try:
+        async with asyncio.timeout(5):
+            await etcd.ranged.wait()
+            while not versions.in_use.locked():
+                await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        assert not handed
+        if meanwhile == "loaded":
+            replica.loaded(record(0), 0, "")
+        elif meanwhile == "gone back":
+            directory.state = JobState(phase=Phase.ROLLING_BACK, generation=2, timeline=2, checkpoint="c")
+        elif meanwhile == "lost":
+            versions.lost = True
+        versions.in_use.release()
+        await asyncio.sleep(0.05)
+    finally:
+        following.cancel()
+        await asyncio.wait([following])
+    assert len(handed) == len(said) == (0 if meanwhile else 1)
 
 
 class Frozen:

@@ -163,7 +163,10 @@ class Following:
     # ------------------------------------------------------------ a trainer without state
 
     async def _catch_up(self, state: JobState) -> None:
-        """One attempt."""
+        """One attempt. Not while the Restorer loads a checkpoint: that has the same versions, and begins them anew when it is there."""
+        async with self._versions.in_use:
+            if self._has_version(state) or not self._is_current(state):
+                return
         donors: list[Donor] = []
         for member in await self._givers(state):
             try:
@@ -197,6 +200,8 @@ class Following:
         if not attempt.whole or not self._is_current(state):
             return
         async with self._versions.in_use:
+            if self._has_version(state) or not self._is_current(state) or self._versions.lost:
+                return  # whoever held it has changed that
             attempt.hand_over(self._replica)
             self._versions.handed_over()
         seconds = {"copying_s": round(attempt.copying_s, 3), "seconds": round(clock.monotonic() - began, 3)}
