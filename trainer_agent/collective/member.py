@@ -64,9 +64,8 @@ class CollectiveMember(Collective):
         server.own_rows = lambda: self.replica.rows
         place = etcd, directory, membership
         self.copies = ShareCopies(spec, *place, ports.background, compute, self.replica, self._saved)
-        self._restorer = Restorer(
-            spec, *place, ports.background, compute, self.replica, self.in_use, self.stop, self.start
-        )
+        locks = self.in_use, self.swapping
+        self._restorer = Restorer(spec, *place, ports.background, compute, self.replica, *locks, self.stop, self.start)
         self._following = Following(*place, compute, self, self.copies, ports.connect_donor, ports.step_in)
 
     async def run(self) -> None:

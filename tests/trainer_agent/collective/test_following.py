@@ -52,6 +52,7 @@ class Waiting:
 
     def __init__(self, replica: Any) -> None:
         self.replica, self.in_use, self.waits = replica, asyncio.Lock(), asyncio.Event()
+        self.swapping = asyncio.Lock()
         self.begun = asyncio.Event()
         self.begun.set()
 
@@ -191,7 +192,7 @@ class Attempt:
         replica.loaded(record(0), 0, "")
 
 
-@pytest.mark.parametrize("meanwhile", ["loaded", "gone back", "lost", None])
+@pytest.mark.parametrize("meanwhile", ["loaded", "gone back", "lost", "evaluates", None])
 async def test_what_was_fetched_is_not_handed_over_if_there_is_another_version_meanwhile(
     meanwhile: str | None, monkeypatch: pytest.MonkeyPatch
 ):
@@ -226,6 +227,8 @@ async def test_what_was_fetched_is_not_handed_over_if_there_is_another_version_m
             directory.state = JobState(phase=Phase.ROLLING_BACK, generation=2, timeline=2, checkpoint="c")
         elif meanwhile == "lost":
             versions.lost = True
+        elif meanwhile == "evaluates":  # in a thread, which uses the parameters
+            await versions.swapping.acquire()
         versions.in_use.release()
         await asyncio.sleep(0.05)
     finally:

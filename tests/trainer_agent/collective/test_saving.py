@@ -47,7 +47,8 @@ class Node:
         self.membership = Membership(etcd, member)
         place = job.spec, etcd, self.directory, self.membership, self.offload, self.compute, self.replica
         self.copies = ShareCopies(*place)
-        self.restorer = Restorer(*place, asyncio.Lock())
+        self.evaluating = asyncio.Lock()
+        self.restorer = Restorer(*place, asyncio.Lock(), self.evaluating)
         self.slow = asyncio.Event()
         self.slow.set()
         self.tasks: list[asyncio.Task[Any]] = []
@@ -257,6 +258,22 @@ def test_after_a_roll_back_each_trainer_says_that_it_holds_the_checkpoint_or_why
             else:
                 assert holds.version == 2
                 assert node.bits == bits
+
+    scenario(run, tmp_path)
+
+
+def test_a_checkpoint_is_not_loaded_while_a_minibatch_is_evaluated(tmp_path):
+    """In a thread, with the parameters of the model: other ones would come into use within it."""
+
+    async def run(job: Job) -> None:
+        ref, _ = await saved_at_2(job)
+        node = job.nodes["a"]
+        async with node.evaluating:
+            await job.group((), phase=Phase.ROLLING_BACK, timeline=2, checkpoint=ref.uuid)
+            await until(lambda: job.nodes["b"].membership.record.holds is not None, "the other one has it", 30.0)
+            assert node.replica.record is None
+            assert node.membership.record.holds is None
+        await until(lambda: node.membership.record.holds is not None, "it has it, too", 30.0)
 
     scenario(run, tmp_path)
 

@@ -33,12 +33,16 @@ log = telemetry.logger("collective.following")
 
 
 class Versions(Follow, Protocol):
-    """The exchange, as this module needs it. `in_use`: held by whoever uses or changes the parameters. `begun`: set once it is known whether this trainer has the
+    """The exchange, as this module needs it. `in_use`: held by whoever uses or changes the parameters, and then
+    `swapping` to take other ones into use. `begun`: set once it is known whether this trainer has the
     job's first values."""
 
     replica: Replica
     in_use: asyncio.Lock
     begun: asyncio.Event
+
+    @property
+    def swapping(self) -> asyncio.Lock: ...
 
     @property
     def has(self) -> int:
@@ -199,7 +203,7 @@ class Following:
                 await donor.close()
         if not attempt.whole or not self._is_current(state):
             return
-        async with self._versions.in_use:
+        async with self._versions.in_use, self._versions.swapping:
             if self._has_version(state) or not self._is_current(state) or self._versions.lost:
                 return  # whoever held it has changed that
             attempt.hand_over(self._replica)

@@ -35,7 +35,8 @@ class _Superseded(CheckpointUnusable):
 
 
 class Restorer:
-    """Answers each roll-back once: it was loaded, or why it could not be. `idle`: held by whoever uses the parameters. `drop` is called before the replica
+    """Answers each roll-back once: it was loaded, or why it could not be. `idle`: held by whoever uses the parameters; `swapping`: while a minibatch is
+    evaluated. `drop` is called before the replica
     forgets its version, `began` when it has another one."""
 
     def __init__(
@@ -48,12 +49,13 @@ class Restorer:
         compute: Compute,
         replica: Replica,
         idle: asyncio.Lock,
+        swapping: asyncio.Lock,
         drop: Callable[[], None] = lambda: None,
         began: Callable[[], None] = lambda: None,
     ) -> None:
         self._spec, self._etcd, self._directory = spec, etcd, directory
         self._own_key, self.offload = own_key, offload
-        self._compute, self._replica, self._idle = compute, replica, idle
+        self._compute, self._replica, self._idle, self._swapping = compute, replica, idle, swapping
         self._drop, self._began = drop, began
 
     def __repr__(self) -> str:
@@ -110,9 +112,10 @@ class Restorer:
         place = self._spec.storage, self._spec.job
         for attempt in range(TRIES):
             try:
-                await self.offload(
-                    load_replica, *place, ref, self._spec.lanes, self._compute, self._replica, state.timeline
-                )
+                async with self._swapping:
+                    await self.offload(
+                        load_replica, *place, ref, self._spec.lanes, self._compute, self._replica, state.timeline
+                    )
             except (CheckpointUnusable, PeerError):
                 raise
             except ConnectionError as away:
