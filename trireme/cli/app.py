@@ -6,6 +6,7 @@ Exit codes: 0 ok, 1 job failed, 2 usage, 3 not found, 4 conflict, 5 auth, 6 unre
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -363,4 +364,8 @@ cluster_commands.add_to(app)
 
 
 def main() -> None:
-    app()
+    try:
+        app()
+    finally:
+        # from here on Ctrl-C ends the process: as an exception it would be printed by whatever the interpreter frees just then
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
