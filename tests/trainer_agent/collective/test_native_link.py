@@ -12,7 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from shared.collective.group import Broken
-from trainer_agent.collective.native.link import Link
+from shared.etcd import Etcd
+from tests.equipment.etcd.simulated import SimulatedEtcd
+from trainer_agent.collective.native import link as link_module
+from trainer_agent.collective.native.link import Link, Meeting, NativeStatement
 from trainer_agent.collective.native.operation_limit import OperationLimit
 from trainer_agent.waiting.single_error import SingleErrorGroup
 
@@ -145,6 +148,26 @@ async def test_a_broken_group_is_free_without_looking_for_circles(where):
                 await asyncio.sleep(0.05)
     finally:
         gc.enable()
+
+
+async def test_a_statement_that_is_lost_is_not_waited_for_for_ever(monkeypatch):
+    """Somebody deletes it, or it is written under a lease that ends: its trainer waits for it as all others do. A further attempt writes it anew."""
+    monkeypatch.setattr(link_module, "MEETING_S", 0.3)
+    etcd = Etcd(SimulatedEtcd().transport("test"))
+
+    async def met(attempt: int) -> list[list[NativeStatement]]:
+        meetings = [Meeting(etcd, "/meeting/", attempt, lambda: 0, rank, 2) for rank in range(2)]
+        said = [NativeStatement(trainer=f"t{n}", version=n, listener=None, network="n", manifest={}) for n in range(2)]
+        first = asyncio.ensure_future(meetings[0].statements(said[0]))
+        if attempt == 0:
+            await asyncio.sleep(0.05)
+            await etcd.delete(f"{meetings[0].prefix}statements/0")
+        return list(await asyncio.gather(first, meetings[1].statements(said[1])))
+
+    async with asyncio.timeout(10):
+        with pytest.raises(Broken, match=r"waited 0\.3 s for the statements of 2 trainers at /meeting/0/"):
+            await met(0)
+        assert [[each.version for each in found] for found in await met(1)] == [[0, 1]] * 2
 
 
 def descriptors() -> int:

@@ -31,6 +31,7 @@ from trainer_agent.collective.native.reducing import Scratch
 BUILD_S = 10.0
 FIRST_LOOK_S, LAST_LOOK_S = 0.005, 0.1
 TOLD_AGAIN_S = 30.0
+MEETING_S = 120.0  # whoever is not there by then is missed by the job long since: a statement was lost
 LIMIT_S = 5.0  # of one call to etcd
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ class NativeStatement(Record):
     trainer: str
     version: int
     received: int = -1
-    listener: tuple[str, int] | None
+    listener: tuple[str, int] | None = None
     network: str
     manifest: dict[str, str]
 
@@ -72,11 +73,16 @@ class Meeting:
         return f"{self.base}{self.attempt}/"
 
     async def statements(self, mine: NativeStatement) -> list[NativeStatement]:
-        """Of all, by rank, as soon as all are there. There is no limit: a trainer that does not come is missed by the job, which ends the generation. Raises
-        Broken."""
+        """Of all, by rank, as soon as all are there. Raises Broken: also if some are not there within MEETING_S; then all state anew what they have."""
         await self.put(f"statements/{self.rank}", mine.to_bytes())
         names = [f"statements/{rank}" for rank in range(self.size)]
-        values = await self.values(names)
+        try:
+            async with asyncio.timeout(MEETING_S):
+                values = await self.values(names)
+        except TimeoutError:
+            raise Broken(
+                f"waited {MEETING_S:g} s for the statements of {self.size} trainers at {self.prefix}"
+            ) from None
         found = [read_record(NativeStatement, name, value) for name, value in zip(names, values, strict=True)]
         read = [each for each in found if each is not None]
         if len(read) < self.size:
@@ -84,7 +90,7 @@ class Meeting:
         return read
 
     async def values(self, names: list[str]) -> list[bytes]:
-        """Raises Overtaken."""
+        """As soon as all are there; whoever awaits it sets a limit. Raises Overtaken."""
         pause_s, told = FIRST_LOOK_S, clock.monotonic()
         while True:
             there = await self.check()
