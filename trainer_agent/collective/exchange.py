@@ -182,6 +182,7 @@ class Collective(MeanGradients):
             self._check_norm(stepped)
             return stepped
         await self.gather_to(version, self.goes_on_in)
+        await self.leaves()
         await self._step_to(version)
         if results_from is not None and self.store is not None:
             own = self.store.history.results.portion(results_from)
@@ -244,6 +245,9 @@ class Collective(MeanGradients):
     @property
     def grad_norm(self) -> float | None:
         return self._measured
+
+    async def leaves(self) -> None:
+        """The version in use is about to be stepped."""
 
     # ------------------------------------------------------------ pushes
 

@@ -63,6 +63,7 @@ class CollectiveMember(Collective):
         server.giver = StateGiver(spec.job, compute, self.replica, self._saved, ports.step_in)
         server.own_rows = lambda: self.replica.rows
         place = etcd, directory, membership
+        self._put_off = False  # the copy of the version in use
         self.copies = ShareCopies(spec, *place, ports.background, compute, self.replica, self._saved)
         locks = self.in_use, self.swapping
         self._restorer = Restorer(spec, *place, ports.background, compute, self.replica, *locks, self.stop, self.start)
@@ -85,8 +86,12 @@ class CollectiveMember(Collective):
     # ------------------------------------------------------------ checkpoints
 
     async def reached(self) -> None:
+        """Nothing is copied for a generation whose group is not formed: its members may have made this version of other records."""
         group = self.view.group
-        if group is not None and self.replica.at_rest:
+        if group is None or not self.replica.at_rest:
+            return
+        self._put_off = not group.formed.is_set()
+        if not self._put_off:
             await self.copies.at_version(group.trainers)
 
     async def goes_on_in(self, group: Group) -> None:
@@ -94,11 +99,13 @@ class CollectiveMember(Collective):
         if self.replica.at_rest and self.copies.is_evaluated:
             await self.copies.at_version(group.trainers)
 
+    async def leaves(self) -> None:
+        if self._put_off:
+            await self.reached()
+
     async def stays(self) -> None:
         """Who died may not have written its part of this version, and no later one is made: each generation copies it anew."""
-        group = self.view.group
-        if group is not None and group.formed.is_set():
-            await self.reached()
+        await self.reached()
 
     def checkpoint_again(self) -> CheckpointRequest | None:
         group = self.view.group

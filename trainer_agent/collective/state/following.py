@@ -70,6 +70,10 @@ class Versions(Follow, Protocol):
         """The replica has got a version from other trainers: the exchange, which began before, knows the values of buffers from now on."""
         ...
 
+    async def reached(self) -> None:
+        """Copies this trainer's share of the version in use, if a checkpoint of it is due."""
+        ...
+
     def stop(self) -> None:
         """What it has is of no use any more: nothing is served."""
         ...
@@ -126,9 +130,8 @@ class Following:
     async def _save_last(self) -> None:
         """The last version, in each generation anew."""
         async with self._versions.in_use:
-            listed = self._versions.listed()
-            if listed is not None and self._copies.ends_unsaved and self._replica.at_rest:
-                await self._copies.at_version(listed)
+            if self._copies.ends_unsaved:
+                await self._versions.reached()
 
     # ------------------------------------------------------------ a spare
 
