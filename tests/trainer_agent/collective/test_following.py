@@ -63,6 +63,9 @@ class Waiting:
         self.waits.set()
         await asyncio.Event().wait()
 
+    def handed_over(self) -> None:
+        assert self.in_use.locked()
+
 
 def following_in(state: JobState, compute: Any, versions: Any, etcd: Any) -> asyncio.Task[None]:
     """In a job whose first values are known; it would connect to nobody."""
