@@ -14,7 +14,7 @@ from pydantic import Field
 from shared.criteria import Criterion
 from shared.errors import Gone
 from shared.records.checkpoints import CheckpointRef
-from shared.records.job_spec import Mode, StopEarly
+from shared.records.job_spec import JobSpec, Mode, StopEarly
 from shared.records.record import Record
 from shared.records.step import StepRecord
 from shared.records.tasks import BestEvaluation
@@ -56,7 +56,8 @@ class RunningEvaluation(Record):
 
 class EvaluationStatus(Record):
     """What members follow. It holds for `timeline` only. Evaluations up to number `settled` are over; `recent`: the last two of them.
-    `stop_after`: training ends at the version of the evaluation behind this one."""
+    `stop_after`: training ends at the version of the evaluation behind this one. `redone`: the evaluation for which the job went back last, because its
+    checkpoint was lost, and how many times it did."""
 
     timeline: int = 0
     settled: int = 0
@@ -64,6 +65,7 @@ class EvaluationStatus(Record):
     recent: tuple[Evaluation, ...] = ()
     best: BestEvaluation | None = None
     stop_after: int | None = None
+    redone: tuple[int, int] = (0, 0)
 
     def stops_before(self, number: int | None) -> bool:
         """Whether training ends at the version of evaluation `number`."""
@@ -83,6 +85,12 @@ class EvaluationStatus(Record):
     def result(self, number: int) -> Evaluation | None:
         """Of that evaluation, if it is one of the last two."""
         return next((each for each in self.recent if each.number == number), None)
+
+
+def results_count(spec: JobSpec) -> bool:
+    """Whether the results of evaluations change what a synchronous job gives: its steps, when training ends, or its best model."""
+    uses = spec.plateau_metric is not None or spec.stop_early is not None or spec.keep_best is not None
+    return uses and spec.evaluate_every is not None and spec.mode is Mode.SYNC
 
 
 def plateau_value(status: EvaluationStatus, number: int, metric: str, known: Evaluation | None = None) -> float | None:

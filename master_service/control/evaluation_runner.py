@@ -1,14 +1,16 @@
 """What the leader of a job does for evaluations while the job trains: it begins each once its checkpoint is committed.
 
-checkpoint committed ─► begun      trainers wait for one whose checkpoint does not come within `recovery_timeout_s`, or before that of the last version ─► left out
+checkpoint committed ─► begun      a later one is the latest, and the result depends on it ─► the job goes back
+trainers wait for one whose checkpoint does not come within `recovery_timeout_s`, or before that of the last version ─► left out
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from master_service.core.changes import Decision
-from master_service.core.decisions import evaluation
+from master_service.core.decisions import evaluation, lost_evaluation
 from master_service.core.state.job import Job
 from master_service.store.writer import Writer
 from shared.records import AcquireTask, Mode
@@ -31,10 +33,10 @@ def note_awaited(job: Job, ask: AcquireTask, now: float) -> None:
 
 
 class EvaluationRunner:
-    """Of one term. `look_again` after each change of the members or the checkpoints."""
+    """Of one term. `look_again` after each change of the members or the checkpoints. `on_rollback`: the job has to go back."""
 
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
+    def __init__(self, writer: Writer, on_rollback: Callable[[], None] = lambda: None) -> None:
+        self._writer, self._on_rollback = writer, on_rollback
         self._changed = asyncio.Event()
 
     def look_again(self) -> None:
@@ -45,7 +47,11 @@ class EvaluationRunner:
         if self._writer.job.spec.evaluate_every is None:
             return
         while True:
-            if evaluation.next_due(self._writer.job) is not None:
+            if lost_evaluation.is_lost(self._writer.job):
+                if await self._writer.decide(lambda job, _: lost_evaluation.go_back(job)):
+                    self._writer.job.awaited = None
+                    self._on_rollback()
+            elif evaluation.next_due(self._writer.job) is not None:
                 await self._writer.decide(lambda job, _: evaluation.begin(job))
             await self._leave_out_lost()
             await event_within(self._changed, TICK_S)

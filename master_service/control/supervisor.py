@@ -67,7 +67,7 @@ class Supervisor:
         self._window_ends = 0.0
         self.recovery = Recovery(etcd, keys, writer, storage, service.metrics, self.evictions)
         self._pauses = PauseRunner(etcd, keys, writer, lock.lease, on_end=self._changed.set)
-        self._evaluations = EvaluationRunner(writer)
+        self._evaluations = EvaluationRunner(writer, self._changed.set)
 
     async def run(self) -> None:
         """Until the writer's term ends (raises NotLeader in an ExceptionGroup) or cancelled."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from shared.evaluations import evaluation_of
+from shared.evaluations import evaluation_of, results_count
 from shared.records import JobSpec
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef, history
 from shared.records.step import StepRecord
@@ -97,6 +97,17 @@ def _evaluated(new: CheckpointRef, mine: Sequence[CheckpointRef]) -> list[Checkp
         way.append(back)
         origin = back.origin
     return due + way
+
+
+def way_back(
+    spec: JobSpec, evaluation: int, kept: Sequence[CheckpointRef], newest: CheckpointRef, damaged: Collection[str]
+) -> CheckpointRef | None:
+    """The newest checkpoint from which the version of that evaluation can be made again, if the job's result depends on it (None: it
+    does not, or none is kept)."""
+    if not results_count(spec):
+        return None
+    mine = history(_whole(kept, damaged), newest.timeline, newest.origin)
+    return next((ref for ref in mine if ref.leads_to(evaluation)), None)
 
 
 def is_kept(uuid: str, latest: CheckpointLatest | None, damaged: Collection[str]) -> bool:

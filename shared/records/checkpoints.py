@@ -86,7 +86,8 @@ class CheckpointPart(CheckpointPlace):
 class CheckpointRef(Record):
     """A committed checkpoint. `manifest`: name of the file in its folder. `origin`: uuid of the checkpoint its timeline began with
     ("": the timeline began with the start of training). `asked`: it was requested, so scheduled checkpoints do not replace it.
-    `evaluation`: number of the evaluation that is due at its version; 0: none. `minibatches`: of an asynchronous job, see CheckpointCut.
+    `evaluation`: number of the evaluation that is due at its version; 0: none. `evaluated_before`: how many are due at
+    versions before it; None: the job is asynchronous. `minibatches`: of an asynchronous job, see CheckpointCut.
     `on`: uuids of the checkpoints that its parts build on; none: all are whole."""
 
     uuid: str
@@ -96,8 +97,13 @@ class CheckpointRef(Record):
     origin: str = ""
     asked: bool = False
     evaluation: int = 0
+    evaluated_before: int | None = None
     minibatches: int = 0
     on: tuple[str, ...] = ()
+
+    def leads_to(self, evaluation: int) -> bool:
+        """Whether who goes on from it makes the version of that evaluation, and all before that are over."""
+        return self.evaluated_before is not None and self.evaluated_before < evaluation
 
     @property
     def evaluated_step(self) -> int:

@@ -105,7 +105,10 @@ def longer(rng: random.Random, plan: Plan) -> Plan:
 def _troubles(rng: random.Random, plan: Plan) -> dict[str, object]:
     faults = plan.faults if rng.random() < 0.3 else ()
     requests = list(plan.requests if rng.random() < 0.5 else ())
-    evaluated = plan.job.mode is Mode.SYNC and plan.evaluate_every is not None  # left out if slots move at its version
+    evaluated = (
+        plan.job.mode is Mode.SYNC and plan.evaluate_every is not None
+    )  # left out if slots move at its version, unless results count
+    evaluated = evaluated and plan.keep_best is None and plan.stop_early is None and plan.job.schedule != "plateau"
     if plan.dispatch is Dispatch.MASTER and not plan.independent and rng.random() < 0.3 and not evaluated:
         members = (
             rng.choice([1, 2, 3]),

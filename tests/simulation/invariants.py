@@ -12,7 +12,7 @@ from master_service.core.state.series import SeriesTable
 from master_service.core.state.whole_steps import WholeSteps
 from master_service.storage.series_files import add_encoded, to_read
 from shared.criteria import Criterion
-from shared.evaluations import Evaluation, EvaluationStatus
+from shared.evaluations import Evaluation, EvaluationStatus, results_count
 from shared.records import Dispatch, EvaluationSums, JobResult, Mode, Phase, SlotMap, TaskMeta
 from shared.records.checkpoints import history
 from shared.records.pauses import Losses
@@ -45,7 +45,7 @@ def violations(cluster: SimulatedCluster) -> Iterator[str]:
     if cluster.state.phase is not Phase.COMPLETED:
         yield f"the job is {cluster.state.phase}: {cluster.state.reason}"
         return
-    if cluster.plan.job.trainers_hold and _checkpoint_lost(cluster):
+    if cluster.plan.job.trainers_hold and not results_count(cluster.spec) and _checkpoint_lost(cluster):
         return
     yield from _queues(cluster)
     yield from _parameters(cluster)

@@ -238,6 +238,7 @@ def rewind(job: Job, step: int) -> tuple[Change, ...]:
         recent=tuple(left[-RECENT:]),
         best=last.best if last is not None else None,
         stop_after=_stop_after(last),
+        redone=job.evaluation.redone,
     )
     return *_emptied(job), DropEvaluationsAfter(status.settled), status
 
@@ -269,7 +270,12 @@ def _settled(job: Job, done: Evaluation, event: Event) -> Decision[None]:
         told.append(Event("stopping_early", message, {"number": done.number, "step": done.step}))
     recent = (*status.recent, done)[-RECENT:]
     after = EvaluationStatus(
-        timeline=status.timeline, settled=done.number, recent=recent, best=done.best, stop_after=_stop_after(done)
+        timeline=status.timeline,
+        settled=done.number,
+        recent=recent,
+        best=done.best,
+        stop_after=_stop_after(done),
+        redone=status.redone,
     )
     surplus = sorted(job.evaluations)[: max(0, len(job.evaluations) + 1 - KEPT)]
     changes: tuple[Change, ...] = (*map(RestartQueue, BESIDE), ValidationSums(), done, after)

@@ -152,11 +152,11 @@ def _back_to_best(
     if usable:
         return back_to(spec, state, slots, usable[0], cause, asked=asked)
     if spec.mode is Mode.SYNC and not any(ref.step for ref in latest.kept):
-        return _back_to_start(state, f"{cause}; only the initial parameters were saved: training starts over")
+        return back_to_start(state, f"{cause}; only the initial parameters were saved: training starts over")
     return fail(state, none_left, FailureCause.STORAGE)
 
 
-def _back_to_start(state: JobState, reason: str) -> Decision[None]:
+def back_to_start(state: JobState, reason: str) -> Decision[None]:
     """All pservers drop what they have, in a new timeline without a checkpoint; `supervise` starts over once they have."""
     timeline = state.generation + 1
     update = {

@@ -21,7 +21,7 @@ from master_service.core.changes import (
     PutRequeued,
     RestartQueue,
 )
-from master_service.core.decisions import evaluation, lifecycle, pserver_return
+from master_service.core.decisions import evaluation, lifecycle, lost_evaluation, pserver_return
 from master_service.core.queue.task_queue import WAIT_S, Closing, TaskQueue
 from master_service.core.state.job import BESIDE, Job
 from shared.errors import InvalidArgument, StaleAttempt, StaleGeneration, TooLarge, TriremeError
@@ -268,7 +268,7 @@ def ended_badly(
     ended: Decision[None] = Decision(None, closing.changes, (event,))
     running = job.evaluation.running
     if running is not None and evaluation.gives_up(queue.kind, failure):
-        return ended + evaluation.leave_out(job, running.number, cause)
+        return ended + lost_evaluation.give_up(job, failure, cause)
     lost = lost_records(queue, task_id, closing.discarded.epoch)
     limit = job.spec.max_discarded_fraction * queue.streams.records
     if queue.kind in (TaskKind.EXPORT, TaskKind.METRICS):

@@ -20,7 +20,7 @@ from shared.checkpoints.saving.part_owner import SavingContext
 from shared.checkpoints.saving.pending import PendingCheckpoint
 from shared.checkpoints.saving.storage_problem import StorageProblem, advice_for
 from shared.checkpoints.saving.view import CheckpointView
-from shared.checkpoints.schedule import is_final, is_kept, is_newer, kept_after
+from shared.checkpoints.schedule import is_final, is_kept, is_newer, kept_after, way_back
 from shared.errors import InvalidArgument, PeerError
 from shared.etcd import Compare, Delete, Get, KeyValue, LeaseLost, OutcomeUnknown, Put
 from shared.etcd.lock import try_acquire
@@ -225,6 +225,7 @@ class Committer:
             origin=pending.restored,
             asked=bool(pending.operation),
             evaluation=pending.evaluation(self._spec),
+            evaluated_before=pending.evaluated_before(self._spec),
             minibatches=pending.cut.minibatches if pending.cut is not None else 0,
         )
         if view.latest is not None and not is_newer(ref, view.latest):
@@ -246,7 +247,7 @@ class Committer:
         )
         name = await self.offload(writer.write_manifest, self._spec.storage, manifest)
         ref = ref.model_copy(update={"manifest": name})
-        needed = await self._needed(pending)  # also of parts that were begun while the manifest was written
+        needed = await self._needed(pending, ref, view)  # also of parts that were begun while the manifest was written
         new = CheckpointLatest(
             uuid=pending.uuid,
             step=ref.step,
@@ -286,14 +287,18 @@ class Committer:
             files=frozenset(kv.key for kv in found.range(4).kvs),
         )
 
-    async def _needed(self, pending: PendingCheckpoint) -> frozenset[str]:
-        """uuids: of the best evaluation, of the one that runs, of what newer parts build on."""
+    async def _needed(self, pending: PendingCheckpoint, new: CheckpointRef, view: _View) -> frozenset[str]:
+        """uuids: of the best evaluation, of the one that runs, of what newer parts build on, and the one from which the first evaluation that is not over
+        can be made again."""
         key = self._keys.evaluation_status
         found = await self._etcd.txn([], [Get(key), Get(self._keys.checkpoints, prefix=True)])
         followed = found.range(0).first
         status = read_record(EvaluationStatus, key, followed.value if followed else None)
         bases = frozenset(self._bases(found.range(1).kvs, pending))
-        return bases | status.checkpoints if status is not None else bases
+        status = status or EvaluationStatus()
+        kept = (new, *(view.latest.kept if view.latest is not None else ()))
+        back = way_back(self._spec, status.settled + 1, kept, new, view.state.damaged)
+        return bases | status.checkpoints | ({back.uuid} if back is not None else set())
 
     def _bases(self, kvs: Sequence[KeyValue], pending: PendingCheckpoint) -> Iterator[str]:
         """The checkpoints that parts of newer ones than `pending` build on, or may."""

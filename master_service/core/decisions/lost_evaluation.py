@@ -1,0 +1,77 @@
+"""An evaluation whose checkpoint is lost, in a synchronous job whose result depends on it: the job goes back, and makes that version again.
+
+a later checkpoint is the latest, or its files are damaged ─► back to the newest checkpoint before it ─► the version is made, saved and evaluated
+the first evaluation, before any checkpoint was there ─► training starts over
+no such checkpoint is kept, or TIMES times ─► left out (evaluation.begin, evaluation.leave_out)
+"""
+
+from __future__ import annotations
+
+from master_service.core.changes import Decision
+from master_service.core.decisions import evaluation, rollback
+from master_service.core.state.job import Job
+from shared.checkpoints.schedule import way_back
+from shared.errors import CheckpointUnusable
+from shared.evaluations import results_count
+from shared.records import Phase, Stage, UserFailure
+from shared.records.checkpoints import CheckpointRef, history
+
+TIMES = 3
+
+
+def is_lost(job: Job) -> bool:
+    """Whether the checkpoint of the first evaluation that is not over cannot come any more, and the job can go back for it."""
+    latest, state, status = job.members.latest, job.state, job.evaluation
+    stands = state.phase is not Phase.RUNNING or state.stage not in (Stage.TRAIN, Stage.EVALUATE)
+    if stands or latest is None or status.timeline != state.timeline:
+        return False
+    number = status.settled + 1
+    mine = history(latest.kept, state.timeline, state.checkpoint)
+    due = any(ref.evaluation == number and ref.uuid not in state.damaged for ref in mine)
+    if status.running is not None or due or status.stops_before(number) or not mine or mine[0].leads_to(number):
+        return False
+    return _way_back(job, number) is not None or _begins_anew(job)
+
+
+def go_back(job: Job) -> Decision[bool]:
+    """Answers whether the job goes back."""
+    if not is_lost(job):
+        return Decision(False)
+    number = job.evaluation.settled + 1
+    return Decision(True) + _redo(job, number, f"the checkpoint of evaluation {number} was not written")
+
+
+def give_up(job: Job, failure: UserFailure | None, cause: str) -> Decision[None]:
+    """The checkpoint of the evaluation that runs could not be read: the job goes back if its files are damaged, else goes on without."""
+    running = job.evaluation.running
+    assert running is not None
+    damaged = failure is not None and failure.error_type == CheckpointUnusable.code
+    if damaged and job.state.phase is Phase.RUNNING and _way_back(job, running.number, running.ref.uuid) is not None:
+        return _redo(job, running.number, f"the checkpoint of evaluation {running.number} is damaged", running.ref.uuid)
+    return evaluation.leave_out(job, running.number, cause)
+
+
+def _way_back(job: Job, number: int, damaged: str = "") -> CheckpointRef | None:
+    latest, state, (redone, times) = job.members.latest, job.state, job.evaluation.redone
+    if latest is None or (redone == number and times >= TIMES):
+        return None
+    mine = history(latest.kept, state.timeline, state.checkpoint)
+    return way_back(job.spec, number, latest.kept, mine[0], {*state.damaged, damaged}) if mine else None
+
+
+def _begins_anew(job: Job) -> bool:
+    """Whether no checkpoint was there yet before the version of the first evaluation. From then on one is kept from which it can be made again."""
+    latest, state = job.members.latest, job.state
+    if latest is None or job.evaluation.settled or state.damaged or not results_count(job.spec):
+        return False
+    mine = history(latest.kept, state.timeline, state.checkpoint)
+    return not any(ref.evaluated_before is None or ref.leads_to(1) for ref in mine)
+
+
+def _redo(job: Job, number: int, cause: str, damaged: str = "") -> Decision[None]:
+    ref, (redone, times) = _way_back(job, number, damaged), job.evaluation.redone
+    if ref is None:
+        return rollback.back_to_start(job.state, f"{cause}, and no checkpoint before it: training starts over")
+    state = job.state.model_copy(update={"damaged": (*job.state.damaged, damaged)}) if damaged else job.state
+    counted = job.evaluation.model_copy(update={"redone": (number, times + 1 if redone == number else 1)})
+    return Decision(None, (counted,)) + rollback.back_to(job.spec, state, job.slots, ref, cause)
