@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from master_service.core.changes import Decision
-from master_service.core.decisions import evaluation, lost_evaluation
+from master_service.core.decisions.evaluations import evaluation, lost_evaluation
 from master_service.core.state.job import Job
 from master_service.store.writer import Writer
 from shared.records import AcquireTask, Mode

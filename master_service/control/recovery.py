@@ -15,8 +15,9 @@ from collections.abc import Sequence
 
 from master_service.control.evictions import Evictions
 from master_service.core.changes import Change, Decision, Event, NextEpoch
-from master_service.core.decisions import evaluation, pserver_return, queue_restore, rollback
+from master_service.core.decisions import pserver_return, queue_restore, rollback
 from master_service.core.decisions.collective import members as collective
+from master_service.core.decisions.evaluations import evaluation
 from master_service.core.decisions.lifecycle import fail
 from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics

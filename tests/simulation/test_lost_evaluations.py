@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from master_service.core.decisions import lost_evaluation
+from master_service.core.decisions.evaluations import lost_evaluation
 from shared.checkpoints.saving import commit
 from shared.records import Mode
 from tests.equipment.replaced import replaced

@@ -249,9 +249,8 @@ class Evaluator:
 
     async def _next_piece(self, work: _Work) -> None:
         async with self._context.transfer.swapping:
-            if self._work is not work:
-                return  # its evaluation ended while other parameters came into use
-            over = await work.next()
+            # its evaluation may have ended while other parameters came into use
+            over = self._work is work and await work.next()
         if over and self._work is work:
             self._work = None
 

@@ -12,7 +12,7 @@ only once `finish` has confirmed it.
 from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, DropCut, DropPause, Event, Fields, PutCut, PutPause
-from master_service.core.decisions import evaluation
+from master_service.core.decisions.evaluations import evaluation
 from master_service.core.decisions.rollback import has_parameters, holders, slots_fit
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members

@@ -20,7 +20,7 @@ from master_service.core.changes import (
     NextEpoch,
     RestartQueue,
 )
-from master_service.core.decisions import evaluation
+from master_service.core.decisions.evaluations import evaluation
 from master_service.core.decisions.lifecycle import fail, next_stage
 from master_service.core.placement.lanes import new_list
 from master_service.core.state.job import Job

@@ -21,7 +21,8 @@ from master_service.core.changes import (
     PutRequeued,
     RestartQueue,
 )
-from master_service.core.decisions import evaluation, lifecycle, lost_evaluation, pserver_return
+from master_service.core.decisions import lifecycle, pserver_return
+from master_service.core.decisions.evaluations import evaluation, lost_evaluation
 from master_service.core.queue.task_queue import WAIT_S, Closing, TaskQueue
 from master_service.core.state.job import BESIDE, Job
 from shared.errors import InvalidArgument, StaleAttempt, StaleGeneration, TooLarge, TriremeError

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from master_service.core.decisions import evaluation, lost_evaluation, tasks
+from master_service.core.decisions import tasks
+from master_service.core.decisions.evaluations import evaluation, lost_evaluation
 from shared.checkpoints.schedule import way_back
 from shared.records import FailTask, JobState, Phase, Task, UserFailure
 from shared.records.checkpoints import CheckpointRef

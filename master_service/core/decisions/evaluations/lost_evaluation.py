@@ -8,7 +8,8 @@ no such checkpoint is kept, or TIMES times ─► left out (evaluation.begin, ev
 from __future__ import annotations
 
 from master_service.core.changes import Decision
-from master_service.core.decisions import evaluation, rollback
+from master_service.core.decisions import rollback
+from master_service.core.decisions.evaluations import evaluation
 from master_service.core.state.job import Job
 from shared.checkpoints.schedule import way_back
 from shared.errors import CheckpointUnusable
