@@ -167,9 +167,13 @@ class Checkpointer:
             on = self._copies.may_build_on(latest)
             record = started.model_copy(update={"on": on})
             begun = Put(self._keys.checkpoint_begun(uuid), record.to_bytes())
-            await self._fenced(started.timeline, partial(list, (begun, self._started(uuid, record))))
+            await self._fenced(started.timeline, partial(self._beginning, begun, uuid, record))
             if not on or self.committer.seen.latest == latest:
                 return latest
+
+    def _beginning(self, begun: Put, uuid: str, record: CheckpointStarted) -> Sequence[Operation]:
+        """Each time anew: the lease may be another one since the last attempt."""
+        return begun, self._started(uuid, record)
 
     async def _slots(self) -> SlotMap:
         await self._directory.wait_for(lambda seen: seen.slots is not None, OUTAGE_S, "the slot map")

@@ -310,6 +310,20 @@ def test_a_trainer_that_joins_meanwhile_costs_no_checkpoint(tmp_path):
     assert stored.read_manifest(str(tmp_path), "j", ref).slots.version == 1
 
 
+def test_a_part_that_is_begun_while_the_lease_runs_out_is_written_with_the_next_lease(tmp_path):
+    async def run(job: Job) -> None:
+        await job.step()
+        job.simulated.cut("c")
+        await job.step()
+        before = job.nodes["c"].membership.lease_id
+        await asyncio.sleep(3 * TTL_S)
+        job.simulated.mend("c")
+        await job.committed(2)
+        assert job.nodes["c"].membership.lease_id != before
+
+    scenario(run, tmp_path)
+
+
 async def died_while_written(job: Job, *, again: bool) -> int | None:
     """The checkpoint of version 0 lacks a part of one that died; none is due for long."""
     job.nodes["c"].slow.clear()
