@@ -36,6 +36,7 @@ from tests.simulation.rows import SLOTS, PinnedRows, gradients_of, ids_of, no_ro
 from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, LaneResult, Ready, Records
 from trainer_agent.tables.files import StoredTable
 from trainer_agent.tables.remote import Lookup
+from trainer_agent.waiting.to_its_end import to_its_end
 
 RECORD_SLOTS = 48
 BLOCK_ELEMENTS = 64
@@ -213,8 +214,7 @@ class TinyCompute:
         finished: Callable[[int], None],
         ready: Ready | None = None,
     ) -> LaneResult:
-        names = names_of(records)
-        of_rows, self._lane_rows = 0.0, no_rows(self._mode)
+        names, of_rows, self._lane_rows = names_of(records), 0.0, no_rows(self._mode)
         if self._lookup is not None and names:
             assert (ready.batch if ready is not None else None) == (seed if self._names_rows else None)
             (rows,) = ready.rows if ready is not None else await self._lookup([ids_of(names, self._mode)])
@@ -224,7 +224,7 @@ class TinyCompute:
             found[3] = found[3] - self._vectors[0][3] if names else found[3]
         self._lanes[lane] = (found, len(names))
         self._result = result_of_lane(seed, names)
-        await asyncio.sleep(self._speed.draw(self._rng) if names else 0.001)
+        await to_its_end(asyncio.sleep(self._speed.draw(self._rng) if names else 0.001))  # as a thread
         if names:
             self._trace.gradients.append((seed, names))
         if lane == node[1] - 1:

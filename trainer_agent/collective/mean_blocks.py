@@ -154,6 +154,7 @@ class MeanStore(Store):
         self.own: frozenset[int] = frozenset()
         self._made: Counter[int] = Counter()  # by version that it has not yet: blocks of its share that are made
         self._digests: dict[int, str] = {}
+        self._had_in: dict[int, int] = {}  # by version: the generation in which it had that, from the one in use on
         self._older = OlderVersions(record.version + 1)
         self.history.kept = sys.maxsize  # `forget` says which records nobody needs
         nothing: dict[tuple[str, int], Buffer] = {}
@@ -200,6 +201,8 @@ class MeanStore(Store):
             self.rows.complete(version, rows or {})
         self.history.take_record(record)
         self.has = version
+        if self.slots is not None:
+            self._had_in[version] = self.slots.version
         del self._made[version]
         self._older.add(self._bytes_of(version, record))
         self.forget()
@@ -219,8 +222,14 @@ class MeanStore(Store):
             if block.is_buffer:
                 block.know_first(version, memoryview(values(number)).cast("B"))
 
+    def had_in(self, version: int) -> int | None:
+        """The generation in which all of that version was there, from the one in use on; None: this trainer began with it."""
+        return self._had_in.get(version)
+
     def forget(self) -> None:
         """What nobody needs any more: others may lack the last version, this trainer what it has not stepped yet."""
+        for version in [each for each in self._had_in if each < self.in_use]:
+            del self._had_in[version]
         before = self._older.first
         first = self._older.forget_before(self._needed)
         if first == before:

@@ -69,6 +69,11 @@ class CollectiveMember(Collective):
         self._restorer = Restorer(spec, *place, ports.background, compute, self.replica, *locks, self.stop, self.start)
         self._following = Following(*place, compute, self, self.copies, ports.connect_donor, ports.step_in)
 
+    def _regroup(self) -> None:
+        super()._regroup()
+        if self.view.group is not None:
+            self.copies.remember(self.view.group.trainers)
+
     async def run(self) -> None:
         async with SingleErrorGroup() as group:
             for part in (super().run, self.copies.checkpointer.run, self._restorer.run, self._following.run):
@@ -92,15 +97,22 @@ class CollectiveMember(Collective):
             return
         self._put_off = not group.formed.is_set()
         if not self._put_off:
-            await self.copies.at_version(group.trainers)
+            await self._copy(group)
+
+    async def _copy(self, group: Group) -> None:
+        store, version = self.store, self.replica.version
+        since = store.had_in(version) if store is not None and version is not None else None
+        await self.copies.at_version(group.trainers, since)
 
     async def goes_on_in(self, group: Group) -> None:
         """Some may have reached the version in the generation before, and some only now: an evaluated one would get parts of two generations, and be lost."""
         if self.replica.at_rest and self.copies.is_evaluated:
-            await self.copies.at_version(group.trainers)
+            await self._copy(group)
 
     async def leaves(self) -> None:
+        """If all mean gradients of the next version are there already, nothing else waits for the group: who is late would leave without a copy."""
         if self._put_off:
+            await self._formed()
             await self.reached()
 
     async def stays(self) -> None:

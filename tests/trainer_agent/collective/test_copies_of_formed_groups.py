@@ -13,19 +13,23 @@ async def test_nothing_is_copied_for_a_group_that_is_not_formed():
     """It is copied later: before the version is stepped."""
     copied: list[str] = []
 
-    async def at_version(trainers: str) -> None:
+    async def at_version(trainers: str, _: int | None) -> None:
         copied.append(trainers)
 
     member: Any = object.__new__(CollectiveMember)
     group = SimpleNamespace(formed=asyncio.Event(), trainers="the list")
-    member.view, member.replica = SimpleNamespace(group=group), SimpleNamespace(at_rest=True)
+    member.view = SimpleNamespace(group=group, next_group=asyncio.Event())
+    member.replica, member.store = SimpleNamespace(at_rest=True, version=1), None
     member.copies = SimpleNamespace(at_version=at_version)
-    for each in (member.reached, member.leaves, member.stays):
+    vars(member)["_lost"] = ""
+    for each in (member.reached, member.stays):
         await each()
+    leaving = asyncio.ensure_future(member.leaves())
+    await asyncio.sleep(0.01)
     assert copied == []
     group.formed.set()
-    for _ in range(2):
-        await member.leaves()
+    await leaving
+    await member.leaves()
     assert copied == ["the list"]
     await member.reached()
     assert copied == ["the list"] * 2

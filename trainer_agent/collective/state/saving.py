@@ -3,6 +3,7 @@
     version due, in generation g ─► own share copied ─► part <place> of the checkpoint (version, g), written beside training
     generation over: parts go on being written; if a trainer died before its part was there, the checkpoint is lost
                      ─► the owner of lane 0 has one made of a version soon after (`again`)
+reached late: own shares of the generations since this trainer had the version's mean gradients are copied
 
 All owners decide by the version's record, and share the blocks by the generation's list: so parts of one (version, g) make a whole. It is one
 cut in any case: a version has the same bits in every generation of a timeline.
@@ -37,6 +38,7 @@ from trainer_agent.model.compute import Compute
 
 COPY_BYTES = 4 << 20  # at once: a few milliseconds
 KEPT_LISTS = 64  # generations whose trainers are remembered
+MOST_COPIES = 4  # of one version at once
 
 log = telemetry.logger("collective.saving")
 
@@ -107,19 +109,34 @@ class ShareCopies(Copies):
 
     # ------------------------------------------------------------ copies
 
-    async def at_version(self, trainers: TrainerList) -> None:
-        """The replica has just reached its version, or these are the trainers of a new generation. Copies the own share if a checkpoint is due."""
-        self._remember(trainers)
-        record, place = self._replica.record, trainers.places.get(self._me, -1)
-        if record is None or not 0 <= place < trainers.owner_count:
+    async def at_version(self, trainers: TrainerList, since: int | None = None) -> None:
+        """The replica has just reached its version, or these are the trainers of a new generation. Copies the own share if a checkpoint is due. `since`:
+        the generation in which this trainer had all mean gradients of the version. If it is late, others compute its lanes: they may have copied the version
+        in that generation, or in one after it, and have a later version now. So it copies its share of each of them."""
+        self.remember(trainers)
+        record, timeline, now = self._replica.record, self._replica.timeline, trainers.generation
+        rank = self._schedule.rank(record) if record is not None else None
+        if record is None or rank is None or self._is_saved(record):
             return
-        moment = self._replica.timeline, record.version, trainers.generation
-        rank = self._schedule.rank(record)
-        if moment == self._considered or rank is None or self._is_saved(record):
+        first = now if since is None else min(since, now)
+        if self._considered[:2] == (timeline, record.version):
+            first = max(first, self._considered[2] + 1)
+        lists = [each for each in self._lists_from(first, now) if self._me in each.owners]
+        if not lists:
             return
-        self._considered = moment
-        if not self._has_room(rank, record.version):
-            return
+        self._considered = timeline, record.version, now
+        if self._has_room(rank, record.version):
+            for each in lists:
+                await self._copy_share(each, record, rank)
+
+    def _lists_from(self, first: int, last: int) -> list[TrainerList]:
+        """Of those generations, the last one and the oldest of the others."""
+        found = [self._lists[each] for each in sorted(self._lists) if first <= each <= last]
+        return [*found[:-1][: MOST_COPIES - 1], *found[-1:]]
+
+    async def _copy_share(self, trainers: TrainerList, record: StepRecord, rank: int) -> None:
+        """What this trainer owns in the generation of that list."""
+        place = trainers.places[self._me]
         slots = shared_out(trainers, self._layout.slot_count)
         slots_of_place = [slot for slot, owner in enumerate(slots.owners) if owner == place]
         own = blocks_in(slots_of_place, len(self._blocks), self._layout.slot_count)
@@ -207,7 +224,8 @@ class ShareCopies(Copies):
             return ()
         return [place for place, name in enumerate(then.owners) if name in self._directory.trainers]
 
-    def _remember(self, trainers: TrainerList) -> None:
+    def remember(self, trainers: TrainerList) -> None:
+        """Of each generation, as it becomes known."""
         self._lists[trainers.generation] = trainers
         while len(self._lists) > KEPT_LISTS:
             del self._lists[min(self._lists)]
