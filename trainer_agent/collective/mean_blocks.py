@@ -47,7 +47,7 @@ Arrived = Mapping[int, Buffer | None]
 
 class MeanBlock(BlockState):
     """`kept`: by version, each with a reference; None: the step had no data of it. `nothing`: a buffer of its size, read by nobody. `first`: values of
-    a buffer at the first version; None: of a block of parameters."""
+    a buffer at the first version, as long as one has them; None: of a block of parameters."""
 
     def __init__(
         self, place: Block, pool: BufferPool, lanes: int, version: int, nothing: Buffer, first: Buffer | None
@@ -128,6 +128,8 @@ class MeanBlock(BlockState):
 
     def _drop(self, version: int) -> None:
         if (buffer := self.kept.pop(version)) is not None:
+            if buffer is self._first and all(each is not buffer for each in self.kept.values()):
+                self._first = None  # its memory may come again, with values of another version
             self.tree.reuse(buffer)
 
 

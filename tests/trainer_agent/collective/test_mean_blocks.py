@@ -94,6 +94,26 @@ def test_buffers_that_a_step_has_brought_are_those():
     assert made is brought
 
 
+def test_memory_of_the_first_values_that_a_later_version_has_got_stays_that_version_s():
+    """It goes back to the pool with the first version. Values of a version before the newest one become known then."""
+    store, buffer = begun(set()), max(BLOCKS)
+    first = store.blocks[buffer].current
+    with replaced(older_versions, "KEPT_BYTES", 0):
+        for version in range(1, 7):
+            brought = store.pool.take("float32", BLOCKS[buffer])
+            while first.references == 0:
+                brought = store.pool.take("float32", BLOCKS[buffer])
+            brought.tensor.fill_(float(version))
+            store.complete(version, {**from_others(store, BLOCKS.keys() - {buffer}), buffer: brought}, record(version))
+            if brought is first:
+                break
+            store.in_use = version
+            store.forget()
+    assert brought is first
+    store.know_buffers(version - 1, lambda number: bytes_of(torch.full((BLOCKS[number],), float(version - 1))))
+    assert brought.tensor.tolist() == [float(version)] * BLOCKS[buffer]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_it_says_so_after_the_last_block_and_not_before(seed):
     chance = random.Random(seed)
