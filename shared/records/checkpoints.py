@@ -87,7 +87,7 @@ class CheckpointRef(Record):
     """A committed checkpoint. `manifest`: name of the file in its folder. `origin`: uuid of the checkpoint its timeline began with
     ("": the timeline began with the start of training). `asked`: it was requested, so scheduled checkpoints do not replace it.
     `evaluation`: number of the evaluation that is due at its version; 0: none. `evaluated_before`: how many are due at
-    versions before it; None: the job is asynchronous. `minibatches`: of an asynchronous job, see CheckpointCut.
+    versions before it; None: the job's result does not depend on evaluations. `minibatches`: of an asynchronous job, see CheckpointCut.
     `on`: uuids of the checkpoints that its parts build on; none: all are whole."""
 
     uuid: str

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shared.checkpoints import stored
 from shared.checkpoints.async_cut import Cut
-from shared.evaluations import evaluation_of, evaluations_before
+from shared.evaluations import evaluation_of, evaluations_before, results_count
 from shared.records import JobSpec, Mode, SlotMap
 from shared.records.checkpoints import CheckpointPart, Manifest
 from shared.records.layout import Layout
@@ -48,8 +48,8 @@ class PendingCheckpoint:
         return evaluation_of(self.record, spec.evaluate_every, spec.epochs) or 0
 
     def evaluated_before(self, spec: JobSpec) -> int | None:
-        """How many evaluations are due at versions before it; None: the job is asynchronous."""
-        return evaluations_before(self.record, spec.evaluate_every) if self.cut is None else None
+        """How many evaluations are due at versions before it, if the job's result depends on them; else None."""
+        return evaluations_before(self.record, spec.evaluate_every) if results_count(spec) else None
 
     def manifest(
         self, job: str, spec: JobSpec, parts: Iterable[CheckpointPart], *, term: int, generation: int, timestamp: str
