@@ -84,13 +84,18 @@ def begin(job: Job) -> Decision[bool]:
 
 def next_due(job: Job) -> CheckpointRef | None:
     """The checkpoint of the first evaluation that is not settled, if it is committed."""
-    latest, state = job.members.latest, job.state
-    mine = history(latest.kept, state.timeline, state.checkpoint) if latest is not None else ()
-    due = [ref for ref in mine if ref.evaluation > job.evaluation.settled and ref.uuid not in state.damaged]
+    due = [ref for ref in of_history(job) if ref.evaluation > job.evaluation.settled]
+    due = [ref for ref in due if ref.uuid not in job.state.damaged]
     due = [
         ref for ref in due if not job.evaluation.stops_before(ref.evaluation)
     ]  # that one is evaluated after training
     return min(due, key=lambda ref: (ref.evaluation, -ref.step), default=None)
+
+
+def of_history(job: Job) -> tuple[CheckpointRef, ...]:
+    """The kept checkpoints of the job's history, newest first."""
+    latest, state = job.members.latest, job.state
+    return history(latest.kept, state.timeline, state.checkpoint) if latest is not None else ()
 
 
 def due(job: Job) -> int:

@@ -7,6 +7,8 @@ no such checkpoint is kept, or TIMES times ─► left out (evaluation.begin, ev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from master_service.core.changes import Decision
 from master_service.core.decisions import rollback
 from master_service.core.decisions.evaluations import evaluation
@@ -15,23 +17,22 @@ from shared.checkpoints.schedule import way_back
 from shared.errors import CheckpointUnusable
 from shared.evaluations import results_count
 from shared.records import Phase, Stage, UserFailure
-from shared.records.checkpoints import CheckpointRef, history
+from shared.records.checkpoints import CheckpointRef
 
 TIMES = 3
 
 
 def is_lost(job: Job) -> bool:
     """Whether the checkpoint of the first evaluation that is not over cannot come any more, and the job can go back for it."""
-    latest, state, status = job.members.latest, job.state, job.evaluation
+    state, status, mine = job.state, job.evaluation, evaluation.of_history(job)
     stands = state.phase is not Phase.RUNNING or state.stage not in (Stage.TRAIN, Stage.EVALUATE)
-    if stands or latest is None or status.timeline != state.timeline:
+    if stands or not mine or status.timeline != state.timeline:
         return False
     number = status.settled + 1
-    mine = history(latest.kept, state.timeline, state.checkpoint)
     due = any(ref.evaluation == number and ref.uuid not in state.damaged for ref in mine)
-    if status.running is not None or due or status.stops_before(number) or not mine or mine[0].leads_to(number):
+    if status.running is not None or due or status.stops_before(number) or mine[0].leads_to(number):
         return False
-    return _way_back(job, number) is not None or _begins_anew(job)
+    return _way_back(job, number) is not None or _begins_anew(job, mine)
 
 
 def go_back(job: Job) -> Decision[bool]:
@@ -53,19 +54,16 @@ def give_up(job: Job, failure: UserFailure | None, cause: str) -> Decision[None]
 
 
 def _way_back(job: Job, number: int, damaged: str = "") -> CheckpointRef | None:
-    latest, state, (redone, times) = job.members.latest, job.state, job.evaluation.redone
-    if latest is None or (redone == number and times >= TIMES):
+    latest, mine, (redone, times) = job.members.latest, evaluation.of_history(job), job.evaluation.redone
+    if latest is None or not mine or (redone == number and times >= TIMES):
         return None
-    mine = history(latest.kept, state.timeline, state.checkpoint)
-    return way_back(job.spec, number, latest.kept, mine[0], {*state.damaged, damaged}) if mine else None
+    return way_back(job.spec, number, latest.kept, mine[0], {*job.state.damaged, damaged})
 
 
-def _begins_anew(job: Job) -> bool:
+def _begins_anew(job: Job, mine: Sequence[CheckpointRef]) -> bool:
     """Whether no checkpoint was there yet before the version of the first evaluation. From then on one is kept from which it can be made again."""
-    latest, state = job.members.latest, job.state
-    if latest is None or job.evaluation.settled or state.damaged or not results_count(job.spec):
+    if job.evaluation.settled or job.state.damaged or not results_count(job.spec):
         return False
-    mine = history(latest.kept, state.timeline, state.checkpoint)
     return not any(ref.evaluated_before is None or ref.leads_to(1) for ref in mine)
 
 
