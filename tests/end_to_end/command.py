@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from shared.errors import TriremeError
+from tests.equipment.command_lines import command_line
 from tests.equipment.forked import MARK, ForkedProcess, clean_environment, warm_server
 from trireme.cli.targets import job_target
 from trireme.view.job_address import open_client
@@ -105,7 +106,7 @@ def command_in(folder: Path) -> Iterator[Command]:
         deadline = time.monotonic() + 1
         while (left := command.family()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert not left, f"left behind: {[process.cmdline() for process in left]}"
+        assert not left, f"left behind: {[command_line(process) for process in left]}"
     finally:
         for process in command.family():
             process.kill()

@@ -13,6 +13,7 @@ import psutil
 from clients.tools import node_modules_of_dashboard
 from tests.end_to_end.command import Command
 from tests.equipment.browser import Page
+from tests.equipment.command_lines import command_line
 
 WIDE, NARROW = 1280, 400
 
@@ -68,6 +69,6 @@ class Session:
         await self.page.press("Enter")
 
     def kill(self, is_meant: Callable[[psutil.Process, str], bool]) -> None:
-        found = [each for each in self.trireme.family() if is_meant(each, " ".join(each.cmdline()))]
+        found = [each for each in self.trireme.family() if is_meant(each, command_line(each))]
         assert len(found) == 1, found
         found[0].send_signal(signal.SIGKILL)

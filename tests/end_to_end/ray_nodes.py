@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from shared.etcd.embedded import free_ports
+from tests.equipment.command_lines import command_line
 
 MARK = "RAY_TEST_MARK"
 LIMIT_S = 90
@@ -81,11 +82,8 @@ class RayNodes:
 
     def processes(self) -> list[str]:
         """The command lines of all that runs on the nodes."""
-        lines = []
-        for each in {*self.family(), *(each for host in self.hosts for each in self._of(host))}:
-            with contextlib.suppress(psutil.Error):
-                lines.append(" ".join(each.cmdline()))
-        return lines
+        found = {*self.family(), *(each for host in self.hosts for each in self._of(host))}
+        return [line for each in found if (line := command_line(each))]
 
     def free_cpus(self) -> float:
         """Which no actor and no placement group has."""

@@ -15,6 +15,7 @@ import torch
 from tests.end_to_end.cluster_command import LIMIT_S, answered, good, is_at, job_when, model_of, script_in, up
 from tests.end_to_end.command import Command, Done
 from tests.end_to_end.local_cluster import EPOCHS, STEPS, same_bits
+from tests.equipment.command_lines import command_line
 from tests.equipment.forked import ForkedProcess
 from trireme.cli import exit_codes
 
@@ -23,7 +24,7 @@ SLOW_S = 0.25  # seconds of a minibatch: a job lasts a minute
 
 
 def child_of(process: ForkedProcess, module: str) -> psutil.Process:
-    found = [child for child in psutil.Process(process.pid).children() if module in " ".join(child.cmdline())]
+    found = [child for child in psutil.Process(process.pid).children() if module in command_line(child)]
     assert len(found) == 1, found
     return found[0]
 

@@ -25,6 +25,7 @@ import pytest
 from tests.end_to_end.command import Command, command_in, wait_for_step
 from tests.end_to_end.other_user import GOT
 from tests.end_to_end.scripts import HEAD, UNHURRIED_LOSS, write_script
+from tests.equipment.command_lines import command_line
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
@@ -174,7 +175,7 @@ def test_another_user_reads_changes_and_kills_nothing_of_a_run_and_of_a_cluster(
 
 def check_that_there_was_something_to_attack(told: dict[str, Any], tried: dict[str, str], folder: Path) -> None:
     """The attacker gets in where all may enter, and each kind of thing was there."""
-    commands = [" ".join(psutil.Process(pid).cmdline()) for pid in told["pids"]]
+    commands = [command_line(psutil.Process(pid)) for pid in told["pids"]]
     for word in (
         "trireme up",
         "trireme run",
@@ -226,7 +227,7 @@ def check_that_secrets_are_told_nowhere(family: list[psutil.Process], folder: Pa
             given = process.environ().items()
             secrets |= {value for name, value in given if SECRETS.search(name) and len(value) > 8 and "/" not in value}
     for process in family:
-        shown = " ".join(process.cmdline())
+        shown = command_line(process)
         assert not [secret for secret in secrets if secret in shown], shown
     searched = Counter[str]()
     for path in folder.rglob("*"):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests.end_to_end.command import wait_for
 from tests.end_to_end.scripts import EVALUATION, HEAD, RECORDS, UNHURRIED_LOSS, write_script
+from tests.equipment.command_lines import command_line
 from trireme.launch.run_folder import SOCKETS, sockets
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
@@ -104,7 +105,7 @@ def test_the_first_ctrl_c_stops_all_children_in_order(trireme, tmp_path):
 def test_the_second_ctrl_c_kills(trireme, tmp_path):
     process = trireme.start("run", write_script(tmp_path, loss=UNHURRIED_LOSS), "--epochs", 100_000, "--trainers", 1)
     wait_for(process, "RUNNING")
-    trainer = next(child for child in trireme.family() if "trainer_agent" in " ".join(child.cmdline()))
+    trainer = next(child for child in trireme.family() if "trainer_agent" in command_line(child))
     trainer.suspend()  # it will not stop by itself
     process.send_signal(signal.SIGINT)
     wait_for(process, "interrupt again to stop at once")

@@ -17,6 +17,7 @@ from master_service.control.tracking import Tracking, finish
 from master_service.core.changes import Event
 from shared.records import JobSpec
 from shared.records.datasets import TextLines
+from tests.equipment.command_lines import command_line
 from tests.equipment.replaced import replaced
 from tests.equipment.stored_series import store
 from tests.master_service.trackers.test_follower import TRACKERS, losses
@@ -62,7 +63,7 @@ class Leader:
 
 def followers() -> list[psutil.Process]:
     children = psutil.Process().children()
-    return [child for child in children if "master_service.trackers" in " ".join(child.cmdline())]
+    return [child for child in children if "master_service.trackers" in command_line(child)]
 
 
 async def until(done: Callable[[], bool]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.equipment.command_lines import command_line
 from trireme.launch.child import Child, tail_of
 from trireme.launch.processes import PYTHON_MODULE, Forked, ForkServer, inherited_environment
 
@@ -59,11 +60,6 @@ def modules(tmp_path, monkeypatch):
 def child_of(forks: ForkServer, folder: Path, name: str, *argv: str, **environment: str) -> Child:
     variables = inherited_environment() | {"TRIREME_NAME": name} | environment
     return Child(name, [*PYTHON_MODULE, *argv], variables, folder / f"{name}.log", forks.start)
-
-
-def shown(process: psutil.Process) -> str:
-    """As `ps` does."""
-    return " ".join(process.cmdline()).strip()
 
 
 def is_forked(child: Child) -> bool:
@@ -115,7 +111,7 @@ async def test_members_are_forked_with_torch_already_there_and_show_who_they_are
         while not tail_of(waiting.log):
             await asyncio.sleep(0.01)
         assert tail_of(waiting.log) == "True"
-        assert shown(psutil.Process(waiting.pid)) == " ".join([*PYTHON_MODULE, module, "[trainer-0]"])
+        assert command_line(psutil.Process(waiting.pid)) == " ".join([*PYTHON_MODULE, module, "[trainer-0]"])
         waiting.send(signal.SIGKILL)
         assert str(await waiting.wait()) == "SIGKILL"
 
@@ -213,6 +209,6 @@ def sleepers() -> list[psutil.Process]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             mine = process.environ().get("PYTHONPATH") == os.environ["PYTHONPATH"]
-            if mine and "sleeps" in shown(process) and process.status() != psutil.STATUS_ZOMBIE:
+            if mine and "sleeps" in command_line(process) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
