@@ -19,6 +19,7 @@ from shared.checkpoints.saving.part_owner import SavingContext
 from shared.checkpoints.saving.parts import Checkpointer
 from shared.records import SlotMap
 from shared.records.checkpoints import CheckpointLatest, CheckpointPart, PartLink
+from shared.records.members import pserver_names
 from shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
 from shared.serving.core.store import Store
 
@@ -31,7 +32,8 @@ def saving_of(context: PserverContext) -> SavingContext:
         owner=context.pserver,
         own_key=context.own_index,
         offload=context.offload,
-        living=lambda _: directory.pservers.keys(),
+        living=lambda _: {index: pserver_names([index]) for index in directory.pservers},
+        slots_of=lambda version: directory.slots if directory.slots and directory.slots.version == version else None,
     )
 
 

@@ -34,12 +34,15 @@ class CheckpointPlace(Record):
 
 class CheckpointStarted(CheckpointPlace):
     """A pserver writes its part of version `step`. `error`: why it could not. `on`: the checkpoint that the part may build on, so it has to be kept
-    meanwhile; "": none."""
+    meanwhile; "": none. `slots`: version of the map of slots by which the blocks are shared. `evaluation`: number of the evaluation that is due at that
+    version; 0: none."""
 
     pserver: int
     incarnation: str
     error: str = ""
     on: str = ""
+    slots: int = 0
+    evaluation: int = 0
 
 
 class CheckpointCut(CheckpointPlace):

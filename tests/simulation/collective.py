@@ -135,12 +135,16 @@ def check_complete(cluster: SimulatedCluster, share: CheckedShare) -> None:
             share.fail(f"{share.trainer} and {other.trainer} have different bits of version {store.has}")
 
 
+def storage_s_of(plan: Plan, trainer: str) -> float:
+    return random.Random(f"storage-{plan.seed}-{trainer}").choice(STORAGE_S)
+
+
 def ports_of(cluster: SimulatedCluster, node: Node, name: str) -> CollectivePorts | None:
     """What a trainer of the job serves; None in a job with parameter servers."""
     if cluster.plan.strategy is not Strategy.COLLECTIVE:
         return None
     node.share = CheckedShare(cluster, name)
-    storage_s = random.Random(f"storage-{cluster.plan.seed}-{name}").choice(STORAGE_S)
+    storage_s = storage_s_of(cluster.plan, name)
 
     async def background(work: Callable[..., Any], *arguments: Any) -> Any:
         """A thread, that of a slow storage."""

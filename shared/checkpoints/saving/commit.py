@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from shared.checkpoints import stored, writer
 from shared.checkpoints.async_cut import GivenUp
+from shared.checkpoints.saving.evaluated_first import EvaluatedFirst
 from shared.checkpoints.saving.part_owner import SavingContext
 from shared.checkpoints.saving.pending import PendingCheckpoint
 from shared.checkpoints.saving.storage_problem import StorageProblem, advice_for
@@ -72,6 +73,7 @@ class Committer:
         self._problem = problem
         self._pending: dict[str, PendingCheckpoint] = {}
         self.seen = CheckpointView(self._keys)
+        self._evaluated_first = EvaluatedFirst(context)
         self._unreleased: Compare | None = None  # a lock that could not be released yet
         self._committing = False
         self._changed = asyncio.Event()
@@ -135,6 +137,8 @@ class Committer:
             if not complete or self.seen.holder not in {"", self._owner.incarnation}:
                 continue
             newest = self._next_of(complete)
+            if self._evaluated_first.holds(newest, self._pending, self.seen):
+                continue
             self._committing = True
             try:
                 await self._finish(newest)
@@ -189,7 +193,7 @@ class Committer:
         return not self._missing(pending)
 
     def _may_become_whole(self, pending: PendingCheckpoint) -> bool:
-        return self._missing(pending) <= set(self._context.living(pending.slots))
+        return self._missing(pending) <= self._context.living(pending.slots).keys()
 
     def _missing(self, pending: PendingCheckpoint) -> set[int]:
         return set(stored.writers(pending.layout, pending.slots)) - self.seen.parts.get(pending.uuid, set())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,14 +34,15 @@ class PartOwner(Protocol):
 
 
 class Living(Protocol):
-    """Which owners by that slot map live, as far as this process knows."""
+    """The owners by that slot map that live, as far as this process knows: their names by their indices."""
 
-    def __call__(self, slots: SlotMap) -> Collection[int]: ...
+    def __call__(self, slots: SlotMap) -> Mapping[int, str]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SavingContext:
-    """`own_key`: every write proves that the process still holds it. `offload` runs what blocks."""
+    """`own_key`: every write proves that the process still holds it. `offload` runs what blocks. `slots_of`: the slot map of that version; None: this
+    process does not know it any more."""
 
     etcd: Etcd
     directory: Directory
@@ -49,6 +50,7 @@ class SavingContext:
     own_key: OwnKey[Any]
     offload: Offload
     living: Living
+    slots_of: Callable[[int], SlotMap | None]
 
     @property
     def name(self) -> str:

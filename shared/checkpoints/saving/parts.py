@@ -129,7 +129,14 @@ class Checkpointer:
             file=f"pserver-{index}.{self._token}.safetensors",
         )
         incarnation = self._context.owner.incarnation
-        started = CheckpointStarted(step=snapshot.version, timeline=timeline, pserver=index, incarnation=incarnation)
+        started = CheckpointStarted(
+            step=snapshot.version,
+            timeline=timeline,
+            pserver=index,
+            incarnation=incarnation,
+            slots=slots.version,
+            evaluation=pending.evaluation(self._context.spec),
+        )
         latest = await self._begin(pending.uuid, started)
         begin = clock.monotonic()
         try:

@@ -12,7 +12,7 @@ cut in any case: a version has the same bits in every generation of a timeline.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from shared.blocks.buffers import BufferPool, tensor_over
@@ -101,7 +101,7 @@ class ShareCopies(Copies):
         self._waiting: list[tuple[int, Copied]] = []  # by rank; two: neither may be left out
         self._skipped = 0
         owner = ReplicaOwner(own_key.record, replica, directory)
-        self._context = SavingContext(etcd, directory, owner, own_key, offload, self._living)
+        self._context = SavingContext(etcd, directory, owner, own_key, offload, self._living, self._slots_of)
         self.checkpointer = Checkpointer(self._context, self)
 
     def __repr__(self) -> str:
@@ -218,11 +218,14 @@ class ShareCopies(Copies):
     def is_of(self, timeline: int) -> bool:
         return self._replica.record is not None and self._replica.timeline == timeline
 
-    def _living(self, slots: SlotMap) -> Collection[int]:
+    def _living(self, slots: SlotMap) -> Mapping[int, str]:
         then = self._lists.get(slots.version)
-        if then is None:
-            return ()
-        return [place for place, name in enumerate(then.owners) if name in self._directory.trainers]
+        owners = then.owners if then is not None else ()
+        return {place: name for place, name in enumerate(owners) if name in self._directory.trainers}
+
+    def _slots_of(self, generation: int) -> SlotMap | None:
+        then = self._lists.get(generation)
+        return shared_out(then, self._layout.slot_count) if then is not None else None
 
     def remember(self, trainers: TrainerList) -> None:
         """Of each generation, as it becomes known."""

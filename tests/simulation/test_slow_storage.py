@@ -1,0 +1,70 @@
+"""A trainer of a collective job that is slow, also with its storage, and keeps on living: no evaluation is left out for that.
+
+Lanes leave it, so the owners of newer versions may have written all parts of those before it has written its part of an evaluated version.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shared.checkpoints.saving.evaluated_first import EvaluatedFirst
+from shared.records import Dispatch, Mode
+from tests.equipment.cluster.network import STEADY
+from tests.equipment.replaced import replaced
+from tests.simulation import collective
+from tests.simulation.collective import collective_plan
+from tests.simulation.compute import Speed
+from tests.simulation.plans import Fault, FaultKind, Plan
+from tests.simulation.run import simulate
+
+SLOW, STORAGE_S = "trainer-0", 6.0
+SEEDS = [(Dispatch.MASTER, 0), (Dispatch.MASTER, 2), (Dispatch.ETCD, 1)]  # the lanes leave it at the right moment
+
+
+def plan_with_slow_storage(seed: int, dispatch: Dispatch) -> Plan:
+    drawn = collective_plan(seed, dispatch)
+    job = replace(drawn.job, files=(24, 24), task_records=4, minibatch=1, lanes=8, epochs=1, tables=False)
+    masters = int(dispatch is Dispatch.MASTER)
+    settings: Any = {"trainers": 3, "masters": masters, "faults": (), "requests": (), "slow": 8.0, "stragglers": True}
+    settings |= {"checkpoint_every": 1, "evaluate": True, "evaluate_every": 1, "rebalance_s": 6.0}
+    return replace(drawn, job=job, speed=Speed(0.1, 0.12), conditions=STEADY, **settings)
+
+
+def run(plan: Plan) -> list[str]:
+    """What its members said."""
+    said: list[str] = []
+    with replaced(collective, "storage_s_of", lambda _, trainer: STORAGE_S if trainer.startswith(SLOW) else 0.0):
+        outcome = simulate(plan.seed, Mode.SYNC, said.append, plan)
+    assert not outcome.violations, f"\n  {outcome}"
+    assert lines(said, " lanes_moved ")
+    return said
+
+
+def lines(said: list[str], what: str) -> list[str]:
+    return [line for line in said if what in line]
+
+
+@pytest.mark.parametrize(("dispatch", "seed"), SEEDS)
+def test_an_evaluated_version_is_committed_before_newer_ones(dispatch, seed):
+    said = run(plan_with_slow_storage(seed, dispatch))
+    assert lines(said, "commit_held")
+    assert not lines(said, "evaluation_left_out")
+
+
+@pytest.mark.parametrize(("dispatch", "seed"), SEEDS[-1:])
+def test_without_that_an_evaluation_is_left_out_although_nothing_failed(dispatch, seed):
+    with replaced(EvaluatedFirst, "holds", lambda *_: False):
+        said = run(plan_with_slow_storage(seed, dispatch))
+    assert lines(said, "evaluation_left_out")
+
+
+def test_a_trainer_that_dies_is_not_waited_for():
+    plan = plan_with_slow_storage(0, Dispatch.MASTER)
+    death = Fault(8.0, FaultKind.KILL_TRAINER, 0.0, None, members=(0, 0), noticed=True)
+    said = run(replace(plan, faults=(death,)))
+    held, committed = lines(said, "commit_held step=2"), lines(said, "checkpoint_committed step=2")
+    assert held
+    assert 8.0 < float(committed[0].split()[0]) < 12.0, "before it would have written its part"
