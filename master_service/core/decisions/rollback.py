@@ -207,11 +207,13 @@ def survivors(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Me
 
 
 def supervise(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> Decision[None]:
-    """While pservers load: another checkpoint if one of them cannot, a new rollback if the number of pservers changed."""
+    """While pservers load: another checkpoint if one of them cannot, a new rollback if the number of pservers changed, a slot map if there is none."""
     if slots is not None and not slots_fit(slots, spec):
         return go_back(spec, state, slots, members, another_number(spec, slots))
     if not state.checkpoint:
         return start_over(spec, state, slots, state.reason) if _all_dropped(spec, state, members) else Decision(None)
+    if slots is None:  # the job was a collective one when it began to go back
+        return Decision(None, _new_slots(spec, slots))
     for index in sorted(members.pservers):
         restored = members.pservers[index].restored
         if (

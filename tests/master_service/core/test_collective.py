@@ -298,6 +298,16 @@ def test_a_job_that_changes_to_the_collective_strategy_goes_back_to_its_newest_c
         assert (back.phase, back.checkpoint) == (Phase.ROLLING_BACK, "newest")
 
 
+def test_a_collective_job_that_ended_while_it_went_back_and_gets_parameter_servers_gets_a_slot_map():
+    """They load by it. Seed 57111 of `tests.simulation --collective --drawn --moments --dispatch etcd`: they waited for it until the job failed."""
+    spec = SPEC.model_copy(update={"strategy": Strategy.PARAMETER_SERVER, "pservers": 2, "slot_count": 128})
+    found = members({"c": None}, latest=LATEST)
+    decision = reconcile(spec, BACK, TrainerList(), None, found)
+    (slots,) = [change for change in decision.changes if isinstance(change, SlotMap)]
+    assert set(slots.owners) == {0, 1}
+    assert not reconcile(spec, BACK, TrainerList(), slots, found).changes
+
+
 # ------------------------------------------------------------------ whatever comes
 
 
