@@ -21,7 +21,7 @@ from shared.serving.core.store import Store
 from shared.wire.messages import PushBlock, PushHeader
 from shared.wire.verdict import Verdict
 from tests.equipment.cluster.network_ports import STALL_S
-from tests.simulation.plans import FaultKind, Plan, plan_of
+from tests.simulation.plans import SLOWEST_STORAGE_S, FaultKind, Plan, plan_of
 from trainer_agent.collective.mean_blocks import Arrived, MeanStore
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.collective.server import ShareServer
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 MOST_APART = 2
 NOT_HERE = {FaultKind.KILL_PSERVER, FaultKind.FREEZE_PSERVER}
 MOST_FAILURES = 20
-STORAGE_S = (0.0, 0.0, 0.2, 1.0, 6.0)  # what work on the storage takes longer at some trainers
+STORAGE_S = (0.0, 0.0, 0.2, 1.0, SLOWEST_STORAGE_S)  # what work on the storage takes longer at some trainers
 
 
 def collective_plan(seed: int, dispatch: Dispatch = Dispatch.MASTER) -> Plan:

@@ -15,6 +15,8 @@ from shared.records.operations import ResizePhase
 from tests.equipment.cluster.network import STEADY, Conditions, conditions_of
 from tests.simulation.compute import Speed
 
+SLOWEST_STORAGE_S = 6.0  # of a trainer of a collective job
+
 
 class FaultKind(StrEnum):
     KILL_TRAINER = "kill trainer"
@@ -233,12 +235,14 @@ class Plan:
 
     @property
     def evaluations_s(self) -> float:
-        """Seconds of evaluating while the job trains if one trainer does it all."""
+        """Seconds of evaluating while the job trains if one trainer does it all, and training waits for each checkpoint: part, manifest, clean-up."""
         if self.evaluate_every is None:
             return 0.0
         job = self.job
         often = job.epochs if self.evaluate_every == "epoch" else job.minibatches // int(self.evaluate_every)
-        return often * job.minibatches / job.epochs * (3 * self.speed.high_s + self.speed.stall * self.speed.stall_s)
+        saving_s = 3 * (SLOWEST_STORAGE_S if self.strategy is Strategy.COLLECTIVE else self.storage_s)
+        computing_s = job.minibatches / job.epochs * (3 * self.speed.high_s + self.speed.stall * self.speed.stall_s)
+        return often * (saving_s + computing_s)
 
     def __str__(self) -> str:
         head = (
