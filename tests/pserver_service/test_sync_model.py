@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -18,6 +19,7 @@ from shared.lanes import aligned_intervals, combine
 from shared.serving.core.blocks import BlockState
 from shared.serving.pserver import Pserver
 from shared.wire.verdict import Verdict
+from tests.equipment.virtual_loop import run_virtually
 from tests.pserver_service.jobs import (
     check_invariants,
     initialised,
@@ -183,43 +185,49 @@ async def run(seed: int, *, mixed_pull: bool = False) -> tuple[bool, Counter[str
     return torch.equal(final, undisturbed()), job.answers
 
 
-async def wrong_seeds(**options: bool) -> list[int]:
+def played(seed: int, *, mixed_pull: bool = False) -> tuple[bool, Counter[str]]:
+    """In virtual time: thousands of pulls wait for a version that is not there yet."""
+    good, answers = run_virtually(partial(run, mixed_pull=mixed_pull), seed, shuffled=False)
+    return good, answers
+
+
+def wrong_seeds(**options: bool) -> list[int]:
     """Seeds up to the first wrong one, as an ablation needs only one."""
     for seed in range(SEEDS):
-        good, _ = await run(seed, **options)
+        good, _ = played(seed, **options)
         if not good:
             return [seed]
     return []
 
 
-async def test_any_schedule_of_joins_deaths_and_zombies_ends_with_the_undisturbed_bits():
+def test_any_schedule_of_joins_deaths_and_zombies_ends_with_the_undisturbed_bits():
     answers: Counter[str] = Counter()
     for seed in range(SEEDS):
-        good, seen = await run(seed)
+        good, seen = played(seed)
         assert good, f"seed {seed}"
         answers += seen
     assert all(answers[code] > 0 for code in ("APPLIED", "DUPLICATE", "STALE_GENERATION", "GONE")), answers
 
 
-async def test_without_the_previous_version_a_torn_step_is_not_repaired(monkeypatch):
+def test_without_the_previous_version_a_torn_step_is_not_repaired(monkeypatch):
     def pull(self, version):
         return (
             self.current if version == self.version else Verdict.TOO_EARLY if version > self.version else Verdict.GONE
         )
 
     monkeypatch.setattr(BlockState, "pull", pull)
-    assert await wrong_seeds()
+    assert wrong_seeds()
 
 
-async def test_without_superseding_overlapping_intervals_never_get_whole(monkeypatch):
+def test_without_superseding_overlapping_intervals_never_get_whole(monkeypatch):
     def covers(self, lanes):
         return any(first < lanes[1] and lanes[0] < last for first, last in self.nodes)
 
     monkeypatch.setattr(Accumulator, "covers", covers)
-    assert await wrong_seeds()
+    assert wrong_seeds()
 
 
-async def test_combining_in_order_of_arrival_changes_bits(monkeypatch):
+def test_combining_in_order_of_arrival_changes_bits(monkeypatch):
     def add(self, lanes, value, count, _memory, _payload, **_):
         self._supersede(lanes)
         self.nodes[lanes] = Node(None if value is None else value.clone(), count)
@@ -233,8 +241,8 @@ async def test_combining_in_order_of_arrival_changes_bits(monkeypatch):
         return Node(*total)
 
     monkeypatch.setattr(Accumulator, "add", add)
-    assert await wrong_seeds()
+    assert wrong_seeds()
 
 
-async def test_a_trainer_that_mixes_versions_changes_bits():
-    assert await wrong_seeds(mixed_pull=True)
+def test_a_trainer_that_mixes_versions_changes_bits():
+    assert wrong_seeds(mixed_pull=True)

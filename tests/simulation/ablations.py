@@ -153,7 +153,7 @@ def no_pushes_without_rows() -> Any:
     parts = Lookups.row_parts
 
     def some(self: Lookups, routes: Any, lane: Any) -> Any:
-        return {index: part for index, part in parts(self, routes, lane).items() if any(part[0])}
+        return {index: part for index, part in parts(self, routes, lane).items() if any(part.counts)}
 
     return replaced(Lookups, "row_parts", some)
 

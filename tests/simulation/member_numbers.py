@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from shared.records import JobSpec
 from shared.records.assignments import GivenNumbers
 from shared.runtime.service import LEASE_LOST
@@ -62,7 +64,13 @@ def _are_own(cluster: SimulatedCluster) -> bool:
 def wanted(cluster: SimulatedCluster) -> tuple[int, int] | None:
     """Parameter servers and trainers that the job wants."""
     desired, spec = cluster.simulated.value(cluster.keys.pservers_desired), cluster.simulated.value(cluster.keys.spec)
-    return (int(desired), JobSpec.model_validate_json(spec).trainers) if desired and spec else None
+    return (int(desired), _trainers(spec)) if desired and spec else None
+
+
+@lru_cache(maxsize=8)
+def _trainers(spec: bytes) -> int:
+    """Asked for four times a second."""
+    return JobSpec.model_validate_json(spec).trainers
 
 
 def kept(cluster: SimulatedCluster, kind: str) -> list[Node]:

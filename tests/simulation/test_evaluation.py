@@ -24,7 +24,7 @@ from tests.simulation.run import Outcome, simulate
 from trainer_agent.data_plane.pulls import Pulls
 from trainer_agent.tasks.source import TaskSource
 
-SEEDS = range(8)
+SEEDS = [pytest.param(seed, marks=[pytest.mark.soak] if seed >= 4 else []) for seed in range(8)]
 FEW = range(3)
 ONCE_FAILED: tuple[tuple[int, int | str], ...] = ((253, 1), (115, 2), (178, 2), (183, 2), (391, 2))
 MANY = [ONCE_FAILED, *(tuple((n, (1, 2, "epoch")[n % 3]) for n in range(k, k + 50)) for k in range(0, 200, 50))]

@@ -41,10 +41,11 @@ def test_nobody_leaves_and_nothing_is_rolled_back_however_long_etcd_is_silent(mo
         assert outcome.started == plan.masters + plan.pservers + plan.trainers, outcome.plan
 
 
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 6), marks=pytest.mark.soak)], ids=str)
 @pytest.mark.parametrize("dispatch", list(Dispatch))
 @pytest.mark.parametrize("mode", list(Mode))
-def test_every_promise_is_kept_whatever_fails_while_etcd_is_silent(mode, dispatch):
-    for seed in range(6):
+def test_every_promise_is_kept_whatever_fails_while_etcd_is_silent(mode, dispatch, seeds):
+    for seed in seeds:
         plan = plan_of(seed, mode, dispatch)
         rng = random.Random(f"silences-{mode}-{seed}")
         silences = [
