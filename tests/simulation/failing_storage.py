@@ -1,4 +1,4 @@
-"""The storage fails at single trainers for a while: what they write or read there raises OSError, before it is done or although it is done."""
+"""The storage fails at single members for a while: what they write or read there raises OSError, before it is done or although it is done."""
 
 from __future__ import annotations
 
@@ -16,11 +16,20 @@ if TYPE_CHECKING:
 Offload = Callable[..., Awaitable[Any]]
 
 WORK = {
-    "write": ("write_part", "write_manifest"),
+    "write": ("write_part",),
+    "commit": ("write_manifest",),
     "delete": ("remove", "remove_file"),
     "load": ("load_replica",),
     "evaluate": ("read_checkpoint", "read_tables"),
 }
+KINDS = (
+    ("write", "commit"),
+    ("write", "commit"),
+    ("load",),
+    ("write", "commit", "load"),
+    ("delete",),
+    tuple(WORK),
+)
 
 
 class StorageError(StrEnum):
@@ -40,9 +49,9 @@ class StorageError(StrEnum):
 
 @dataclass(frozen=True)
 class StorageFault:
-    """From `from_s` to `until_s` the works of these kinds fail at the trainer of that number. `done`: although they are done."""
+    """From `from_s` to `until_s` the works of these kinds fail at that member. `done`: although they are done."""
 
-    trainer: int
+    member: str
     from_s: float
     until_s: float
     kinds: tuple[str, ...]
@@ -50,23 +59,23 @@ class StorageFault:
     done: bool = False
 
     def __str__(self) -> str:
-        what = f"{' and '.join(self.kinds)} at trainer-{self.trainer} until {self.until_s:.3f}"
+        what = f"{' and '.join(self.kinds)} at {self.member} until {self.until_s:.3f}"
         return f"{self.from_s:7.3f} storage: {self.error}: {what}{' (although done)' if self.done else ''}"
 
     def concerns(self, node: str, work: str, now: float) -> bool:
         named = any(work in WORK[kind] for kind in self.kinds)
-        return named and node == f"trainer-{self.trainer}" and self.from_s <= now < self.until_s
+        return named and node == self.member and self.from_s <= now < self.until_s
 
 
 def storage_faults(rng: random.Random, window_s: float, trainers: int) -> tuple[StorageFault, ...]:
-    """Not of what a job reads when it is evaluated after training: nobody reads it again."""
+    """At trainers."""
     found = []
     for _ in range(rng.choice([0, 1, 2, 3, 5])):
         from_s = window_s * rng.random()
-        kinds = rng.choice([("write",), ("write",), ("load",), ("write", "load"), ("delete",), tuple(WORK)])
+        kinds = rng.choice(KINDS)
         lasts_s = rng.choice([0.3, 1.0, 3.0, 8.0])
         fault = StorageFault(
-            rng.randrange(max(1, trainers)),
+            f"trainer-{rng.randrange(max(1, trainers))}",
             from_s,
             from_s + lasts_s,
             kinds,

@@ -128,9 +128,8 @@ async def pserver(cluster: SimulatedCluster, node: Node) -> int:
     service.step_rows, service.give_back_rows = without_turns
     node.service = service
     cluster.network.listen(node.url, node.process, service)
-    process = cluster.make_pserver(
-        service, node.url, cluster.etcd_of(node.process.name), partial(_later, cluster.plan.storage_s, service)
-    )
+    offload = failing(cluster, node.name, partial(_later, cluster.plan.storage_s, service))
+    process = cluster.make_pserver(service, node.url, cluster.etcd_of(node.process.name), offload)
     return 0 if await process.member.serve(node.stopping, 300.0, DRAIN_S) else LEASE_LOST
 
 
