@@ -1,4 +1,4 @@
-"""The storage fails for some seconds just when it is needed: the job ends as the undisturbed run."""
+"""The storage fails for some seconds just when an evaluated version, or the last one, is written: the job waits for it, and ends as the undisturbed run."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from trainer_agent.loops import evaluate_export
 from trainer_agent.loops.evaluating import read_checkpoint
 
 FAILS_S = 8.0
+ENOUGH_S = 60.0  # without another attempt the job waits for ten minutes
 
 
 def short(drawn: Plan, *, tables: bool, kinds: tuple[str, ...], member: str) -> Plan:
@@ -30,6 +31,34 @@ def short(drawn: Plan, *, tables: bool, kinds: tuple[str, ...], member: str) -> 
     given = {"evaluate": True, "evaluate_every": 2, "keep_best": "value:min", "checkpoint_every": None}
     steady = {"conditions": STEADY, "faults": (), "requests": (), "slow": 1.0, "speed": Speed(0.05, 0.1), "masters": 1}
     return replace(drawn, job=job, trainers=2, storage_faults=(fault,), storage_s=0.0, **given, **steady)
+
+
+@pytest.mark.parametrize("what", ["write", "commit"])
+@pytest.mark.parametrize("tables", [False, True], ids=["without tables", "with tables"])
+def test_a_collective_job_goes_on_once_the_storage_works(what, tables):
+    for member in ("trainer-0", "trainer-1"):
+        plan = short(collective_plan(0), tables=tables, kinds=(what,), member=member)
+        outcome = simulate(0, Mode.SYNC, plan=plan)
+        assert not outcome.violations, f"\n  {outcome}"
+        assert outcome.seconds < ENOUGH_S
+
+
+@pytest.mark.parametrize("what", ["write", "commit"])
+def test_a_job_with_parameter_servers_goes_on_once_the_storage_works(what):
+    plan = replace(short(plan_of(0, Mode.SYNC), tables=False, kinds=(what,), member="pserver-0"), pservers=1)
+    outcome = simulate(0, Mode.SYNC, plan=plan)
+    assert not outcome.violations, f"\n  {outcome}"
+    assert outcome.seconds < ENOUGH_S
+
+
+def test_the_last_version_is_saved_although_an_evaluated_one_waits_to_be_written():
+    """Writing takes a second at one of the trainers."""
+    plan = replace(short(collective_plan(0), tables=False, kinds=(), member=""), storage_faults=())
+    said: list[str] = []
+    outcome = simulate(0, Mode.SYNC, said.append, plan)
+    assert not outcome.violations, f"\n  {outcome}"
+    committed = [line.partition("step=")[2].split()[0] for line in said if "checkpoint_committed" in line]
+    assert committed == ["0", "2", "4"]
 
 
 @pytest.mark.parametrize("best", ["value:min", "value:max"])
