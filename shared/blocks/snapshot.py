@@ -77,6 +77,12 @@ class Snapshot:
         self._missing.remove(ROWS)
         self.tables = tables
 
+    def renew_tables(self, tables: Sequence[TableSnapshot]) -> None:
+        """Other copies of the same rows, in place of those that were read."""
+        for table in self.tables:
+            table.close()
+        self.tables = tables
+
     def release(self) -> None:
         """Give its memory back; it must not be read any more."""
         for table in self.tables:

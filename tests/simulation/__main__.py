@@ -11,6 +11,7 @@ import time
 from shared.records import Dispatch, Mode
 from tests.simulation.ablations import ABLATIONS
 from tests.simulation.collective import collective_plan
+from tests.simulation.collective_failures import failing_plan
 from tests.simulation.collective_settings import varied_plan
 from tests.simulation.collective_troubles import troubled_plan
 from tests.simulation.drawn import drawn_plan
@@ -31,12 +32,18 @@ def main() -> int:
     parser.add_argument(
         "--moments", action="store_true", help="of collective jobs, with --drawn: faults at moments, too"
     )
+    parser.add_argument(
+        "--failures",
+        action="store_true",
+        help="of collective jobs, with --drawn: --moments, storage that fails at single trainers, and pauses",
+    )
     parser.add_argument("--ablate", choices=list(ABLATIONS), help="switch a safeguard off")
     options = parser.parse_args()
     mode, dispatch, failed = Mode(options.mode), Dispatch(options.dispatch), 0
     drawn = plan_of
     if options.collective:
         collective = troubled_plan if options.moments else varied_plan if options.drawn else collective_plan
+        collective = failing_plan if options.failures else collective
         drawn = lambda seed, _, dispatch: collective(seed, dispatch)  # noqa: E731
     elif options.drawn:
         drawn = drawn_plan

@@ -9,18 +9,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shared.errors import AnotherProcess
-from shared.records import Dispatch, Exchange, Mode, Phase, Strategy, TrainerMember
+from shared.records import Dispatch, Exchange, Mode, Phase, SlotMap, Strategy, TrainerMember
 from shared.records.step import StepRecord
 from shared.serving.core.pushes import OpenPush
 from shared.serving.core.store import Store
 from shared.wire.messages import PushBlock, PushHeader
 from shared.wire.verdict import Verdict
 from tests.equipment.cluster.network_ports import STALL_S
+from tests.simulation.failing_storage import failing
 from tests.simulation.plans import SLOWEST_STORAGE_S, FaultKind, Plan, plan_of
 from trainer_agent.collective.mean_blocks import Arrived, MeanStore
 from trainer_agent.collective.ports import CollectivePorts
@@ -61,11 +62,19 @@ class CheckedSharePush(OpenPush):
 
 
 class CheckedShare(ShareServer):
-    """`seen`: the highest generation it has seen."""
+    """`seen`: the highest generation it has seen. `follows`: it had no share when the generation began, so it may be behind until it is open."""
 
     def __init__(self, cluster: SimulatedCluster, trainer: str) -> None:
         super().__init__(cluster.keys.job, trainer)
-        self._cluster, self.seen = cluster, 0
+        self._cluster, self.seen, self.follows = cluster, 0, True
+
+    def regroup(self, generation: int, place: int, slots: SlotMap | None, own: Collection[int]) -> None:
+        self.follows |= self.store is None or not self.store.own
+        super().regroup(generation, place, slots, own)
+
+    def open(self, generation: int) -> None:
+        self.follows = False
+        super().open(generation)
 
     def open_push(self, store: Store, header: PushHeader) -> OpenPush:
         return CheckedSharePush(self, store, header)
@@ -129,7 +138,8 @@ def check_complete(cluster: SimulatedCluster, share: CheckedShare) -> None:
         theirs = other.store
         if theirs is None or other is share or other.generation != share.generation or other.opened != share.opened:
             continue
-        if store.own and theirs.own and abs(theirs.has - store.has) > MOST_APART:
+        shared = store.own and theirs.own and not (share.follows or other.follows)
+        if shared and abs(theirs.has - store.has) > MOST_APART:
             share.fail(f"{share.trainer} has version {store.has}, {other.trainer} {theirs.has}")
         if theirs.first_kept <= store.has <= theirs.has and digest_of(theirs, store.has) != digest_of(store, store.has):
             share.fail(f"{share.trainer} and {other.trainer} have different bits of version {store.has}")
@@ -156,7 +166,7 @@ def ports_of(cluster: SimulatedCluster, node: Node, name: str) -> CollectivePort
         node.share,
         Exchange(url=node.url),
         connect_donor=lambda member: SimulatedDonor(cluster, member),
-        background=background,
+        background=failing(cluster, node.name, background),
     )
 
 

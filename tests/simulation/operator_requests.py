@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 
 from master_service.leadership.master import Master
-from shared.errors import CallerError, Conflict, NotFound, PeerError
+from shared.errors import CallerError, Conflict, NotFound, PeerError, TriremeError
 from shared.records import Dispatch, Stage
 from shared.records.checkpoints import CheckpointLatest
 from shared.records.operations import Operation, OperationKind, OperationState, Strategy
@@ -17,6 +17,7 @@ from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.plans import OperatorRequest, RequestKind
 
 LIMIT_S = 60.0
+SAVE_S = 30.0
 SEND_LIMIT_S = 20.0
 END_LIMIT_S = 30.0
 RESIZE_LIMIT_S = 60.0
@@ -91,6 +92,22 @@ async def _create(cluster: SimulatedCluster, key: str) -> Operation:
         return Operation.model_validate(
             await cluster.spectator.create_checkpoint(key, cause="a request", limit_s=LIMIT_S)
         )
+
+
+async def save(cluster: SimulatedCluster) -> None:
+    """A checkpoint of the present step, as before a job is paused: it is waited for, at most SAVE_S. Whatever fails, the pause goes on."""
+    try:
+        begun = await _create(cluster, ids.new_id("request"))
+    except TriremeError as error:
+        cluster.say(f"paused without a checkpoint: {error.message}")
+        return
+    cluster.accepted.append(begun)
+    limit = asyncio.get_running_loop().time() + SAVE_S
+    while asyncio.get_running_loop().time() < limit and not cluster.over:
+        found = cluster.operation(begun)
+        if found is None or not found.running:
+            return
+        await asyncio.sleep(0.1)
 
 
 async def _restore(cluster: SimulatedCluster, key: str, which: str) -> Operation:

@@ -14,6 +14,7 @@ from shared.records.job_spec import Transported
 from shared.records.operations import ResizePhase
 from tests.equipment.cluster.network import STEADY, Conditions, conditions_of
 from tests.simulation.compute import Speed
+from tests.simulation.failing_storage import StorageFault
 
 SLOWEST_STORAGE_S = 6.0  # of a trainer of a collective job
 
@@ -35,6 +36,7 @@ class FaultKind(StrEnum):
     RESTART_ALL = "kill everything, go on with other members"
     KILL_EVERYBODY = "kill everybody"
     TRAINERS_LEAVE = "every trainer leaves"
+    PAUSE = "the job is paused"
 
     @property
     def victim(self) -> str:
@@ -176,7 +178,7 @@ class Job:
 @dataclass(frozen=True)
 class Plan:
     """Everything a run depends on. `slow`: trainer-0 needs so many times longer for a minibatch. `varied`: settings of a collective job were drawn,
-    too. `storage_s`: how long work on the storage waits at parameter servers, so that training goes on before a checkpoint's part is written.
+    too; `failing`: see collective_failures.py. `storage_s`: how long work on the storage waits at parameter servers, so that training goes on before a checkpoint's part is written.
     `first_epochs`: that the job has until everything is killed."""
 
     seed: int
@@ -210,6 +212,8 @@ class Plan:
     first_epochs: int | None = None
     min_members: int = 1
     varied: bool = False
+    failing: bool = False
+    storage_faults: tuple[StorageFault, ...] = ()
 
     def undisturbed(self) -> Plan:
         return replace(self, conditions=STEADY, faults=(), requests=())
@@ -230,7 +234,7 @@ class Plan:
         all members join again, and one trainer does all the work, twice."""
         restores = sum(request.kind in {RequestKind.RESTORE, RequestKind.PSERVER_LEAVES} for request in self.requests)
         restores += sum(fault.kind is FaultKind.RESTART_ALL for fault in self.faults)
-        restores += sum(1 + len(moment.faults) for moment in self.moments)
+        restores += sum(1 + len(moment.faults) for moment in self.moments) + len(self.storage_faults)
         return 90.0 + (2 + restores) * (self.work_s + self.evaluations_s) * max(1.0, self.slow / 3)
 
     @property
@@ -251,7 +255,9 @@ class Plan:
             f"{self.checkpoint_every or self.checkpoint_every_s} and keep {self.keep_checkpoints}, skip_after "
             f"{self.skip_after_s}, independent {self.independent}, trainer-0 {self.slow:g} times slower, storage takes {self.storage_s:g} s\n  {self.speed}\n  {self.conditions}"
         )
-        return "\n".join([head, *(f"  {event}" for event in (*self.faults, *self.requests, *self.moments))])
+        return "\n".join(
+            [head, *(f"  {event}" for event in (*self.faults, *self.storage_faults, *self.requests, *self.moments))]
+        )
 
 
 JOBS: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
@@ -357,7 +363,7 @@ def _restarts(rng: random.Random, plan: Plan) -> list[Fault]:
 
 def _kinds(rng: random.Random, mode: Mode, dispatch: Dispatch) -> list[FaultKind]:
     """Some runs concentrate on two kinds."""
-    apart = {FaultKind.RESTART_ALL, FaultKind.SILENCE_ETCD, FaultKind.TRAINERS_LEAVE}
+    apart = {FaultKind.RESTART_ALL, FaultKind.SILENCE_ETCD, FaultKind.TRAINERS_LEAVE, FaultKind.PAUSE}
     if mode is Mode.SYNC:
         apart.add(FaultKind.KILL_EVERYBODY)
     kinds = [kind for kind in FaultKind if kind not in apart]

@@ -25,6 +25,7 @@ from tests.equipment.cluster.network_ports import STALL_S, SimulatedMaster, Simu
 from tests.simulation.cluster import Main, SimulatedCluster
 from tests.simulation.collective import ports_of
 from tests.simulation.compute import Speed, TinyCompute
+from tests.simulation.failing_storage import failing
 from tests.simulation.nodes import Node
 from tests.simulation.nonfinite import SkippingCompute
 from trainer_agent.agent import Agent
@@ -127,9 +128,8 @@ async def pserver(cluster: SimulatedCluster, node: Node) -> int:
     service.step_rows, service.give_back_rows = without_turns
     node.service = service
     cluster.network.listen(node.url, node.process, service)
-    process = cluster.make_pserver(
-        service, node.url, cluster.etcd_of(node.process.name), partial(_later, cluster.plan.storage_s, service)
-    )
+    offload = failing(cluster, node.name, partial(_later, cluster.plan.storage_s, service))
+    process = cluster.make_pserver(service, node.url, cluster.etcd_of(node.process.name), offload)
     return 0 if await process.member.serve(node.stopping, 300.0, DRAIN_S) else LEASE_LOST
 
 
@@ -173,7 +173,7 @@ async def trainer(cluster: SimulatedCluster, node: Node) -> int:
             ),
             master=node.dispatcher or SimulatedMaster(cluster.network, directory),
             connect=lambda member: SimulatedPserver(cluster.network, member, cluster.check_versions, stall_s),
-            offload=at_once,
+            offload=failing(cluster, node.name, at_once),
             stopping=node.stopping,
             collective=ports,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from shared.records import Dispatch, Mode, Strategy
@@ -47,7 +47,7 @@ class Outcome:
         lines = "\n  ".join(self.violations[:12])
         dispatch = f" --dispatch {self.plan.dispatch}" if self.plan.dispatch is not Dispatch.MASTER else ""
         collective = "--collective --drawn" if self.plan.varied else "--collective"
-        collective += " --moments" if self.plan.moments else ""
+        collective += " --failures" if self.plan.failing else " --moments" if self.plan.moments else ""
         kind = collective if self.plan.strategy is Strategy.COLLECTIVE else f"--mode {mode}"
         return f"{lines}\nreplay: python -m tests.simulation {kind}{dispatch} --seed {self.plan.seed}"
 
@@ -105,6 +105,7 @@ async def _run_plan(cluster: SimulatedCluster) -> None:
         supervisor.spawn(kill_in(cluster, kill))
     try:
         ends = [fault.at_s + (fault.lasts_s or 0.0) for fault in plan.faults]
+        ends += [fault.until_s for fault in plan.storage_faults]
         last = max([*ends, *(request.at_s for request in plan.requests)], default=0.0)
         while loop.time() < max(last, cluster.last_fault_s) + plan.bound_s and not cluster.over:
             await asyncio.sleep(0.25)
@@ -170,7 +171,10 @@ async def _inject(cluster: SimulatedCluster, fault: Fault) -> None:
                 for node in [node for node in cluster.nodes.values() if node.kind == "trainer" and node.alive]:
                     group.create_task(_kill(cluster, node, fault))
         case FaultKind.TRAINERS_LEAVE:
-            await _leave(cluster, fault.lasts_s or 0.0)
+            await _leave(cluster, ("trainer",), fault.lasts_s or 0.0)
+        case FaultKind.PAUSE:
+            await operator_requests.save(cluster)
+            await _leave(cluster, ("master", "trainer"), fault.lasts_s or 0.0)
         case FaultKind.KILL_PSERVER:
             node = _pick(cluster, fault)
             empty = node is not None and (node.service is None or node.service.store is None)
@@ -215,9 +219,9 @@ async def _kill(cluster: SimulatedCluster, node: Node, fault: Fault) -> None:
             cluster.start(node.name, node.kind)
 
 
-async def _leave(cluster: SimulatedCluster, seconds: float) -> None:
-    """All trainers are terminated, and come back after that time: so a job is paused."""
-    nodes = [node for node in cluster.nodes.values() if node.kind == "trainer" and node.alive and node.wanted]
+async def _leave(cluster: SimulatedCluster, kinds: Collection[str], seconds: float) -> None:
+    """All members of these kinds are terminated, and come back after that time."""
+    nodes = [node for node in cluster.nodes.values() if node.kind in kinds and node.alive and node.wanted]
     cluster.say(f"terminate {[node.process.name for node in nodes]}")
     for node in nodes:
         node.wanted = False

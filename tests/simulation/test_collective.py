@@ -12,6 +12,7 @@ from tests.equipment.cluster.network import STEADY
 from tests.equipment.replaced import replaced
 from tests.simulation.collective import collective_plan
 from tests.simulation.collective_ablations import ABLATIONS
+from tests.simulation.collective_failures import failing_plan
 from tests.simulation.collective_moments import MOMENTS, play
 from tests.simulation.collective_settings import varied_plan
 from tests.simulation.collective_troubles import troubled_plan
@@ -68,13 +69,27 @@ def test_every_promise_is_kept_with_other_settings_and_requests(seeds):
     "seeds",
     [
         pytest.param(range(FEW), id="few"),
-        pytest.param((50048, 50303), id="mended"),
+        pytest.param((50048, 50303, 56035), id="mended"),
         pytest.param(range(FEW, MANY), id="many", marks=[pytest.mark.soak, pytest.mark.timeout(1200)]),
     ],
 )
 def test_every_promise_is_kept_with_faults_at_moments(seeds):
     for seed in seeds:
         outcome = simulate(seed, Mode.SYNC, plan=troubled_plan(seed))
+        assert not outcome.violations, f"\n  {outcome}"
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(range(FEW), id="few"),
+        pytest.param((57137,), id="mended"),
+        pytest.param(range(FEW, MANY), id="many", marks=[pytest.mark.soak, pytest.mark.timeout(2400)]),
+    ],
+)
+def test_every_promise_is_kept_while_storage_fails_at_some_and_jobs_are_paused(seeds):
+    for seed in seeds:
+        outcome = simulate(seed, Mode.SYNC, plan=failing_plan(seed))
         assert not outcome.violations, f"\n  {outcome}"
 
 

@@ -221,6 +221,7 @@ class Collective(MeanGradients):
         while self.replica.version is not None and self.replica.version < version:
             await self.pull(self.replica.version + 1)
             self.swap()
+            await self.reached()
 
     async def _ask_for_results(self, first: int) -> None:
         """In place: `results` of steps from `first` on, as far as an owner keeps them."""

@@ -148,7 +148,8 @@ class Committer:
             except (PeerError, LeaseLost) as error:
                 log.warning("commit_delayed", step=newest.record.version, cause=str(error))
             except Exception as error:
-                self._pending.pop(newest.uuid, None)
+                if not isinstance(error, OSError):  # else it is tried again, until a newer one is the latest
+                    self._pending.pop(newest.uuid, None)
                 self._problem.begin("commit", self._message(newest, error))
                 if not isinstance(error, OSError | InvalidArgument):
                     log.exception("commit_failed", step=newest.record.version)

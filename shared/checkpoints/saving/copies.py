@@ -47,6 +47,10 @@ class Copies:
     def take(self) -> Copied | None:
         raise NotImplementedError
 
+    def renew(self, copied: Copied) -> bool:
+        """Whether the part of a copy that was taken can be written once more. Rows of tables are read from their copy only once: they would have to be copied again."""
+        return not copied.snapshot.tables
+
     def is_of(self, timeline: int) -> bool:
         """Whether this process has parameters of that timeline: else parts of it are given up."""
         raise NotImplementedError

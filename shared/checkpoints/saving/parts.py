@@ -19,6 +19,7 @@ from shared.checkpoints.saving.copies import Copied, Copies
 from shared.checkpoints.saving.part_owner import SavingContext
 from shared.checkpoints.saving.pending import PendingCheckpoint
 from shared.checkpoints.saving.storage_problem import StorageProblem, advice_for
+from shared.checkpoints.schedule import is_final
 from shared.errors import InvalidArgument, NotReady, PeerError
 from shared.etcd import Delete, LeaseLost, Operation, Put
 from shared.records import SlotMap
@@ -28,6 +29,8 @@ from shared.storage import files
 
 OUTAGE_S = 600.0  # how long etcd may be away before a copy is given up
 PAUSE_S = 0.5
+MOST_PAUSE_S = 10.0
+TRIES = 4  # at least, of a part that no later one can replace
 
 T = TypeVar("T")
 log = telemetry.logger("checkpoints.parts")
@@ -143,8 +146,7 @@ class Checkpointer:
             state = self._directory.state
             damaged = state.damaged if state is not None else ()
             chain = await self._copies.chain(copied, slots, latest, damaged)
-            more = lambda: self._copies.metadata(snapshot)  # noqa: E731
-            part = await write_part(self._context, self.offload, pending, snapshot, more, chain)
+            part = await self._written(pending, copied, chain)
         except (OSError, InvalidArgument) as error:
             self._check(timeline)
             message = self._message(snapshot.version, error)
@@ -166,6 +168,36 @@ class Checkpointer:
                 Delete(self._keys.checkpoint_started(pending.uuid, part.pserver)),
             ],
         )
+
+    async def _written(self, pending: PendingCheckpoint, copied: Copied, chain: Sequence[PartLink]) -> CheckpointPart:
+        """The part, once its file is there. Raises GivenUp, OSError, InvalidArgument."""
+        snapshot = copied.snapshot
+        more = lambda: self._copies.metadata(snapshot)  # noqa: E731
+        tries = 0
+        while True:
+            try:
+                return await write_part(self._context, self.offload, pending, snapshot, more, chain)
+            except OSError as error:
+                tries += 1
+                if not self._tries_again(pending, tries):
+                    raise
+                self._problem.begin("part", self._message(snapshot.version, error))
+                await asyncio.sleep(ids.jitter(min(PAUSE_S * 2**tries, MOST_PAUSE_S)))
+                self._check(pending.timeline)
+                if not self._copies.renew(copied):
+                    raise
+
+    def _tries_again(self, pending: PendingCheckpoint, tries: int) -> bool:
+        """Whether a part that could not be written is written once more. No later version takes the place of one that is evaluated, or of the last one: training
+        may wait for it. So it is tried again as long as no later checkpoint is begun or waits to be written here."""
+        counts = pending.evaluation(self._context.spec) or is_final(pending.record, self._context.spec.epochs)
+        latest, state = self.committer.seen.latest, self._directory.state
+        superseded = latest is not None and (latest.timeline, latest.step) >= pending.order
+        if not counts or superseded or (state is not None and state.phase.final):
+            return False
+        begun = self.committer.seen.begun.values()
+        later = any((each.timeline, each.step) > pending.order for each in begun)
+        return tries < TRIES or not (later or self._copies.waits)
 
     async def _begin(self, uuid: str, started: CheckpointStarted) -> CheckpointLatest | None:
         """The latest checkpoint, which is kept from now on if this part may build on it. Raises GivenUp, PeerError."""

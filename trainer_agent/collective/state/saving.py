@@ -124,8 +124,10 @@ class ShareCopies(Copies):
         lists = [each for each in self._lists_from(first, now) if self._me in each.owners]
         if not lists:
             return
-        self._considered = timeline, record.version, now
-        if self._has_room(rank, record.version):
+        room = self._has_room(rank, record.version)
+        if room or not is_final(record, self._spec.epochs):  # the last one is copied once there is room
+            self._considered = timeline, record.version, now
+        if room:
             for each in lists:
                 await self._copy_share(each, record, rank)
 
@@ -214,6 +216,16 @@ class ShareCopies(Copies):
 
     def take(self) -> Copied | None:
         return self._waiting.pop(0)[1] if self._waiting else None
+
+    def renew(self, copied: Copied) -> bool:
+        """With tables: as long as the version is in use."""
+        rows, snapshot = self._replica.rows, copied.snapshot
+        if not snapshot.tables:
+            return True
+        if rows is None or copied.slots is None or not self._replica.at_rest or rows.version != snapshot.version:
+            return False
+        snapshot.renew_tables(rows.copies(owned_slots(copied.slots.owners, copied.index)))
+        return True
 
     def is_of(self, timeline: int) -> bool:
         return self._replica.record is not None and self._replica.timeline == timeline
