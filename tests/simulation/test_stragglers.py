@@ -19,10 +19,10 @@ from tests.simulation.plans import Fault, FaultKind, Plan, plan_of
 from tests.simulation.run import Outcome, simulate
 
 
-def plan_with_a_slow_trainer(seed: int, mode: Mode, dispatch: Dispatch, *, stragglers: bool) -> Plan:
+def plan_with_a_slow_trainer(seed: int, mode: Mode, dispatch: Dispatch, *, stragglers: bool, epochs: int = 4) -> Plan:
     plan = plan_of(seed, mode, dispatch)
     lanes = 8 if mode is Mode.SYNC else 1
-    job = replace(plan.job, files=(16, 16, 12), task_records=4, minibatch=2, lanes=lanes, epochs=4, push_every=1)
+    job = replace(plan.job, files=(16, 16, 12), task_records=4, minibatch=2, lanes=lanes, epochs=epochs, push_every=1)
     return replace(
         plan,
         job=job,
