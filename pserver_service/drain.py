@@ -73,7 +73,7 @@ class Drain:
 
     def _is_saved(self, version: int) -> bool:
         latest = self._checkpointer.committer.seen.latest
-        return latest is not None and (latest.timeline, latest.step) >= (self._pserver.timeline, version)
+        return latest is not None and latest.covers(self._pserver.timeline, version)
 
     async def _look(self) -> None:
         await self._directory.changed(self._directory.revision, LOOK_S)

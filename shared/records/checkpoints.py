@@ -145,6 +145,10 @@ class CheckpointLatest(Record):
     operation: str = ""
     final: bool = False
 
+    def covers(self, timeline: int, step: int) -> bool:
+        """Whether it is of that version, or of a newer one."""
+        return (self.timeline, self.step) >= (timeline, step)
+
 
 class OwnCheckpoints(Record):
     """`checkpoints/pservers/<index>`: independent checkpoints of one pserver that may be loaded, newest first."""

@@ -6,8 +6,8 @@ acquire ─► EVALUATE: sums over the task's minibatches      EXPORT: files, an
 
 from __future__ import annotations
 
-import asyncio
 import math
+from collections.abc import Awaitable
 from functools import partial
 
 from shared.errors import (
@@ -27,7 +27,8 @@ from shared.records.tasks import BestEvaluation
 from shared.runtime import clock, ids, telemetry
 from shared.storage import files
 from trainer_agent.loops.context import LoopContext
-from trainer_agent.loops.evaluating import PAUSE_S, STORAGE_TRIES, Evaluator, TaskSums, read_checkpoint
+from trainer_agent.loops.evaluating import Evaluator, TaskSums
+from trainer_agent.loops.reading import read_again, read_checkpoint
 from trainer_agent.loops.timeline import timeline_of
 from trainer_agent.tables.checkpoint import write_checkpoint_tables
 from trainer_agent.tables.export import export_tables
@@ -199,15 +200,11 @@ class EvaluateExportLoop:
         if ref is None:
             raise CheckpointUnusable(f"checkpoint {best.checkpoint} (step {best.step}) is not kept any more")
         self._pulled = False
-        for attempt in range(STORAGE_TRIES):
+
+        def read() -> Awaitable[Manifest]:
             reading = self._source.offload(read_checkpoint, self._spec, ref, self._compute.staging)
-            try:
-                manifest: Manifest = await to_its_end(reading)  # its thread writes to the staging vectors
-                break
-            except OSError as error:
-                if attempt + 1 == STORAGE_TRIES:
-                    raise
-                log.warning("checkpoint_unread", checkpoint=ref.uuid, step=ref.step, cause=str(error))
-                await asyncio.sleep(ids.jitter(PAUSE_S * 2**attempt))
+            return to_its_end(reading)  # its thread writes to the staging vectors
+
+        manifest = await read_again(read, ref)
         self._compute.swap()
         return ref, manifest

@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.checkpoints import stored
 from shared.errors import (
     CheckpointUnusable,
     PeerError,
@@ -36,12 +35,13 @@ from shared.evaluations import (
     plateau_value,
 )
 from shared.records import JobSpec, TakeNext, Task, TaskKind, ValidationSums
-from shared.records.checkpoints import CheckpointRef, Manifest
+from shared.records.checkpoints import CheckpointRef
 from shared.records.step import StepRecord
 from shared.runtime import ids, telemetry
 from shared.runtime.waiting import event_within
 from trainer_agent.data import evaluation_seed, minibatches_in
 from trainer_agent.loops.context import LoopContext
+from trainer_agent.loops.reading import STORAGE_TRIES, read_again, read_checkpoint
 from trainer_agent.loops.timeline import timeline_of
 from trainer_agent.model.compute import Compute
 from trainer_agent.tables.checkpoint import read_tables
@@ -50,7 +50,6 @@ from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource
 from trainer_agent.waiting.retry import retry
 
 LOOK_S = 0.5
-STORAGE_TRIES = 4
 PAUSE_S = 0.5
 PATIENCE_S = 30.0
 
@@ -372,29 +371,17 @@ class Evaluator:
         def reads() -> None:
             self._loaded += 1
 
-        for attempt in range(STORAGE_TRIES):
-            try:
-                manifest = await self._source.offload(read_checkpoint, self._spec, ref, memory)
-                if manifest.layout.tables:
-                    found = await self._source.offload(read_tables, self._spec.storage, ref, manifest, reads)
-                    self._compute.pin_rows(found)
-            except (CheckpointUnusable, TooLarge) as error:
-                raise TaskFailed(task, error) from error
-            except (OSError, PeerError) as error:
-                log.warning("checkpoint_unread", checkpoint=ref.uuid, step=ref.step, cause=str(error))
-                if attempt + 1 == STORAGE_TRIES:
-                    message = (
-                        f"checkpoint {ref.uuid} (step {ref.step}) could not be read {STORAGE_TRIES} times: {error}"
-                    )
-                    raise TaskFailed(task, StorageUnreachable(message)) from error
-                await asyncio.sleep(ids.jitter(PAUSE_S * 2**attempt))
-            else:
-                self._pinned = ref
-                return
+        async def read() -> None:
+            manifest = await self._source.offload(read_checkpoint, self._spec, ref, memory)
+            if manifest.layout.tables:
+                found = await self._source.offload(read_tables, self._spec.storage, ref, manifest, reads)
+                self._compute.pin_rows(found)
 
-
-def read_checkpoint(spec: JobSpec, ref: CheckpointRef, memory: Callable[[int], memoryview]) -> Manifest:
-    """The values of all blocks. Blocks. Raises CheckpointUnusable, OSError."""
-    manifest = stored.read_manifest(spec.storage, spec.job, ref)
-    stored.read_values(spec.storage, ref, manifest, memory)
-    return manifest
+        try:
+            await read_again(read, ref)
+        except (CheckpointUnusable, TooLarge) as error:
+            raise TaskFailed(task, error) from error
+        except (OSError, PeerError) as error:
+            message = f"checkpoint {ref.uuid} (step {ref.step}) could not be read {STORAGE_TRIES} times: {error}"
+            raise TaskFailed(task, StorageUnreachable(message)) from error
+        self._pinned = ref

@@ -72,7 +72,7 @@ def ask_for_draining(job: Job, stamp: str) -> Decision[None]:
     if not trains or not saves_on_demand(job.spec) or job.operations.running(OperationKind.CREATE_CHECKPOINT):
         return Decision(None)  # the checkpoint that is being made may be enough
     for index, member in job.members.pservers.items():
-        saved = latest is not None and (latest.timeline, latest.step) >= (state.timeline, member.draining or 0)
+        saved = latest is not None and latest.covers(state.timeline, member.draining or 0)
         operation_id = f"drain-{member.incarnation}"
         if member.draining is None or saved or operation_id in job.operations.records:
             continue

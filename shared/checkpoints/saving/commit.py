@@ -170,7 +170,7 @@ class Committer:
     def _forget_old(self) -> None:
         latest = self.seen.latest
         for uuid, pending in list(self._pending.items()):
-            superseded = latest is not None and pending.order <= (latest.timeline, latest.step)
+            superseded = latest is not None and latest.covers(*pending.order)
             if superseded or pending.timeline != self._owner.timeline:
                 del self._pending[uuid]
 

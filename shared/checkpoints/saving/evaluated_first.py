@@ -40,20 +40,19 @@ class EvaluatedFirst:
         own: PendingCheckpoint | None,
         seen: CheckpointView,
     ) -> bool:
-        saved = (seen.latest.timeline, seen.latest.step) if seen.latest is not None else (-1, -1)
-        order = begun.timeline, begun.step
-        if not begun.evaluation or begun.timeline != newer.timeline or not saved < order < newer.order:
-            return False
-        slots = own.slots if own is not None else self._context.slots_of(begun.slots)
-        if uuid in seen.failed:
+        older = begun.timeline == newer.timeline and begun.step < newer.record.version
+        saved = seen.latest is not None and seen.latest.covers(begun.timeline, begun.step)
+        if not begun.evaluation or not older or saved or uuid in seen.failed:
             return False
         limit_s = SOON_S
+        slots = own.slots if own is not None else self._context.slots_of(begun.slots)
         if slots is not None:
             missing = {*stored.writers(newer.layout, slots)} - seen.parts.get(uuid, set())
             living, later = self._context.living(slots), self._context.living(newer.slots)
             if not missing <= living.keys() or not {living[index] for index in missing}.isdisjoint(later.values()):
                 return False
-            limit_s = self._context.spec.recovery_timeout_s if missing else SOON_S
+            if missing:
+                limit_s = self._context.spec.recovery_timeout_s
         if (uuid, limit_s) not in self._since:
             log.info("commit_held", step=newer.record.version, evaluated=begun.step, limit_s=limit_s)
         return clock.monotonic() - self._since.setdefault((uuid, limit_s), clock.monotonic()) < limit_s

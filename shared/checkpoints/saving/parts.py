@@ -192,7 +192,7 @@ class Checkpointer:
         may wait for it. So it is tried again as long as no later checkpoint is begun or waits to be written here."""
         counts = pending.evaluation(self._context.spec) or is_final(pending.record, self._context.spec.epochs)
         latest, state = self.committer.seen.latest, self._directory.state
-        superseded = latest is not None and (latest.timeline, latest.step) >= pending.order
+        superseded = latest is not None and latest.covers(*pending.order)
         if not counts or superseded or (state is not None and state.phase.final):
             return False
         begun = self.committer.seen.begun.values()

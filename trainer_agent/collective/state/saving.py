@@ -206,7 +206,7 @@ class ShareCopies(Copies):
 
     def _is_saved(self, record: StepRecord) -> bool:
         latest = self.checkpointer.committer.seen.latest
-        return latest is not None and (latest.timeline, latest.step) >= (self._replica.timeline, record.version)
+        return latest is not None and latest.covers(self._replica.timeline, record.version)
 
     # ------------------------------------------------------------ what the checkpointer asks
 
