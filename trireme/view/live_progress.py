@@ -39,6 +39,7 @@ SHOWN_EVENTS = {
     "checkpoint_given_up",
     "member_dead",
     "task_discarded",
+    "died_at_task",
     "evaluated",
     "evaluation_left_out",
     "stopped_early",
