@@ -133,8 +133,8 @@ def total_of(parts: Parts) -> float:
 
 
 class Deaths(Record):
-    """Processes that died at one place: at a minibatch of a task, or (-1) while its records were read. `trainers`: their ids, each once;
-    `cause`: how the last one died, for people."""
+    """Processes that died in a row at one place of a task: at a minibatch, or (-1) while its records were read. `trainers`: their ids, each
+    once; `cause`: how the last one died, for people."""
 
     epoch: int
     task_id: str
@@ -144,8 +144,8 @@ class Deaths(Record):
 
 
 class FailureCounts(Record):
-    """Failures of the user's code so far. `seen`: digest of an error -> how often, for the first few errors. `deaths`: the places at which
-    processes died, of tasks that no trainer has completed since; the last ones."""
+    """Failures of the user's code so far. `seen`: digest of an error -> how often, for the first few errors. `deaths`: of each
+    task at which processes died, and that no trainer has completed since, the last place; the last ones."""
 
     total: int = 0
     seen: dict[str, int] = Field(default_factory=dict)

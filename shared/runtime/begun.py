@@ -19,8 +19,9 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -153,7 +154,10 @@ class Journal:
     def watch(self, limit_s: float) -> None:
         """End this process once one work has taken longer than `limit_s`, also if it keeps the interpreter. The tracebacks of all threads go
         to standard error. Time in which the process was frozen does not count."""
-        self._watching = threading.Thread(target=self._watch, args=(limit_s,), name="begun", daemon=True)
+        look_s = min(MOST_LOOK_S, max(LEAST_LOOK_S, limit_s / LOOKS))
+        arm = partial(faulthandler.dump_traceback_later, limit_s + 2 * look_s, exit=True)
+        arm()  # before any work begins: it may keep the interpreter at once
+        self._watching = threading.Thread(target=self._watch, args=(limit_s, look_s, arm), name="begun", daemon=True)
         self._watching.start()
 
     def close(self) -> None:
@@ -167,13 +171,12 @@ class Journal:
         self._memory.close()
         os.close(self._file)
 
-    def _watch(self, limit_s: float) -> None:
-        look_s = min(MOST_LOOK_S, max(LEAST_LOOK_S, limit_s / LOOKS))
+    def _watch(self, limit_s: float, look_s: float, arm: Callable[[], None]) -> None:
+        """`arm`: lets a thread of C, which needs no interpreter, end the process later, if this thread cannot run by then."""
         spent: dict[tuple[int, int], float] = {}  # by slot and number
         before = clock.monotonic()
         while not self._closed.wait(look_s):
-            # a thread of C that needs no interpreter: it ends the process if this one cannot run
-            faulthandler.dump_traceback_later(limit_s + 2 * look_s, exit=True)
+            arm()
             now = clock.monotonic()
             elapsed_s, before = now - before, now
             counted_s = min(elapsed_s, 2 * look_s)

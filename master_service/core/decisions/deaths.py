@@ -1,7 +1,7 @@
 """Records that end the process which computes them (a crash in C, exit, out of memory, a hang): found by where processes die.
 
-a process dies ─► its successor reports the minibatch that it had begun ─► counted by (epoch, task, minibatch)
-a trainer completes the task ─► forgotten      LEAST_DEATHS processes died at one place ─► discarded when it is to be given again
+a process dies ─► its successor reports the minibatch that it had begun ─► counted by task, in a row at one minibatch
+a trainer completes the task ─► forgotten      LEAST_DEATHS in a row at one minibatch ─► discarded when it is to be given again
 
 Deaths from outside hit a minibatch by chance. It would take LEAST_DEATHS of them in a row at the same one, before anybody gets past it.
 What else the dead process had begun is counted too, and is read by itself from then on (`Task.alone`), so it is counted once or twice at most.
@@ -39,38 +39,47 @@ def count(job: Job, task_id: str, report: FailTask) -> Decision[UserFailure | No
     assert report.died_at is not None
     queue, counts = job.queue_of(task_id), job.budget.counts
     epoch = queue.epoch if report.epoch is None else report.epoch
-    place = epoch, task_id, report.died_at
-    known = next((each for each in counts.deaths if (each.epoch, each.task_id, each.minibatch) == place), None)
-    trainers = known.trainers if known is not None else ()
+    before = next((each for each in counts.deaths if (each.epoch, each.task_id) == (epoch, task_id)), None)
+    in_a_row = before is not None and before.minibatch == report.died_at
+    trainers = before.trainers if before is not None and in_a_row else ()
     if report.trainer in trainers:
         return Decision(None)
     cause = shortened(report.failure.message, CAUSE_CHARACTERS)
     now = Deaths(
         epoch=epoch, task_id=task_id, minibatch=report.died_at, trainers=(*trainers, report.trainer), cause=cause
     )
-    others = tuple(each for each in counts.deaths if each is not known)[-MOST_PLACES + 1 :]
+    others = tuple(each for each in counts.deaths if each is not before)[-MOST_PLACES + 1 :]
     fields: Fields = {"task": task_id, "minibatch": report.died_at, "deaths": len(now.trainers), "cause": cause}
-    message = f"{cause}; death {len(now.trainers)} of {limit_of(job)} at this place in a row"
+    limit = limit_of(job, task_id, epoch)
+    message = f"{cause}; deaths in a row at this place: {len(now.trainers)}, its task is discarded after {limit}"
     event = Event("died_at_task", message, fields)
     changed = counts.model_copy(update={"deaths": (*others, now)})
     return Decision(report.failure, (changed,), (event,))
 
 
-def limit_of(job: Job) -> int:
-    """After how many deaths in a row at one place its task is discarded."""
-    return max(LEAST_DEATHS, job.spec.max_task_failures)
+def limit_of(job: Job, task_id: str, epoch: int) -> int:
+    """After how many deaths in a row at one place the task is discarded: after the first one if it was discarded for that in an epoch
+    before, so that a deadly record does not cost LEAST_DEATHS restarts in each epoch."""
+    least = max(LEAST_DEATHS, job.spec.max_task_failures)
+    known = any(
+        each.task_id == task_id and each.epoch < epoch and len(each.trainers) >= least
+        for each in job.budget.counts.deaths
+    )
+    return 1 if known else least
 
 
 def discard_deadly(job: Job, ask: AcquireTask) -> Decision[None]:
-    """Discards tasks at which too many processes died, before `ask` can get one. A lane's task is asked for by the lane's owner, so nobody
-    else has it; of a shared stream, those that were put back. Raises StaleGeneration."""
-    deadly = [each for each in job.budget.counts.deaths if len(each.trainers) >= limit_of(job)]
-    if not deadly or ask.look or job.state.phase is not Phase.RUNNING:
+    """Discards a task at which too many processes died, before `ask` can get it. A lane's task is asked for by the lane's owner, so nobody
+    else has it; of a shared stream, one that was put back. Raises StaleGeneration."""
+    deaths = job.budget.counts.deaths
+    if not deaths or ask.look or job.state.phase is not Phase.RUNNING:
         return Decision(None)
     check_generation(job, ask)
     for queue in _asked(job, ask):
-        for each in deadly:
-            if each.epoch == queue.epoch and _is_of(job, queue, each.task_id) and _is_due(queue, each.task_id, ask):
+        due = queue.requeued if ask.stream is None else _of_lane(queue, ask.stream, ask)
+        for each in deaths:
+            of_queue = each.task_id in due and each.epoch == queue.epoch
+            if of_queue and len(each.trainers) >= limit_of(job, each.task_id, each.epoch):
                 return _discard(job, queue, each)
     return Decision(None)
 
@@ -82,17 +91,12 @@ def _asked(job: Job, ask: AcquireTask) -> Iterable[TaskQueue]:
     return job.beside if ask.beside else tuple(filter(None, (job.due,)))
 
 
-def _is_of(job: Job, queue: TaskQueue, task_id: str) -> bool:
-    return job.queue_of(task_id) is queue
-
-
-def _is_due(queue: TaskQueue, task_id: str, ask: AcquireTask) -> bool:
-    if ask.stream is None:
-        return task_id in queue.requeued
-    is_next = (
-        ask.index < queue.streams.length(ask.stream) and queue.streams.at(ask.epoch, ask.stream, ask.index) == task_id
-    )
-    return is_next and ask.epoch == queue.epoch and (ask.epoch, task_id) not in queue.discarded
+def _of_lane(queue: TaskQueue, lane: int, ask: AcquireTask) -> tuple[str, ...]:
+    """The task that `ask` names, unless it is discarded already, or of an epoch that is over."""
+    if ask.epoch != queue.epoch or not 0 <= ask.index < queue.streams.length(lane):
+        return ()
+    task_id = queue.streams.at(ask.epoch, lane, ask.index)
+    return () if (ask.epoch, task_id) in queue.discarded else (task_id,)
 
 
 def _discard(job: Job, queue: TaskQueue, deadly: Deaths) -> Decision[None]:
@@ -120,6 +124,4 @@ def _discard(job: Job, queue: TaskQueue, deadly: Deaths) -> Decision[None]:
     if last and queue.kind is TaskKind.TRAIN:
         changes = (*changes, NextEpoch(queue.epoch + 1))
     failure = UserFailure(error_type=DIED, message=cause, task=queue.streams.describe(task_id))
-    forgotten = job.budget.counts.without(queue.epoch, task_id)
-    ended = ended_badly(job, queue, task_id, cause, Closing(changes, last, lost), failure)
-    return Decision(None, (forgotten,)) + ended
+    return ended_badly(job, queue, task_id, cause, Closing(changes, last, lost), failure)
