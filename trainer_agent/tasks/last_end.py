@@ -55,6 +55,8 @@ def _how(left: begun.Left, spec: JobSpec) -> str:
     end = os.environ.get(begun.LAST_END, "")
     if left.hung:
         return f"hung for {spec.task_timeout_ceiling_s:g} s (task_timeout_ceiling_s)"
+    if end == "exit code 1":  # as the thread ends it that needs no interpreter
+        return f"ended with {end} (or kept the interpreter for {spec.task_timeout_ceiling_s:g} s; its log says which)"
     if end == "SIGKILL":
         return "was killed by SIGKILL (out of memory?)"
     if end.startswith("SIG"):
