@@ -77,7 +77,7 @@ def test_without_a_journal_nothing_is_kept():
         pass
 
 
-@pytest.mark.parametrize("name", ["train.csv", "s3://bucket/" + "ä" * 400 + "/train.csv", 'a"b\\c'])
+@pytest.mark.parametrize("name", ["train.csv", "s3://bucket/" + "ä" * 400 + "/train.csv", 'a"b\\c', "100%/%d.csv"])
 def test_a_work_is_read_as_it_was_written(name):
     work = BegunWork("17", 3, READING, name, 512, 64)
     text = work.to_bytes()
