@@ -38,6 +38,7 @@ from trainer_agent.model.minibatch import MinibatchRunner, UserCode
 from trainer_agent.model.optimizer.block_states import BlockStates
 from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.send_buffers import SendBuffers
+from trainer_agent.model.unshared_state import constants_of
 from trainer_agent.own_loop.turns import OwnLoop
 from trainer_agent.start_values.load import start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
@@ -83,7 +84,8 @@ class TorchCompute:
         self.optimizer = optimizers.for_job(user.call("optimizer", self.model), spec)
         laid_out = plan(self.model, self.optimizer, spec.block_bytes, spec.slot_count, self._device.type)
         self.tables = TrainedTables(self.model, spec)
-        begun = laid_out.layout.model_copy(update={"initial": self.started.digest, "tables": self.tables.specs})
+        more = {"tables": self.tables.specs, "constants": constants_of(self.model, laid_out)}
+        begun = laid_out.layout.model_copy(update={"initial": self.started.digest, **more})
         self.plan: Plan = replace(laid_out, layout=begun)
         self.places = self.plan.parameters
         scheduler = user.call("scheduler", self.optimizer) if user.has("scheduler") else None
