@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from shared.datasets.random_state import START_SEED, seeded
-from shared.errors import DatasetError
+from shared.errors import DatasetError, is_interrupt
 
 
 class CustomReader(Protocol):
@@ -52,7 +52,9 @@ def load_named(reader: str, beside: Path | None = None) -> Any:
         with seeded(START_SEED, alone=beside is None):
             module = _executed(own) if own is not None and own.is_file() else importlib.import_module(module_name)
         return getattr(module, name)
-    except Exception as error:  # the user's module may raise anything
+    except BaseException as error:  # the user's module may raise anything
+        if is_interrupt(error):
+            raise
         msg = f"the reader {reader} cannot be imported: {type(error).__name__}: {error}"
         raise DatasetError(
             msg,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from shared.errors import CallerError, DatasetError, StaleAttempt, TriremeError
@@ -16,6 +17,7 @@ from shared.records.step import LanePosition
 from shared.runtime import ids, telemetry
 from trainer_agent.data import Reader, Shard, minibatch_indices, open_dataset
 from trainer_agent.model.compute import Records
+from trainer_agent.script.tracebacks import traceback_of
 from trainer_agent.tasks.master import MasterPort, failure_of
 from trainer_agent.waiting.retry import retry
 
@@ -115,10 +117,12 @@ class TaskSource:
         return (await self._master.acquire_task(ask)).task
 
     async def read(self, task: Task) -> Shard:
-        """The records of a task. Raises TaskFailed."""
+        """The records of a task. Raises TaskFailed; DeadlineExceeded if the storage does not answer for too long."""
         try:
-            return await self.offload(self._read, task)
+            return await retry(lambda: self.offload(self._read, task), f"reading {described(task)}")
         except DatasetError as error:
+            if error.__cause__ is not None:
+                error.details["traceback"] = traceback_of(error.__cause__, Path(self.spec.script).parent)
             raise TaskFailed(task, error) from error
 
     def _read(self, task: Task) -> Shard:
