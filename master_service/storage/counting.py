@@ -142,9 +142,7 @@ def _kept(partial: PartialCounts | None, count: Counter) -> Counter:
     return count if partial is None else lambda url: partial.counted(url, count)
 
 
-def _counter(
-    dataset: Dataset, task_records: int, check: Callable[[], None], beside: Path | None, seed: int
-) -> Counter:
+def _counter(dataset: Dataset, task_records: int, check: Callable[[], None], beside: Path | None, seed: int) -> Counter:
     """`check` is called often, and raises when counting shall stop."""
     match dataset:
         case Parquet():

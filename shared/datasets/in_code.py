@@ -13,7 +13,6 @@ from shared.datasets.random_state import seeded
 from shared.errors import DatasetError, is_interrupt
 from shared.records.datasets import IterableStyle, MapStyle
 
-
 #: What functions and classes have made in this process, and with which seed. An object that several readers use is made once.
 _made: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()
 
@@ -21,7 +20,9 @@ _made: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()
 def make(maker: Callable[[], Any], seed: int, *, alone: bool = True) -> Any:
     """What `maker()` returns, with the random numbers that `seed` gives: the same in each process, and each time. It is called once in a process for
     each seed, unless what it returns can be used once only (a generator)."""
-    keeps = alone and isinstance(maker, type | FunctionType)  # a process of several jobs would keep the objects of all of them
+    keeps = alone and isinstance(
+        maker, type | FunctionType
+    )  # a process of several jobs would keep the objects of all of them
     kept = _made.get(maker) if keeps else None
     if kept is not None and kept[0] == seed:
         return kept[1]

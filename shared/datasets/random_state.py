@@ -12,16 +12,18 @@ from __future__ import annotations
 import random
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from threading import RLock
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from shared.lanes import step_seed
+
+T = TypeVar("T")
 
 #: The seed of torch's generator when a process starts. A script is imported with it, in jobs as by `python script.py`.
 START_SEED = 67280421310721
@@ -72,8 +74,14 @@ class Generators:
         if self.python != now.python:
             return "random"
         mine, theirs = ({**state.numpy, **state.numpy["state"], "state": 0} for state in (self, now))
-        same = all(np.array_equal(value, theirs.get(name)) for name, value in mine.items())
+        same = all(bool(np.all(value == theirs.get(name))) for name, value in mine.items())
         return "" if same else "numpy.random"
+
+
+def alone(work: Callable[..., T], *arguments: Any) -> T:
+    """Call it while no record that draws random numbers is read."""
+    with ALONE:
+        return work(*arguments)
 
 
 def seed_everything(seed: int) -> None:
@@ -105,6 +113,12 @@ def seeded(seed: int, *, alone: bool = True) -> Iterator[None]:
     with undisturbed(alone=alone):
         seed_everything(seed)
         yield
+
+
+def drawing(seed: int, code: Callable[..., T], *arguments: Any) -> T:
+    """What `code(*arguments)` returns, see `seeded`."""
+    with seeded(seed):
+        return code(*arguments)
 
 
 def _torch() -> Any:

@@ -49,12 +49,13 @@ __all__ = [
 ]
 
 
-def open_dataset(dataset: Dataset) -> Reader:
-    """The reader of a dataset. Nothing is opened yet. Raises DatasetError if a Custom reader cannot be imported."""
-    return Blaming(_reader_of(dataset))
+def open_dataset(dataset: Dataset, seed: int = 0) -> Reader:
+    """The reader of a dataset. `seed`: of the job, for random numbers that the user's own readers and objects draw. Nothing is opened yet. Raises
+    DatasetError if a Custom reader cannot be imported."""
+    return Blaming(_reader_of(dataset, seed))
 
 
-def _reader_of(dataset: Dataset) -> Reader:
+def _reader_of(dataset: Dataset, seed: int) -> Reader:
     match dataset:
         case Parquet():
             from trainer_agent.data.parquet import ParquetReader  # noqa: PLC0415  pyarrow only where it is needed
@@ -71,11 +72,11 @@ def _reader_of(dataset: Dataset) -> Reader:
         case Npy():
             return NpyReader(dataset)
         case Custom():
-            return CustomReader(dataset)
+            return CustomReader(dataset, seed)
         case MapStyle():
-            return MapStyleReader(dataset)
+            return MapStyleReader(dataset, seed)
         case IterableStyle():
-            return IterableStyleReader(dataset)
+            return IterableStyleReader(dataset, seed)
         case TFRecord():
             return TFRecordReader(dataset)
         case RecordIO():
