@@ -97,14 +97,17 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
     from trainer_agent.model.optimizer.rate_scale import sentence  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.model.schedule import check_plateau_metric  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.model.torch_compute import TorchCompute  # noqa: PLC0415  torch only when it is needed
+    from trainer_agent.script.twice import Twice  # noqa: PLC0415  torch only when it is needed
 
-    spec = _spec(user, dataset, evaluation, settings)
+    spec, notices = _spec(user, dataset, evaluation, settings), []
     with ThreadPoolExecutor(1, "compute") as executor:
         compute = executor.submit(TorchCompute, user, spec, executor).result()
-        minibatch = first_records(dataset, spec.minibatch_size, spec.seed)
+        twice = Twice(user.path, spec, compute)
+        minibatch = twice.records("dataset()", lambda: first_records(dataset, spec.minibatch_size, spec.seed))
         compute.begin_step()
         with _doing("the first minibatch"):
-            asyncio.run(_with_rows(compute, lambda: _gradient(compute, minibatch)))
+            twice.minibatch(lambda: asyncio.run(_with_rows(compute, lambda: _gradient(compute, minibatch))))
+        notices += twice.notices
         if evaluation is not None:
             held_out = first_records(evaluation, spec.minibatch_size, spec.seed)
             with _doing("the first minibatch of the evaluation"):
@@ -112,7 +115,7 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
                 metrics = asyncio.run(compute.metrics(sums))
             check_plateau_metric(spec, metrics)
     tensors = tensors_of(compute.model, groups_of(compute.optimizer))
-    notice = "\n".join(filter(None, (compute.started.sentence, sentence(spec))))
+    notice = "\n".join(filter(None, (compute.started.sentence, sentence(spec), *notices)))
     layout = compute.layout
     tables = [table.model_dump(mode="json") for table in layout.tables]
     model = {"tensors": tensors, "optimizer": layout.optimizer.model_dump(mode="json"), "tables": tables}

@@ -21,6 +21,7 @@ from torch import nn
 
 from master_service.core.state.series import Series, Value
 from master_service.storage.counting import count_records
+from shared.datasets.in_code import made_objects
 from shared.datasets.random_state import START_SEED, drawing, seed_everything
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.evaluations import Evaluation
@@ -40,6 +41,7 @@ from trainer_agent.model.flat import checked_model, plan, trained_parameters
 from trainer_agent.model.minibatch import BackwardGuard
 from trainer_agent.model.optimizer import rate_scale
 from trainer_agent.model.schedule import Schedule
+from trainer_agent.script.own_state import Watch, snapshot
 from trainer_agent.script.user_module import UserModule
 from trainer_agent.start_values.load import load_start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
@@ -186,6 +188,7 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     ]
     result, reader = PlainResult(model, optimizer, tables), open_dataset(spec.dataset, spec.seed)
     progress = ProgressLines(spec, table.records, report)
+    watch = Watch(lambda: snapshot(user.path, {"the model": model, **made_objects()}))
     evaluations = Evaluations(user, spec, table, device, report)
     for epoch in range(spec.epochs):
         loss_sum, records, trained_records = 0.0, 0, 0
@@ -226,6 +229,8 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
                 tables.step(None)
             else:
                 raise user.error_of(error)
+            if told := watch.after_minibatch():
+                report(told)
             schedule.after_step()
             records += len(minibatch)
             result.steps += 1
