@@ -164,7 +164,7 @@ class _Walk:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._seen: set[int] = {id(torch.default_generator), id(np.random.mtrand._rand), id(random._inst)}  # type: ignore[attr-defined]  # noqa: SLF001  those are seeded
+        self._seen: set[int] = {id(torch.default_generator), id(np.random.mtrand._rand), id(random._inst)}  # noqa: SLF001  those are seeded
         self._todo: deque[tuple[str, str, object, int]] = deque()
         self._generators: dict[str, bytes] = {}
         self._values: dict[str, bytes] = {}

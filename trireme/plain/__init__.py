@@ -12,24 +12,21 @@ import argparse
 import copy
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from master_service.core.state.series import Series, Value
+from master_service.core.state.series import Value
 from master_service.storage.counting import count_records
 from shared.datasets.in_code import made_objects
 from shared.datasets.random_state import START_SEED, drawing, seed_everything
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
-from shared.evaluations import Evaluation
 from shared.lanes import step_seed
 from shared.logged_metrics import Logged, add, collected, loss_in, metrics_beside
 from shared.metric_names import LOSS
 from shared.records import JobSpec
-from shared.records.tasks import BestEvaluation
 from shared.storage import files
 from trainer_agent.data import open_dataset
 from trainer_agent.model.clipping import GradientClipper
@@ -52,28 +49,8 @@ from trireme.plain.evaluations import Evaluations, evaluate
 from trireme.plain.minibatches import batch_of
 from trireme.plain.minibatches import epoch_minibatches as epoch_minibatches
 from trireme.plain.progress_lines import ProgressLines
+from trireme.plain.result import PlainResult as PlainResult
 from trireme.view.chart import show_chart
-
-
-@dataclass(slots=True)
-class PlainResult:
-    """`metrics` as the script's `metrics(sums)` gives them; `losses`: mean loss of each epoch; `epochs`: means of the loss and of what
-    the script logs, by epoch. `evaluations`: those while it trained; `best`, `best_state`, `best_tables`: of the best one, that after training
-    included, as `keep_best` says. `curve`: the loss by step."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    tables: OneLane
-    steps: int = 0
-    records: int = 0
-    losses: list[float] = field(default_factory=list)
-    curve: Series = field(default_factory=Series)
-    epochs: list[dict[str, float]] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
-    evaluations: list[Evaluation] = field(default_factory=list)
-    best: BestEvaluation | None = None
-    best_state: dict[str, torch.Tensor] = field(default_factory=dict)
-    best_tables: tuple[StoredTable, ...] = ()
 
 
 def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> PlainResult:

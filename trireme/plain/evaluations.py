@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,9 +22,7 @@ from trainer_agent.model.minibatch import means_of, sums_of
 from trainer_agent.model.schedule import check_plateau_metric
 from trainer_agent.script.user_module import UserModule
 from trireme.plain.minibatches import batch_of
-
-if TYPE_CHECKING:
-    from trireme.plain import PlainResult
+from trireme.plain.result import PlainResult
 
 
 def evaluate(
