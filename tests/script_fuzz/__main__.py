@@ -39,9 +39,14 @@ def main() -> int:
         if wrong:
             print(f"{number}: {' + '.join(each.name for each in mutations)}", flush=True)
             for surface, problem in wrong.items():
-                print(f"    {surface}: {problem}")
+                print(f"    {surface}: {shortened(problem)}")
     print(f"{len(scripts)} scripts, {failed} wrong")
     return bool(failed)
+
+
+def shortened(problem: str) -> str:
+    lines = problem.strip().splitlines()
+    return " | ".join([lines[0], *lines[-3:]] if len(lines) > 4 else lines)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,9 @@ from torch.nn.utils import parametrize, parametrizations, prune
 
 calls = [0]  # of loss
 made = []  # the optimizer
+
+def seed():  # as Trireme does before it calls a function of a script
+    torch.manual_seed(7), np.random.seed(7), random.seed(7)
 """
 MODEL = """
 class Net(nn.Module):
@@ -68,10 +71,9 @@ def dataset():
 """
 LOOP = """
 config = trireme.Config(**{settings})
-torch.manual_seed({seed})
-np.random.seed({seed})
-random.seed({seed})
+seed()
 model = build()
+seed()
 opt = build_optimizer(model)
 dataset = trireme.data.Npy({x!r}, {y!r}, aligned=True)
 model, opt, batches = trireme.prepare(model, opt, dataset{given})
@@ -89,7 +91,9 @@ torch.save(model.state_dict(), {saved!r})
 """
 PLAIN = """
 def train(batches):
+    seed()
     model = build()
+    seed()
     opt = build_optimizer(model)
     scheduler = build_scheduler(opt)
     for batch in batches:
@@ -143,7 +147,6 @@ class Script:
         given += ", collate=collate" if self._one("collate") else ""
         text = LOOP.format(
             settings=self.settings,
-            seed=SEED,
             x=self.x,
             y=self.y,
             given=given,

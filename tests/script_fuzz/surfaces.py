@@ -11,10 +11,10 @@ import contextlib
 import contextvars
 import io
 import linecache
-import random
 import runpy
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,24 +23,24 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import structlog
 import torch
 
 from master_service.storage.counting import count_records
+from shared.datasets.random_state import seed_everything
 from shared.errors import TriremeError, UserCodeError
 from shared.lanes import step_seed
 from shared.records import JobSpec, Phase
 from shared.records.datasets import Npy
-from tests.script_fuzz.script import SEED, Script
+from tests.script_fuzz.script import Script
 from tests.trainer_agent import cluster as with_pservers
 from tests.trainer_agent.collective import cluster as collective
 from trainer_agent.data import default_collate
-from trainer_agent.data.ready_batch import seed_everything
 from trainer_agent.script.user_module import load
-from trireme.plain import epoch_minibatches, plain_spec, run
+from trireme.plain import plain_spec, run
+from trireme.plain.minibatches import epoch_minibatches
 
-LIMIT_S = 60.0
+LIMIT_S = 30.0
 State = Mapping[str, torch.Tensor]
 
 
@@ -60,9 +60,6 @@ def reference(script: Script) -> State:
     with _own_warnings():
         exec(compile(script.plain(), "plain.py", "exec"), module)
         torch.set_num_threads(1)
-        np.random.seed(SEED)
-        random.seed(SEED)
-        torch.manual_seed(SEED)
         return dict(module["train"](_batches(script, module.get("collate"))).state_dict())
 
 
@@ -124,7 +121,12 @@ def job(script: Script, *, loop: bool, of_group: bool) -> Outcome:
 async def _trained(spec: JobSpec, strategy: Any) -> Outcome:
     async with strategy.cluster(spec) as made:
         made.add_trainer("trainer-0-x")
-        state = await made.ended(LIMIT_S)
+        ended, left = asyncio.ensure_future(made.ended(LIMIT_S)), made.running["trainer-0-x"]
+        await asyncio.wait([ended, left], return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done() and isinstance(died := left.result(), Exception) and not isinstance(died, TriremeError):
+            ended.cancel()
+            return Outcome(crashed=_lines(died))
+        state = await ended
         if state.phase is Phase.COMPLETED:
             events = made.master.service.events.after(0, 1000) if False else ()
             return Outcome(made.exported(), told=tuple(event.message for event in events if event.name == "warning"))
@@ -158,9 +160,9 @@ def _outcome(train: Callable[[], Outcome]) -> Outcome:
     except TriremeError as error:
         return Outcome(refused=f"{error.message} {error.hint}")
     except (RuntimeError, TypeError, ValueError) as error:  # raised in a loop, where the script is wrong
-        return _refusal(" ".join([str(error), *getattr(error, "__notes__", ())]), "".join(_lines(error)))
+        return _refusal(" ".join([str(error), *getattr(error, "__notes__", ())]), _lines(error))
     except BaseException as error:
-        return Outcome(crashed="".join(_lines(error)))
+        return Outcome(crashed=_lines(error))
     finally:
         for name in set(sys.modules) - modules:
             if name.startswith("fuzz_"):
@@ -170,14 +172,12 @@ def _outcome(train: Callable[[], Outcome]) -> Outcome:
                 thread.join(0.01)
 
 
-def _refusal(message: str, traceback: str) -> Outcome:
-    return Outcome(refused=f"{message}\n{traceback}")
+def _refusal(message: str, lines: str) -> Outcome:
+    return Outcome(refused=f"{message}\n{lines}")
 
 
-def _lines(error: BaseException) -> list[str]:
-    import traceback
-
-    return traceback.format_exception(error)
+def _lines(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
 
 
 @contextmanager

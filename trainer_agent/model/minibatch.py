@@ -109,6 +109,7 @@ class MinibatchRunner:
         model: nn.Module,
         plan: Plan,
         parameters: list[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
         clip_lane_norm: float | None,
         *,
         finite: bool = True,
@@ -118,7 +119,7 @@ class MinibatchRunner:
         self._user, self._model, self._plan, self._parameters = user, model, plan, parameters
         self._device, self._clip_norm, self._finite = parameters[0].device, clip_lane_norm, finite
         self._forward = partial(autocast, precision, self._device)
-        self._unshared = UnsharedState(model, plan)
+        self._unshared = UnsharedState(model, plan, optimizer)
         self.buffers = LiveBuffers(model, plan, counts=counts)
         self._views: weakref.WeakKeyDictionary[Vector, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         self.gradient_views: list[torch.Tensor] = []  # by parameter: where this backward's gradients belong
@@ -185,13 +186,13 @@ class MinibatchRunner:
             with self._forward():
                 found = self._guard.call("loss", self._model, batch)
         loss = self._checked(self._user.guard(loss_in, found))
-        self._check_unshared("loss(model, batch)" if self._user.loop is None else "the script's loop")
+        self._unshared.check(self._user)
         on_cpu = self._device.type == "cpu"
         value = self._value(loss, found, len(records)) if on_cpu else None  # on a GPU it would wait for forward
         self._made = [0] * len(self._parameters)
         self._guard.run(loss)
         if self._user.loop is not None:
-            self._check_unshared("the script's loop")
+            self._unshared.check(self._user)
         self._check_made()
         self._missing = None
         for view, made in zip(self.gradient_views, self._made, strict=True):
@@ -244,11 +245,7 @@ class MinibatchRunner:
         self.buffers.load(current)
         self._unshared.begin()
         self._guard.begin()
-        self._check_unshared("the script's loop")
-
-    def _check_unshared(self, who: str) -> None:
-        if problem := self._unshared.change():
-            raise self._user.error_of(RuntimeError(f"{who} {problem}"), fatal=True)
+        self._unshared.check(self._user)
 
     def _batch(self, records: Records) -> Any:
         if self._user.has("collate"):

@@ -126,6 +126,7 @@ class TorchCompute:
             self.model,
             self.plan,
             self._parameters,
+            self.optimizer,
             spec.clip_lane_norm,
             finite=self._finite,
             counts=spec.mode is Mode.ASYNC,

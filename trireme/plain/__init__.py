@@ -40,6 +40,7 @@ from trainer_agent.model.flat import checked_model, plan, trained_parameters
 from trainer_agent.model.minibatch import BackwardGuard
 from trainer_agent.model.optimizer import rate_scale
 from trainer_agent.model.schedule import Schedule
+from trainer_agent.model.unshared_state import UnsharedState
 from trainer_agent.script.user_module import UserModule
 from trainer_agent.start_values.load import load_start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
@@ -161,6 +162,7 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     check_precision(spec.precision, model, device)
     model = model.to(device)
     optimizer = rate_scale.scaled(drawing(spec.seed, user.call, "optimizer", model), spec)
+    laid_out = plan(model, optimizer, spec.block_bytes, spec.slot_count)  # refuses what no job can train
     tables = OneLane(model, spec.seed, spec.slot_count, optimizer)
     tables.start_with(started.tables)
     scheduler = drawing(spec.seed, user.call, "scheduler", optimizer) if user.has("scheduler") else None
@@ -168,10 +170,8 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     load_start_state(model, optimizer, schedule.scheduler, spec)
     vars(optimizer)["_opt_called"] = True  # a first step that is left out is no mistake in the order of calls
     trained, guard = trained_parameters(model, optimizer), BackwardGuard(user)
-    clipper = None
-    if spec.clip_grad_norm is not None:
-        laid_out = plan(model, optimizer, spec.block_bytes, spec.slot_count)
-        clipper = GradientClipper(laid_out, spec.clip_grad_norm, device)
+    clipper = None if spec.clip_grad_norm is None else GradientClipper(laid_out, spec.clip_grad_norm, device)
+    unshared = UnsharedState(model, laid_out, optimizer, steps_elsewhere=False)
 
     def on_gradient(parameter: torch.Tensor) -> None:
         guard.permit()
@@ -192,7 +192,9 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
         sums: dict[str, Logged] = {}
         for number, minibatch in enumerate(epoch_minibatches(spec, table, epoch, reader)):
             seed_everything(step_seed(spec.seed, result.steps, 0) if result.steps else START_SEED)
+            unshared.begin()
             guard.begin()
+            unshared.check(user)
             schedule.before_step(BeforeStep(epoch > 0 and number == 0, evaluations.plateau_value))
             seed_everything(step_seed(spec.seed, result.steps, 0))
             model.train()
@@ -201,10 +203,14 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
             with tables.minibatch(guard.permit) as recorded:
                 with collected() as logged:
                     batch = batch_of(user, minibatch, device)
+                    unshared.begin()
                     with autocast(spec.precision, device):
                         found = guard.call("loss", model, batch)
                 loss = user.guard(loss_in, found)
+                unshared.check(user)
                 guard.run(loss)
+                if user.loop is not None:
+                    unshared.check(user)
             rows = recorded.lane_rows(len(minibatch))
             if (error := _nonfinite(spec, loss, trained, tables.gradients(rows))) is None:
                 if spec.clip_lane_norm is not None:
