@@ -24,7 +24,7 @@ from shared.datasets import npy
 from shared.datasets.custom_reader import load_custom
 from shared.datasets.in_code import count_object
 from shared.datasets.line_scan import Lines, RecordScanner, chunks, data_start, refuse_archive
-from shared.errors import DatasetError, NotFound, StorageUnreachable, TriremeError
+from shared.errors import DatasetError, NotFound, StorageUnreachable, TriremeError, is_interrupt
 from shared.records.datasets import (
     Bytes,
     Csv,
@@ -57,10 +57,11 @@ def count_records(
     progress: Progress | None = None,
     partial: PartialCounts | None = None,
     beside: Path | None = None,
+    seed: int = 0,
 ) -> FileTable:
     """The file table of a dataset; `progress(files counted, files)` is called in the calling thread. With `partial` it goes on
     where an earlier count was stopped, and can be stopped itself. `beside`: the folder of the job's script, where the module of a
-    Custom dataset may lie.
+    Custom dataset may lie. `seed`: of the job, for objects of the script.
 
     Raises DatasetError if no file matches, one cannot be read, or there is no record at all; CountingStopped.
     """
@@ -68,7 +69,7 @@ def count_records(
     if isinstance(dataset, Npy):
         _check_names(dataset, files)
     check = partial.check if partial is not None else lambda: None
-    count = _counter(dataset, task_records, check, beside)
+    count = _counter(dataset, task_records, check, beside, seed)
     if partial is not None:
         partial.load()
     counted: list[TableFile] = []
@@ -141,7 +142,7 @@ def _kept(partial: PartialCounts | None, count: Counter) -> Counter:
     return count if partial is None else lambda url: partial.counted(url, count)
 
 
-def _counter(dataset: Dataset, task_records: int, check: Callable[[], None], beside: Path | None) -> Counter:
+def _counter(dataset: Dataset, task_records: int, check: Callable[[], None], beside: Path | None, seed: int) -> Counter:
     """`check` is called often, and raises when counting shall stop."""
     match dataset:
         case Parquet():
@@ -153,7 +154,7 @@ def _counter(dataset: Dataset, task_records: int, check: Callable[[], None], bes
         case Custom():
             return _custom_counter(dataset, beside)
         case MapStyle() | IterableStyle():
-            return lambda name: TableFile(name, count_object(dataset, beside))
+            return lambda name: TableFile(name, count_object(dataset, beside, seed))
         case TFRecord() | RecordIO() | WebDataset():
             return lambda file: count_framed(file, dataset, task_records, check)
         case HuggingFace():
@@ -255,7 +256,9 @@ def _custom_counter(dataset: Custom, beside: Path | None) -> Counter:
     def count(url: str) -> TableFile:
         try:
             records = int(reader.count(url))
-        except Exception as error:  # the user's code may raise anything
+        except BaseException as error:  # the user's code may raise anything
+            if is_interrupt(error):
+                raise
             msg = f"{dataset.reader}.count({url!r}) failed: {type(error).__name__}: {error}"
             raise DatasetError(msg, hint="fix the reader", url=url) from error
         if records < 0:

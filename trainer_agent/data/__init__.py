@@ -34,7 +34,7 @@ from trainer_agent.data.formats.in_code import IterableStyleReader, MapStyleRead
 from trainer_agent.data.formats.tars import WebDatasetReader
 from trainer_agent.data.lines import LineReader
 from trainer_agent.data.order import evaluation_seed, minibatch_indices, minibatches_in
-from trainer_agent.data.reader import Reader
+from trainer_agent.data.reader import Blaming, Reader
 from trainer_agent.data.shard import Minibatch, Shard
 
 __all__ = [
@@ -49,8 +49,13 @@ __all__ = [
 ]
 
 
-def open_dataset(dataset: Dataset) -> Reader:
-    """The reader of a dataset. Nothing is opened yet. Raises DatasetError if a Custom reader cannot be imported."""
+def open_dataset(dataset: Dataset, seed: int = 0) -> Reader:
+    """The reader of a dataset. `seed`: of the job, for random numbers that the user's own readers and objects draw. Nothing is opened yet. Raises
+    DatasetError if a Custom reader cannot be imported."""
+    return Blaming(_reader_of(dataset, seed))
+
+
+def _reader_of(dataset: Dataset, seed: int) -> Reader:
     match dataset:
         case Parquet():
             from trainer_agent.data.parquet import ParquetReader  # noqa: PLC0415  pyarrow only where it is needed
@@ -67,11 +72,11 @@ def open_dataset(dataset: Dataset) -> Reader:
         case Npy():
             return NpyReader(dataset)
         case Custom():
-            return CustomReader(dataset)
+            return CustomReader(dataset, seed)
         case MapStyle():
-            return MapStyleReader(dataset)
+            return MapStyleReader(dataset, seed)
         case IterableStyle():
-            return IterableStyleReader(dataset)
+            return IterableStyleReader(dataset, seed)
         case TFRecord():
             return TFRecordReader(dataset)
         case RecordIO():

@@ -206,6 +206,7 @@ def plan(
         segments=builder.segments(),
         block_bytes=block_bytes,
         digest=digest(model, group_of),
+        unordered=digest(model, group_of, ordered=False),
         optimizer=spec,
         slot_count=slot_count,
         device=device,
@@ -213,9 +214,10 @@ def plan(
     return Plan(layout, tuple(parameter_places), tuple(buffer_places))
 
 
-def digest(model: nn.Module, group_of: dict[int, int]) -> str:
-    """SHA-256 over names, shapes, dtypes, memory formats and optimizer groups, in the model's order."""
-    return hashlib.sha256(json.dumps(tensors_of(model, group_of)).encode()).hexdigest()
+def digest(model: nn.Module, group_of: dict[int, int], *, ordered: bool = True) -> str:
+    """SHA-256 over names, shapes, dtypes, memory formats and optimizer groups, in the model's order, or in that of their text."""
+    tensors = tensors_of(model, group_of)
+    return hashlib.sha256(json.dumps(tensors if ordered else sorted(tensors, key=str)).encode()).hexdigest()
 
 
 def tensors_of(model: nn.Module, group_of: dict[int, int]) -> list[list[Any]]:

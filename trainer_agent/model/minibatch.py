@@ -17,13 +17,14 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
-from shared.errors import DatasetError, InvalidArgument
+from shared.datasets.random_state import START_SEED, seed_everything, seeded
+from shared.errors import InvalidArgument
 from shared.logged_metrics import Logged, add, collected, loss_in, metrics_beside
 from shared.metric_names import LOSS
 from shared.records.job_spec import Precision
 from shared.tables.grouping import Grouped
 from trainer_agent.data.collate import default_collate
-from trainer_agent.data.ready_batch import ReadyBatch, seed_everything, undisturbed
+from trainer_agent.data.ready_batch import ReadyBatch
 from trainer_agent.model.buffers import LiveBuffers
 from trainer_agent.model.compute import Ready, Records
 from trainer_agent.model.devices import autocast, on_device
@@ -87,9 +88,8 @@ class MinibatchRunner:
     def prepare(self, records: Records, seed: int, named: Callable[[object], Sequence[Grouped]]) -> Ready:
         """The minibatch for a later `backward`, and the ids that are `named` by what the script's `ids` returns. Random generators stay as
         they are."""
-        with undisturbed(self._device):
-            seed_everything(seed)
-            made = ReadyBatch.made(partial(self._batch, records), self._device)
+        with seeded(seed):
+            made = ReadyBatch.made(partial(self._batch, records))
             said = self._user.call("ids", made.batch)
         try:
             return Ready(named(said), made)
@@ -115,13 +115,15 @@ class MinibatchRunner:
         overlaps = finish is not None and self._may_overlap and not self._unshared.looks_next
         self._finish, self._missing = finish or bool, list(self._members) if overlaps else None
         if self._user.loop is not None:
+            # what the script does before its first batch is the same at every trainer, whichever lane and step that is for
+            seed_everything(seed if self._user.loop.has_begun else START_SEED)
             self._between_passes(current)
         self._bind(gradients)
         self.buffers.load(current)
         seed_everything(seed)
         self._model.train()
         with collected() as self.logged:
-            batch = self._batch(records) if ready is None else ready.batch.begin(self.logged, self._device)
+            batch = self._batch(records) if ready is None else ready.batch.begin(self.logged)
             self._unshared.begin()
             with self._forward():
                 found = self._guard.call("loss", self._model, batch)
@@ -171,7 +173,8 @@ class MinibatchRunner:
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Metrics out of the sums of all minibatches."""
         if self._user.has("metrics"):
-            return self._numbers("metrics(sums)", self._user.call("metrics", dict(sums)))
+            with seeded(START_SEED):
+                return self._numbers("metrics(sums)", self._user.call("metrics", dict(sums)))
         return dict(sums) if self._user.has("evaluate") else means_of(sums)
 
     def permit(self, _: torch.Tensor | None = None) -> None:
@@ -210,10 +213,7 @@ class MinibatchRunner:
         if self._user.has("collate"):
             batch = self._user.call("collate", records)
         else:
-            try:
-                batch = default_collate(records)
-            except DatasetError as error:
-                raise self._user.error_of(error) from error
+            batch = self._user.guard(default_collate, records)  # columns of the user's own kinds run the user's code
         return batch if self._device.type == "cpu" else on_device(batch, self._device)
 
     def _checked(self, loss: Any) -> torch.Tensor:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from shared.blocks.narrow import DTYPES
+from shared.datasets.random_state import alone, drawing
 from shared.errors import InvalidArgument, UserCodeError
 from shared.lanes import Interval
 from shared.records import JobSpec, Mode
@@ -38,6 +39,7 @@ from trainer_agent.model.minibatch import MinibatchRunner
 from trainer_agent.model.optimizer.block_states import BlockStates
 from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.send_buffers import SendBuffers
+from trainer_agent.model.unshared_state import constants_of
 from trainer_agent.model.watch.backward_guard import UserCode
 from trainer_agent.own_loop.turns import OwnLoop
 from trainer_agent.start_values.load import start_values
@@ -75,19 +77,19 @@ class TorchCompute:
         self._on_host = is_host(self._device)
         self._result: LaneResult | None = LaneResult(0.0, 0)  # of the last lane; None: of the minibatch under way
         self._records = 0
-        torch.manual_seed(spec.seed)
-        model = checked_model(user.call("model"))
+        model = checked_model(drawing(spec.seed, user.call, "model"))
         self.started = start_values(model, spec, initial)
         check_precision(spec.precision, model, self._device)
         self.model = model.to(self._device)
         optimizers_without_compiler()
-        self.optimizer = optimizers.for_job(user.call("optimizer", self.model), spec)
+        self.optimizer = optimizers.for_job(drawing(spec.seed, user.call, "optimizer", self.model), spec)
         laid_out = plan(self.model, self.optimizer, spec.block_bytes, spec.slot_count, self._device.type)
         self.tables = TrainedTables(self.model, spec)
-        begun = laid_out.layout.model_copy(update={"initial": self.started.digest, "tables": self.tables.specs})
-        self.plan: Plan = replace(laid_out, layout=begun)
+        more: dict[str, Any] = {"initial": self.started.digest, "tables": self.tables.specs}
+        more["constants"] = constants_of(self.model, laid_out)
+        self.plan: Plan = replace(laid_out, layout=laid_out.layout.model_copy(update=more))
         self.places = self.plan.parameters
-        scheduler = user.call("scheduler", self.optimizer) if user.has("scheduler") else None
+        scheduler = drawing(spec.seed, user.call, "scheduler", self.optimizer) if user.has("scheduler") else None
         self._schedule = Schedule(scheduler, spec, user.guard)
         vars(self.optimizer)["_opt_called"] = True  # the servers step; without it schedulers warn about their order
         self._bind_parameters()
@@ -105,7 +107,6 @@ class TorchCompute:
             self.send_buffers = SendBuffers(
                 self.plan, self._device, spec.gradient_dtype, feedback=feedback, shared=shared
             )
-        rounded = payloads if spec.mode is Mode.SYNC else ()
         self._finite, self._skips = spec.on_nonfinite != "ignore", spec.on_nonfinite == "skip"
         # synchronous: parameter servers clip the mean over all lanes
         self._limit = spec.clip_grad_norm if spec.mode is Mode.ASYNC else None
@@ -113,7 +114,7 @@ class TorchCompute:
             self.plan,
             self._device,
             self.send_buffers,
-            rounded,
+            payloads if spec.mode is Mode.SYNC else (),
             whole=not self._on_host,
             finite=self._finite and spec.clip_lane_norm is None,  # to clip, the norm of all gradients is computed
             counts=spec.mode is Mode.ASYNC,
@@ -237,8 +238,8 @@ class TorchCompute:
         finished: Callable[[int], None],
         ready: Ready | None = None,
     ) -> LaneResult:
-        announce = announcer(self.plan.blocks, finished)
-        return await self._in_thread(self._gradient, node, lane, seed, records, announce, ready)
+        work = node, lane, seed, records, announcer(self.plan.blocks, finished), ready
+        return await self._in_thread(self._gradient, *work)
 
     def contribution(self, node: Interval, block: int) -> memoryview:
         return self.tree.contribution(node, block)
@@ -384,7 +385,7 @@ class TorchCompute:
         reads = work != self.minibatch.prepare  # that runs beside a forward pass
         if reads:  # not in the thread: it may be given up before it has one
             self.tables.rows.begin()
-        future = asyncio.get_running_loop().run_in_executor(self._executor, partial(work, *arguments))
+        future = asyncio.get_running_loop().run_in_executor(self._executor, partial(alone, work, *arguments))
         try:
             return await asyncio.shield(future)
         except UserCodeError as error:

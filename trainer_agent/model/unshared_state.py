@@ -9,10 +9,14 @@ in-place operations or in the address. Those through `.data` show in a digest, w
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
 from shared.blocks.buffer_mean import bits_of
+from shared.records.layout import MOST_CONSTANTS, Constant
 from trainer_agent.model.flat import Plan, dense_stride
 
 FIRST_LOOKS, LOOK_EVERY = 3, 64  # minibatches whose digests are compared
@@ -85,6 +89,33 @@ class UnsharedState:
 
     def _of_parameter(self, name: str) -> str:
         return (PARAMETER if name in self._trained else FROZEN).format(name=name)
+
+
+def constants_of(model: nn.Module, plan: Plan) -> tuple[Constant, ...]:
+    """Digests of the values that each trainer's `model()` makes and that no trainer gets from another: parameters that are not trained, and
+    buffers that trainers do not share. Consecutive tensors have one digest if there are more than MOST_CONSTANTS."""
+    given = {place.name for place in (*plan.parameters, *plan.buffers)}
+    own = [(name, tensor) for name, tensor in _tensors(model) if name not in given]
+    run = -(-len(own) // MOST_CONSTANTS) or 1
+    return tuple(_constant(own[first : first + run]) for first in range(0, len(own), run))
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those whose bytes can be read; others (sparse, or on the meta device) are rare and not compared."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not nn.parameter.is_lazy(tensor) and tensor.layout == torch.strided and not tensor.is_meta:
+            yield name, tensor
+
+
+def _constant(tensors: list[tuple[str, torch.Tensor]]) -> Constant:
+    found = hashlib.sha256()
+    for name, tensor in tensors:
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        if flat.numel():
+            found.update(flat.view(torch.uint8).numpy().data)
+    first, last = tensors[0][0], tensors[-1][0]
+    return Constant(name=first if len(tensors) == 1 else f"{first} to {last}", digest=found.hexdigest()[:16])
 
 
 def _writes(values: torch.Tensor) -> int:

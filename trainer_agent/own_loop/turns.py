@@ -118,6 +118,11 @@ class OwnLoop:
         return self._prepared is not None
 
     @property
+    def has_begun(self) -> bool:
+        """Whether the script was asked for a batch."""
+        return self._passes > 0
+
+    @property
     def is_over(self) -> bool:
         return self._place in (Place.AFTER, Place.OVER)
 

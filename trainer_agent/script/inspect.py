@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
+from shared.datasets.random_state import seeded
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.records import JobSpec
 from shared.records.datasets import Dataset
@@ -62,14 +63,18 @@ def _inspect(script: str, check: bool, settings: dict[str, str]) -> dict[str, An
 
 
 def _described(user: UserModule, check: bool, settings: dict[str, str]) -> dict[str, Any]:
-    dataset = user.dataset()
-    evaluation = user.dataset("evaluation_dataset") if user.has("evaluation_dataset") else None
+    seed = _seed(settings)
+    with seeded(seed):  # a script with a loop of its own runs here, as it does in a trainer
+        config = user.config
+    seed = _seed({**config, **settings})
+    dataset = user.dataset(seed=seed)
+    evaluation = user.dataset("evaluation_dataset", seed) if user.has("evaluation_dataset") else None
     found: dict[str, Any] = {
-        "config": user.config,
+        "config": config,
         "dataset": dataset.model_dump(mode="json"),
         "evaluation_dataset": evaluation.model_dump(mode="json") if evaluation is not None else None,
     }
-    wanted = {**user.config, **settings}
+    wanted = {**config, **settings}
     if check:
         found |= _try(user, dataset, evaluation, wanted)
     if wanted.get("backend") == "nccl":
@@ -77,6 +82,14 @@ def _described(user: UserModule, check: bool, settings: dict[str, str]) -> dict[
 
         found["nccl"] = nccl_is_there()
     return found
+
+
+def _seed(settings: Mapping[str, Any]) -> int:
+    """What is no number is refused with the other settings."""
+    try:
+        return int(settings.get("seed", JobSpec.model_fields["seed"].default))
+    except (TypeError, ValueError):
+        return 0
 
 
 def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, settings: dict[str, Any]) -> dict[str, Any]:
@@ -89,12 +102,12 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
     spec = _spec(user, dataset, evaluation, settings)
     with ThreadPoolExecutor(1, "compute") as executor:
         compute = executor.submit(TorchCompute, user, spec, executor).result()
-        minibatch = first_records(dataset, spec.minibatch_size)
+        minibatch = first_records(dataset, spec.minibatch_size, spec.seed)
         compute.begin_step()
         with _doing("the first minibatch"):
             asyncio.run(_with_rows(compute, lambda: _gradient(compute, minibatch)))
         if evaluation is not None:
-            held_out = first_records(evaluation, spec.minibatch_size)
+            held_out = first_records(evaluation, spec.minibatch_size, spec.seed)
             with _doing("the first minibatch of the evaluation"):
                 sums = asyncio.run(_with_rows(compute, lambda: compute.evaluate(held_out)))
                 metrics = asyncio.run(compute.metrics(sums))

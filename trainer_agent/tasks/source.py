@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from shared.errors import CallerError, DatasetError, StaleAttempt, TriremeError
@@ -15,7 +16,9 @@ from shared.records import AcquireTask, CompleteTask, FailTask, JobSpec, TakeNex
 from shared.records.step import LanePosition
 from shared.runtime import ids, telemetry
 from trainer_agent.data import Reader, Shard, minibatch_indices, open_dataset
+from trainer_agent.data.drawing import EVALUATION, reading
 from trainer_agent.model.compute import Records
+from trainer_agent.script.tracebacks import traceback_of
 from trainer_agent.tasks.master import MasterPort, failure_of
 from trainer_agent.waiting.retry import retry
 
@@ -57,7 +60,7 @@ class TaskSource:
     def __init__(self, spec: JobSpec, master: MasterPort, trainer: str, offload: Offload) -> None:
         self.spec, self.trainer = spec, trainer
         self._master, self.offload = master, offload
-        self._readers: dict[str, Reader] = {}
+        self._readers: dict[bool, Reader] = {}  # of the records that are held out, and of the others
 
     async def acquire(
         self,
@@ -115,20 +118,22 @@ class TaskSource:
         return (await self._master.acquire_task(ask)).task
 
     async def read(self, task: Task) -> Shard:
-        """The records of a task. Raises TaskFailed."""
+        """The records of a task. Raises TaskFailed; DeadlineExceeded if the storage does not answer for too long."""
         try:
-            return await self.offload(self._read, task)
+            return await retry(lambda: self.offload(self._read, task), f"reading {described(task)}")
         except DatasetError as error:
+            if error.__cause__ is not None:
+                error.details["traceback"] = traceback_of(error.__cause__, Path(self.spec.script).parent)
             raise TaskFailed(task, error) from error
 
     def _read(self, task: Task) -> Shard:
-        reader = self._readers.get(task.kind)
+        evaluates = task.kind in ("EVALUATE", "VALIDATE")
+        held_out = self.spec.evaluation_dataset if evaluates else None
+        reader = self._readers.get(held_out is not None)
         if reader is None:
-            evaluation = task.kind in ("EVALUATE", "VALIDATE") and self.spec.evaluation_dataset is not None
-            dataset = self.spec.evaluation_dataset if evaluation else self.spec.dataset
-            assert dataset is not None
-            reader = self._readers[task.kind] = open_dataset(dataset)
-        return reader.read(task.file, task.first, task.count, task.offset)
+            reader = self._readers[held_out is not None] = open_dataset(held_out or self.spec.dataset, self.spec.seed)
+        with reading(EVALUATION if evaluates else task.epoch):
+            return reader.read(task.file, task.first, task.count, task.offset)
 
     def minibatch(self, loaded: LoadedTask, number: int) -> Records:
         """Minibatch `number` of a task, in the order of (seed, epoch, task)."""
