@@ -32,14 +32,15 @@ from trainer_agent.model import optimizer_spec as optimizers
 from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, LaneResult, Ready, Records
 from trainer_agent.model.devices import HOST, check_precision, device_of, is_host
 from trainer_agent.model.export import write_model
-from trainer_agent.model.finite import NonFiniteError, check_gradients
+from trainer_agent.model.finite import LeftOutError, NonFiniteError, check_gradients
 from trainer_agent.model.flat import PinnedVector, Plan, Vector, bytes_of, checked_model, plan
 from trainer_agent.model.gradient_tree import Entry, GradientTree
-from trainer_agent.model.minibatch import MinibatchRunner, UserCode
+from trainer_agent.model.minibatch import MinibatchRunner
 from trainer_agent.model.optimizer.block_states import BlockStates
 from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.send_buffers import SendBuffers
 from trainer_agent.model.unshared_state import constants_of
+from trainer_agent.model.watch.backward_guard import UserCode
 from trainer_agent.own_loop.turns import OwnLoop
 from trainer_agent.start_values.load import start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
@@ -267,8 +268,8 @@ class TorchCompute:
     ) -> LaneResult:
         entry = Entry(1, len(records), self.tree.take()) if records else Entry(1, 0, None)
         last = lane == node[1] - 1
-        # what is announced cannot be left out or scaled down any more
-        overlaps = last and not self._skips and self._limit is None
+        # what is announced cannot be left out or changed any more; a script with its own loop may do both until its step
+        overlaps = last and not self._skips and self._limit is None and self._user.loop is None
         if overlaps:
             self.tree.open(node, entry, announce)
         self._result, self._records = (None, len(records)) if records else (LaneResult(0.0, 0), 0)
@@ -280,7 +281,7 @@ class TorchCompute:
             if overlaps:
                 self._close(entry)
         except NonFiniteError as error:
-            if not self._skips or entry.slot is None:
+            if entry.slot is None or not (self._skips or isinstance(error, LeftOutError)):
                 raise self._user.error_of(error, fatal=True) from error
             self.tree.free(entry.slot)
             self.tables.begin_lane()
@@ -308,7 +309,7 @@ class TorchCompute:
         with self.tables.minibatch(self.minibatch.permit):
             self.minibatch.backward(records, seed, self._current, vector, finish if self._on_host else None, ready)
         try:
-            of_rows = self.tables.end_lane(len(records))
+            of_rows = self.tables.end_lane(len(records), self.minibatch.row_factor)
         except InvalidArgument as error:  # more ids than a table takes: that of the script's settings, not of a record
             raise self._user.error_of(error, fatal=True) from error
         if self._finite:

@@ -53,7 +53,7 @@ class ErrorsOfUser(Protocol):
 
 
 class UnsharedState:
-    """`begin` before a forward pass; `change` after it says what was changed."""
+    """`begin` before a forward pass; `change` after it says what was changed. `looks`: this minibatch is one whose digests are compared."""
 
     def __init__(
         self, model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer, *, steps_elsewhere: bool = True
@@ -67,16 +67,21 @@ class UnsharedState:
         self._constants = {name: buffer.clone() for name, buffer in model.named_buffers() if name not in shared}
         self._model = model
         self._seen = dict.fromkeys(self._constants, (-1, -1))
-        self._minibatches = 0
+        self._minibatches, self.looks = 0, False
         self._before: list[tuple[int, int]] = []
         self._digests: list[int] = []
 
     def begin(self) -> None:
         self._optimizer.begin()
-        looks = self._minibatches < FIRST_LOOKS or self._minibatches % LOOK_EVERY == 0
+        self.looks = self._minibatches < FIRST_LOOKS or self.looks_next
         self._minibatches += 1
         self._before = self._marks()
-        self._digests = self._look() if looks else []
+        self._digests = self._look() if self.looks else []
+
+    @property
+    def looks_next(self) -> bool:
+        """Whether the next minibatch is one of those that are looked at while the job trains."""
+        return self._minibatches % LOOK_EVERY == 0
 
     def change(self) -> str:
         """What was done, or "" if nothing was changed."""

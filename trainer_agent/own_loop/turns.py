@@ -27,8 +27,10 @@ import torch
 from torch import nn
 
 from shared.errors import InvalidArgument, UserCodeError
-from shared.logged_metrics import Logged, collect_in, collector
+from shared.logged_metrics import Logged, collect_in, collector, loss_in
 from trainer_agent.own_loop.autocast import enabled
+from trainer_agent.own_loop.grad_scaler import Scaling, unscale_for_kernel
+from trainer_agent.own_loop.gradients import check_none_is_left, forget_those_of_others, marks
 from trainer_agent.own_loop.places import GOES_ON, Place
 from trainer_agent.own_loop.prepared import Prepared, check, check_loss
 
@@ -89,6 +91,10 @@ class OwnLoop:
         self._prepared: Prepared | None = None
         self._place, self._ends = Place.START, False
         self._loss: Any = None
+        self._left_out = False  # in this pass, by the script's GradScaler
+        self.changes_gradients = False  # the first pass did, between trireme.backward and optimizer.step
+        self.scaling = Scaling(self._scaler_stepped)
+        self.true_loss: torch.Tensor | None = None  # of this pass, before a GradScaler scaled it
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._acting = threading.local()
@@ -151,15 +157,15 @@ class OwnLoop:
         loss, self._loss = self._loss, None
         return loss
 
-    def end_pass(self) -> None:
-        """Up to optimizer.step(). Raises UserCodeError, also if the gradients were changed."""
-        before = self._gradients()
+    def end_pass(self) -> bool:
+        """Up to optimizer.step(): then the parameters have the gradients that the batch shall be trained with. False: the script's GradScaler has
+        left the step out. Raises UserCodeError."""
+        looks = self._passes == 1
+        before = marks(self._held()) if looks else []
         self._resume()
-        if self._gradients() != before:
-            self._fail(
-                "the gradients were changed between trireme.backward and optimizer.step, and they are on their way already; "
-                "to clip them, set clip_grad_norm; to scale them, scale the loss"
-            )
+        if looks:
+            self.changes_gradients = marks(self._held()) != before
+        return not self._left_out
 
     def end(self) -> None:
         """Training is over: the loop ends, and the script runs to its end. Raises UserCodeError."""
@@ -255,10 +261,9 @@ class OwnLoop:
         groups = self._prepared.optimizer.param_groups
         return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
-    def _gradients(self) -> list[tuple[int, int]]:
-        """Which tensors the gradients are, and how often each was written in place."""
-        found = (p.grad for group in self.prepared.optimizer.param_groups for p in group["params"])
-        return [(id(gradient), gradient._version) for gradient in found if gradient is not None]  # noqa: SLF001
+    def _held(self) -> Iterator[torch.Tensor]:
+        """The parameters that the optimizer holds."""
+        return (parameter for group in self.prepared.optimizer.param_groups for parameter in group["params"])
 
     def _check_model(self) -> None:
         found = {id(parameter) for parameter in self.prepared.model.parameters()}
@@ -267,7 +272,7 @@ class OwnLoop:
 
     def _run(self, script: Callable[[], object]) -> None:
         """In the script's thread."""
-        _running.set(self)
+        self.begin_here()
         self._take(self._to_script.get())
         error: BaseException | None = None
         try:
@@ -284,6 +289,7 @@ class OwnLoop:
     def begin_here(self) -> None:
         """The script runs in this thread."""
         _running.set(self)
+        self.scaling.use()
 
     def prepare(self, parts: Prepared) -> tuple[nn.Module, torch.optim.Optimizer, Batches]:
         """See trireme.prepare. Raises RuntimeError, TypeError, ValueError."""
@@ -319,6 +325,9 @@ class OwnLoop:
         if batch is _End:
             self._place = Place.AFTER
             raise StopIteration
+        self.scaling.begin()
+        self._left_out = False
+        forget_those_of_others(self.prepared.model, self._held())
         for context in self._autocast:
             context.__enter__()  # type: ignore[no-untyped-call]
         return batch
@@ -333,6 +342,8 @@ class OwnLoop:
         if self._place is not Place.COMPUTES:
             raise RuntimeError(f"trireme.backward was called without a batch: the script is {self._place.value}")
         check_loss(loss)
+        self.true_loss = self.scaling.unscaled(loss_in(loss))
+        check_none_is_left(self._held())
         for context in self._autocast:
             context.__exit__(None, None, None)
         self._loss = loss
@@ -345,6 +356,16 @@ class OwnLoop:
             raise RuntimeError(
                 f"optimizer.step() was called without trireme.backward(loss): the script is {self._place.value}"
             )
+        self._left_out = not unscale_for_kernel(self.prepared.optimizer)
+        self._end_pass()
+
+    def _scaler_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """`scaler.step(optimizer)` is over. If it called no `optimizer.step()`, this batch is left out."""
+        if self._place is Place.HAS_GRADIENTS and optimizer is self.prepared.optimizer:
+            self._left_out = True
+            self._end_pass()
+
+    def _end_pass(self) -> None:
         self._logged = _NoStep()
         self._hand_over(Place.STEPPED)
 

@@ -35,12 +35,12 @@ from trainer_agent.model.clipping import GradientClipper
 from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.devices import autocast, check_precision, device_of
 from trainer_agent.model.export import write_model
-from trainer_agent.model.finite import NonFiniteError, check_gradients, check_loss
+from trainer_agent.model.finite import LeftOutError, NonFiniteError, check_gradients, check_loss
 from trainer_agent.model.flat import checked_model, plan, trained_parameters
-from trainer_agent.model.minibatch import BackwardGuard
 from trainer_agent.model.optimizer import rate_scale
 from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.unshared_state import UnsharedState
+from trainer_agent.model.watch.backward_guard import BackwardGuard
 from trainer_agent.script.user_module import UserModule
 from trainer_agent.start_values.load import load_start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
@@ -198,8 +198,10 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
             schedule.before_step(BeforeStep(epoch > 0 and number == 0, evaluations.plateau_value))
             seed_everything(step_seed(spec.seed, result.steps, 0))
             model.train()
-            optimizer.zero_grad()
-            buffers = [buffer.clone() for buffer in model.buffers()] if spec.on_nonfinite == "skip" else []
+            if user.loop is None:  # else the script does it
+                optimizer.zero_grad()
+            keeps = spec.on_nonfinite == "skip" or user.loop is not None  # the minibatch may be left out
+            buffers = [buffer.clone() for buffer in model.buffers()] if keeps else []
             with tables.minibatch(guard.permit) as recorded:
                 with collected() as logged:
                     batch = batch_of(user, minibatch, device)
@@ -208,24 +210,26 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
                         found = guard.call("loss", model, batch)
                 loss = user.guard(loss_in, found)
                 unshared.check(user)
-                guard.run(loss)
+                to_report = guard.reported(loss).detach().clone()
+                stepped = guard.run(loss)
                 if user.loop is not None:
                     unshared.check(user)
-            rows = recorded.lane_rows(len(minibatch))
-            if (error := _nonfinite(spec, loss, trained, tables.gradients(rows))) is None:
+            rows = recorded.lane_rows(len(minibatch), guard.row_factor)
+            error = _nonfinite(spec, to_report, trained, tables.gradients(rows)) if stepped else LeftOutError()
+            if error is None:
                 if spec.clip_lane_norm is not None:
                     nn.utils.clip_grad_norm_(trained.values(), spec.clip_lane_norm)
                 if clipper is not None:
                     clipper.clip([parameter.grad for parameter in trained.values()])
                 user.guard(optimizer.step)
                 tables.step(rows)
-                found_loss = loss.item()
+                found_loss = to_report.item()
                 loss_sum += found_loss * len(minibatch)
                 result.curve.append(result.steps, 0, Value(found_loss, 1, found_loss, found_loss))
                 trained_records += len(minibatch)
                 user.guard(add, logged, metrics_beside(found), float(len(minibatch)))
                 sums |= {name: sums[name].plus(value) if name in sums else value for name, value in logged.items()}
-            elif spec.on_nonfinite == "skip":
+            elif spec.on_nonfinite == "skip" or not stepped:
                 report(f"step {result.steps} is left out: {error}")
                 for buffer, before in zip(model.buffers(), buffers, strict=True):
                     buffer.copy_(before)
