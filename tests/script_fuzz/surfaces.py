@@ -128,7 +128,7 @@ async def _trained(spec: JobSpec, strategy: Any) -> Outcome:
             return Outcome(crashed=_lines(died))
         state = await ended
         if state.phase is Phase.COMPLETED:
-            events = made.master.service.events.after(0, 1000) if False else ()
+            events = made.master.events.after(0, 1000)
             return Outcome(made.exported(), told=tuple(event.message for event in events if event.name == "warning"))
         failure = state.failure
         if failure is None:

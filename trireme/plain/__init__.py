@@ -25,7 +25,7 @@ from shared.datasets.random_state import START_SEED, drawing, seed_everything
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.evaluations import Evaluation
 from shared.lanes import step_seed
-from shared.logged_metrics import Logged, add, collected, loss_in, metrics_beside
+from shared.logged_metrics import Logged, add, collected, metrics_beside
 from shared.metric_names import LOSS
 from shared.records import JobSpec
 from shared.records.tasks import BestEvaluation
@@ -37,6 +37,7 @@ from trainer_agent.model.devices import autocast, check_precision, device_of
 from trainer_agent.model.export import write_model
 from trainer_agent.model.finite import LeftOutError, NonFiniteError, check_gradients, check_loss
 from trainer_agent.model.flat import checked_model, plan, trained_parameters
+from trainer_agent.model.minibatch import checked_loss
 from trainer_agent.model.optimizer import rate_scale
 from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.unshared_state import UnsharedState
@@ -208,7 +209,7 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
                     unshared.begin()
                     with autocast(spec.precision, device):
                         found = guard.call("loss", model, batch)
-                loss = user.guard(loss_in, found)
+                loss = checked_loss(user, found)
                 unshared.check(user)
                 to_report = guard.reported(loss).detach().clone()
                 stepped = guard.run(loss)

@@ -20,7 +20,7 @@ OPTIONS = (
 GROUPS = "changed the optimizer's groups of parameters; whoever steps has those with which training began: make them in optimizer(model)"
 STATE = "changed the optimizer's state, which is where the steps are made: in a job, not in the script's process"
 NOT_HERE = (
-    "the optimizer's state is where the steps are made, not in the script's process: the script can neither read nor change it "
+    "optimizer.state: the optimizer's state is where the steps are made, not in the script's process: the script can neither read nor change it "
     "(checkpoints have it; --init-optimizer starts with one)"
 )
 BEGUN = "the optimizer has state already ({name} of {parameter}), and training would begin without it"
@@ -30,7 +30,7 @@ class StateElsewhere(defaultdict[Any, Any]):
     """Instead of the state of an optimizer that never steps. It is empty, and refuses to be anything else."""
 
     def refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(NOT_HERE)
+        raise InvalidArgument(NOT_HERE, fatal=True)
 
     __missing__ = __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = refuse
 
