@@ -28,6 +28,7 @@ from shared.records.layout import ALIGNMENT_BYTES, ELEMENT_BYTES, Block, Layout,
 from shared.wire.region_allocator import new_region
 from trainer_agent.model.devices import HOST, is_host
 from trainer_agent.model.optimizer_spec import spec_of
+from trainer_agent.model.watch.shared_storage import check_storage
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -189,6 +190,7 @@ def plan(
             hint="optimizer(model) must use model.parameters()",
         )
     trained = trained_parameters(model, optimizer)
+    check_storage(model, trained)
     if not trained:
         raise InvalidArgument(
             "the model has no parameter to train", hint="give the optimizer parameters that require gradients"

@@ -32,6 +32,7 @@ from trainer_agent.model.finite import LeftOutError, check_gradients, check_loss
 from trainer_agent.model.flat import Plan, Vector
 from trainer_agent.model.unshared_state import UnsharedState, digest
 from trainer_agent.model.watch.backward_guard import BackwardGuard, UserCode
+from trainer_agent.model.watch.modes import Modes, evaluating
 
 CHANGED_LATE = (
     "a hook changed the gradient of {name} after backward had computed it, when it was on its way already; change it in a hook of the parameter "
@@ -70,6 +71,7 @@ class MinibatchRunner:
         self._may_overlap = False
         self._guard = BackwardGuard(user)
         self._modules = list(model.modules())
+        self.modes = Modes(model, own_loop=user.loop is not None)
         self._sums: dict[int, torch.Tensor] = {}  # by parameter: digests of views, where it is looked
         self._takes_at_end = False  # in this backward, gradients are copied to their views when it is over
         self._blocks_of = [plan.blocks_of(place) for place in plan.parameters]
@@ -121,14 +123,14 @@ class MinibatchRunner:
         self._bind(gradients)
         self.buffers.load(current)
         seed_everything(seed)
-        self._model.train()
+        self.modes.set_training()
         with collected() as self.logged:
             batch = self._batch(records) if ready is None else ready.batch.begin(self.logged)
-            self._unshared.begin()
+            self._unshared.begin(again=self._user.loop is not None)
             with self._forward():
                 found = self._guard.call("loss", self._model, batch)
         loss = self._checked(self._user.guard(loss_in, found))
-        self._check_unshared("loss(model, batch)" if self._user.loop is None else "the script's loop")
+        self._check_unshared("loss(model, batch)" if self._user.loop is None else "the script's loop", forward=True)
         loss_to_report = self._guard.reported(loss).detach()
         # on a GPU it would wait for forward; in a loop of one's own the script goes on to its step whatever the loss is
         early = self._device.type == "cpu" and self._user.loop is None
@@ -162,8 +164,7 @@ class MinibatchRunner:
         `backward`, so neither changes what the other computes."""
         self.buffers.load(current)
         seed_everything(seed)
-        self._model.eval()
-        with torch.no_grad():
+        with evaluating(self._model), torch.no_grad():
             batch = self._batch(records)
             with self._forward():
                 found = self._guard.call("evaluate" if self._user.has("evaluate") else "loss", self._model, batch)
@@ -191,6 +192,11 @@ class MinibatchRunner:
         names = (place.name for place in self._plan.parameters)
         check_gradients(dict(zip(names, self.gradient_views, strict=True)))
 
+    def check_at_end(self) -> None:
+        """The model is as it was laid out. Raises UserCodeError."""
+        if problem := self._unshared.last_change():
+            raise self._user.error_of(RuntimeError(f"the script {problem}"), fatal=True)
+
     def release(self) -> None:
         """The script may use its model as any other."""
         for hook in self._hooks:
@@ -205,8 +211,8 @@ class MinibatchRunner:
         self._guard.begin()
         self._check_unshared("the script's loop")
 
-    def _check_unshared(self, who: str) -> None:
-        if problem := self._unshared.change():
+    def _check_unshared(self, who: str, *, forward: bool = False) -> None:
+        if problem := self._unshared.change() or (self.modes.change() if forward else ""):
             raise self._user.error_of(RuntimeError(f"{who} {problem}"), fatal=True)
 
     def _batch(self, records: Records) -> Any:

@@ -18,6 +18,7 @@ from torch import nn
 from shared.blocks.buffer_mean import bits_of
 from shared.records.layout import MOST_CONSTANTS, Constant
 from trainer_agent.model.flat import Plan, dense_stride
+from trainer_agent.model.watch.kept_model import KeptModel
 
 FIRST_LOOKS, LOOK_EVERY = 3, 64  # minibatches whose digests are compared
 
@@ -46,12 +47,15 @@ class UnsharedState:
         self._model = model
         self._seen = dict.fromkeys(self._constants, (-1, -1))
         self._minibatches, self.looks = 0, False
+        self._kept = KeptModel(model)
         self._before: list[tuple[int, int]] = []
         self._digests: list[int] = []
 
-    def begin(self) -> None:
-        self.looks = self._minibatches < FIRST_LOOKS or self.looks_next
-        self._minibatches += 1
+    def begin(self, *, again: bool = False) -> None:
+        """`again`: of the minibatch that has begun already."""
+        if not again:
+            self.looks = self._minibatches < FIRST_LOOKS or self.looks_next
+            self._minibatches += 1
         self._before = self._marks()
         self._digests = self._look() if self.looks else []
 
@@ -78,7 +82,11 @@ class UnsharedState:
             if buffer.dtype != constant.dtype or not torch.equal(buffer, constant):
                 return BUFFER.format(name=name, dtype=constant.dtype)
             self._seen[name] = mark
-        return ""
+        return self._kept.change(fully=self.looks)
+
+    def last_change(self) -> str:
+        """As `change`, after training: what was done since the last minibatch whose structure was looked at."""
+        return self._kept.change(fully=True)
 
     def _marks(self) -> list[tuple[int, int]]:
         return [(_writes(parameter), parameter.data_ptr()) for _, parameter in self._parameters]

@@ -40,6 +40,7 @@ from trainer_agent.model.flat import checked_model, plan, trained_parameters
 from trainer_agent.model.optimizer import rate_scale
 from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.watch.backward_guard import BackwardGuard
+from trainer_agent.model.watch.modes import Modes
 from trainer_agent.script.user_module import UserModule
 from trainer_agent.start_values.load import load_start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
@@ -168,6 +169,9 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     load_start_state(model, optimizer, schedule.scheduler, spec)
     vars(optimizer)["_opt_called"] = True  # a first step that is left out is no mistake in the order of calls
     trained, guard = trained_parameters(model, optimizer), BackwardGuard(user)
+    modes = Modes(model, own_loop=user.loop is not None)
+    if modes.notice:
+        report(modes.notice)
     clipper = None
     if spec.clip_grad_norm is not None:
         laid_out = plan(model, optimizer, spec.block_bytes, spec.slot_count)
@@ -195,7 +199,7 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
             guard.begin()
             schedule.before_step(BeforeStep(epoch > 0 and number == 0, evaluations.plateau_value))
             seed_everything(step_seed(spec.seed, result.steps, 0))
-            model.train()
+            modes.set_training()
             if user.loop is None:  # else the script does it
                 optimizer.zero_grad()
             keeps = spec.on_nonfinite == "skip" or user.loop is not None  # the minibatch may be left out
@@ -206,6 +210,8 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
                     with autocast(spec.precision, device):
                         found = guard.call("loss", model, batch)
                 loss = user.guard(loss_in, found)
+                if problem := modes.change():
+                    raise user.error_of(RuntimeError(f"the script {problem}"), fatal=True)
                 to_report = guard.reported(loss).detach().clone()
                 stepped = guard.run(loss)
             rows = recorded.lane_rows(len(minibatch), guard.row_factor)

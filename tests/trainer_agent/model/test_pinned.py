@@ -55,7 +55,7 @@ async def test_gradients_do_not_depend_on_evaluations_between_them(build):
 
 @pytest.mark.parametrize("left_out", ["parameters", "buffers", "mode"])
 async def test_each_part_that_is_set_again_is_needed(build, left_out):
-    load, train = LiveBuffers.load, torch.nn.Module.train
+    load = LiveBuffers.load
     one, other = build(model=MODEL), build(model=MODEL)
 
     def load_evaluated(self, vector):
@@ -65,8 +65,9 @@ async def test_each_part_that_is_set_again_is_needed(build, left_out):
     ablations = {
         "parameters": replaced(TorchCompute, "use_current", lambda self: None),
         "buffers": replaced(LiveBuffers, "load", load_evaluated),
-        "mode": replaced(torch.nn.Module, "train", lambda self, mode=True: self if mode else train(self, mode)),
+        "mode": replaced(minibatch, "evaluating", lambda model: contextlib.nullcontext(model.eval())),
     }
+    one.minibatch.modes.set_training = other.minibatch.modes.set_training = bool  # else it would put the mode back as well
     with ablations[left_out]:
         assert await bits(one, False) != await bits(other, True)
 
