@@ -15,7 +15,7 @@ from master_service.core.changes import Decision, Event, Fields
 from master_service.core.decisions import task_requests, tasks
 from master_service.core.decisions.lifecycle import count_outside_tasks
 from master_service.core.decisions.once import Once
-from master_service.core.decisions.reports import check_failure, check_trainer, current_metrics
+from master_service.core.decisions.reports import check_failure, check_trainer, current_metrics, warnings_told
 from master_service.core.decisions.task_requests import AskedTask
 from master_service.core.state.job import BESIDE, Job
 from master_service.core.state.metrics import Metrics
@@ -244,6 +244,8 @@ class TaskService(ABC):
         if once is not None:
             await self.writer.decide(once.in_job(check))
         current = current_metrics(self.job, batch)
+        if batch.warnings:
+            await self.writer.decide(lambda job, _: warnings_told(job, batch.warnings))
         if batch.steps:
             self.job.budget.started = True
         now = clock.monotonic()

@@ -320,8 +320,7 @@ class AsyncLoop:
             except UserCodeError as error:
                 raise TaskFailed(task, error, f"minibatch {number}") from error
             of_rows.append(self._compute.lane_rows())
-            if skipped := results[-1].skipped:
-                log.warning("minibatch_skipped", task=task.task_id, minibatch=number, records=skipped)
+            self._reports.notice(results[-1], task=task.task_id, minibatch=number)
         if tables:
             count = sum(result.records for result in results)
             try:

@@ -25,11 +25,13 @@ from shared.records.job_spec import Precision
 from shared.tables.grouping import Grouped
 from trainer_agent.data.collate import default_collate
 from trainer_agent.data.ready_batch import ReadyBatch
+from trainer_agent.model.averaged_buffers import AveragedBuffers
 from trainer_agent.model.buffers import LiveBuffers
 from trainer_agent.model.compute import Ready, Records
 from trainer_agent.model.devices import autocast, on_device
 from trainer_agent.model.finite import LeftOutError, check_gradients, check_loss
 from trainer_agent.model.flat import Plan, Vector
+from trainer_agent.model.missing_gradients import MissingGradients
 from trainer_agent.model.unshared_state import UnsharedState, digest
 from trainer_agent.model.watch.backward_guard import BackwardGuard, UserCode
 from trainer_agent.model.watch.modes import Modes, evaluating
@@ -42,7 +44,7 @@ CHANGED_LATE = (
 
 class MinibatchRunner:
     """Runs in one thread. `parameters`: those of `plan`, in its order. `finite`: losses and norms that are not are refused.
-    `counts`: see LiveBuffers."""
+    `counts`: see LiveBuffers. `lanes`: over so many the mean of buffers is taken."""
 
     def __init__(
         self,
@@ -50,8 +52,10 @@ class MinibatchRunner:
         model: nn.Module,
         plan: Plan,
         parameters: list[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
         clip_lane_norm: float | None,
         *,
+        lanes: int = 1,
         finite: bool = True,
         counts: bool = False,
         precision: Precision = "fp32",
@@ -59,7 +63,8 @@ class MinibatchRunner:
         self._user, self._model, self._plan, self._parameters = user, model, plan, parameters
         self._device, self._clip_norm, self._finite = parameters[0].device, clip_lane_norm, finite
         self._forward = partial(autocast, precision, self._device)
-        self._unshared = UnsharedState(model, plan)
+        self._unshared, self._without = UnsharedState(model, plan, optimizer), MissingGradients(plan)
+        self.averaged = AveragedBuffers(model, plan, lanes)
         self.buffers = LiveBuffers(model, plan, counts=counts)
         self._views: weakref.WeakKeyDictionary[Vector, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         self.gradient_views: list[torch.Tensor] = []  # by parameter: where this backward's gradients belong
@@ -129,8 +134,9 @@ class MinibatchRunner:
             self._unshared.begin(again=self._user.loop is not None)
             with self._forward():
                 found = self._guard.call("loss", self._model, batch)
-        loss = self._checked(self._user.guard(loss_in, found))
-        self._check_unshared("loss(model, batch)" if self._user.loop is None else "the script's loop", forward=True)
+        loss = checked_loss(self._user, found)
+        self._unshared.check(self._user)
+        self.modes.check(self._user)
         loss_to_report = self._guard.reported(loss).detach()
         # on a GPU it would wait for forward; in a loop of one's own the script goes on to its step whatever the loss is
         early = self._device.type == "cpu" and self._user.loop is None
@@ -141,7 +147,7 @@ class MinibatchRunner:
         self._takes_at_end = self._user.loop is not None or self._has_later_hooks()
         stepped = self._guard.run(loss)
         if self._user.loop is not None:
-            self._check_unshared("the script's loop")
+            self._unshared.check(self._user)
             if not stepped:
                 raise LeftOutError
         if self._takes_at_end:
@@ -149,6 +155,7 @@ class MinibatchRunner:
         else:
             self._check_kept()
         self._check_made()
+        self._without.minibatch(self._made)
         self._missing = None
         for view, made in zip(self.gradient_views, self._made, strict=True):
             if not made:
@@ -157,6 +164,7 @@ class MinibatchRunner:
         if self._clip_norm is not None:
             self._clip(self._clip_norm)
         self.buffers.store(gradients, current)
+        self.averaged.lane(gradients, current)
         return value * len(records)
 
     def evaluate(self, records: Records, seed: int, current: Vector) -> dict[str, float]:
@@ -187,6 +195,10 @@ class MinibatchRunner:
         """See BackwardGuard."""
         return self._guard.row_factor
 
+    def warnings(self) -> tuple[str, ...]:
+        """What the user should hear of the minibatches since the last call."""
+        return (*self._without.told(), *self.averaged.told())
+
     def check_gradients(self) -> None:
         """Of the last backward. Raises NonFiniteError, which names a parameter."""
         names = (place.name for place in self._plan.parameters)
@@ -194,8 +206,7 @@ class MinibatchRunner:
 
     def check_at_end(self) -> None:
         """The model is as it was laid out. Raises UserCodeError."""
-        if problem := self._unshared.last_change():
-            raise self._user.error_of(RuntimeError(f"the script {problem}"), fatal=True)
+        self._unshared.check_at_end(self._user)
 
     def release(self) -> None:
         """The script may use its model as any other."""
@@ -209,11 +220,7 @@ class MinibatchRunner:
         self.buffers.load(current)
         self._unshared.begin()
         self._guard.begin()
-        self._check_unshared("the script's loop")
-
-    def _check_unshared(self, who: str, *, forward: bool = False) -> None:
-        if problem := self._unshared.change() or (self.modes.change() if forward else ""):
-            raise self._user.error_of(RuntimeError(f"{who} {problem}"), fatal=True)
+        self._unshared.check(self._user)
 
     def _batch(self, records: Records) -> Any:
         if self._user.has("collate"):
@@ -221,15 +228,6 @@ class MinibatchRunner:
         else:
             batch = self._user.guard(default_collate, records)  # columns of the user's own kinds run the user's code
         return batch if self._device.type == "cpu" else on_device(batch, self._device)
-
-    def _checked(self, loss: Any) -> torch.Tensor:
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
-            return loss
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            found = "a scalar that does not depend on the parameters"
-        message = f"loss(model, batch) returned {found}; return the minibatch's mean loss, a scalar with a gradient"
-        raise self._user.error_of(TypeError(message))
 
     def _value(self, loss: torch.Tensor, found: Any, records: int) -> float:
         """Of the loss. The metrics that came with it are logged."""
@@ -341,6 +339,18 @@ class MinibatchRunner:
             raise self._user.error_of(RuntimeError(message))
         if self._missing is None:
             self._may_overlap = self._clip_norm is None and not in_parts
+
+
+def checked_loss(user: UserCode, found: Any) -> torch.Tensor:
+    """The loss in what the script's function returned. Raises UserCodeError."""
+    loss = user.guard(loss_in, found)
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    told = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        told = "a scalar that does not depend on the parameters"
+    message = f"loss(model, batch) returned {told}; return the minibatch's mean loss, a scalar with a gradient"
+    raise user.error_of(TypeError(message))
 
 
 def sums_of(found: Any, records: int, guard: Callable[..., Any]) -> dict[str, Any]:

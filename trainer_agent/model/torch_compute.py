@@ -127,7 +127,9 @@ class TorchCompute:
             self.model,
             self.plan,
             self._parameters,
+            self.optimizer,
             spec.clip_lane_norm,
+            lanes=spec.lanes if spec.mode is Mode.SYNC else spec.push_every,
             finite=self._finite,
             counts=spec.mode is Mode.ASYNC,
             precision=spec.precision,
@@ -204,6 +206,7 @@ class TorchCompute:
 
     def begin_step(self, before: BeforeStep = NOTHING_BEFORE) -> LaneZero:
         self._initial_states = None
+        self.minibatch.averaged.version(self._current)
         self._schedule.before_step(before)
         options = optimizers.numeric_options(self.optimizer)
         self._schedule.after_step()
@@ -219,6 +222,7 @@ class TorchCompute:
 
     def restore(self, lane_zero: LaneZero) -> None:
         optimizers.restore(self.optimizer, self._schedule.scheduler, lane_zero)
+        self.minibatch.averaged.forget()
         if self.send_buffers is not None:
             self.send_buffers.clear_residuals()
 
@@ -283,6 +287,7 @@ class TorchCompute:
             if entry.slot is None or not (self._skips or isinstance(error, LeftOutError)):
                 raise self._user.error_of(error, fatal=True) from error
             self.tree.free(entry.slot)
+            self.minibatch.averaged.forget()
             self.tables.begin_lane()
             self._result = LaneResult(0.0, 0, entry.count)
             entry = Entry(1, 0, None)
@@ -294,7 +299,7 @@ class TorchCompute:
                 raise self._user.error_of(error, fatal=True) from error
         elif not last:
             self._user.guard(self.tree.add, entry)
-        return self.result()
+        return replace(self.result(), warnings=self.minibatch.warnings())
 
     def result(self) -> LaneResult:
         if self._result is not None:

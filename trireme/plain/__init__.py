@@ -25,7 +25,7 @@ from shared.datasets.random_state import START_SEED, drawing, seed_everything
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.evaluations import Evaluation
 from shared.lanes import step_seed
-from shared.logged_metrics import Logged, add, collected, loss_in, metrics_beside
+from shared.logged_metrics import Logged, add, collected, metrics_beside
 from shared.metric_names import LOSS
 from shared.records import JobSpec
 from shared.records.tasks import BestEvaluation
@@ -37,8 +37,10 @@ from trainer_agent.model.devices import autocast, check_precision, device_of
 from trainer_agent.model.export import write_model
 from trainer_agent.model.finite import LeftOutError, NonFiniteError, check_gradients, check_loss
 from trainer_agent.model.flat import checked_model, plan, trained_parameters
+from trainer_agent.model.minibatch import checked_loss
 from trainer_agent.model.optimizer import rate_scale
 from trainer_agent.model.schedule import Schedule
+from trainer_agent.model.unshared_state import UnsharedState
 from trainer_agent.model.watch.backward_guard import BackwardGuard
 from trainer_agent.model.watch.modes import Modes
 from trainer_agent.script.user_module import UserModule
@@ -162,6 +164,7 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     check_precision(spec.precision, model, device)
     model = model.to(device)
     optimizer = rate_scale.scaled(drawing(spec.seed, user.call, "optimizer", model), spec)
+    laid_out = plan(model, optimizer, spec.block_bytes, spec.slot_count)  # refuses what no job can train
     tables = OneLane(model, spec.seed, spec.slot_count, optimizer)
     tables.start_with(started.tables)
     scheduler = drawing(spec.seed, user.call, "scheduler", optimizer) if user.has("scheduler") else None
@@ -172,10 +175,8 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     modes = Modes(model, own_loop=user.loop is not None)
     if modes.notice:
         report(modes.notice)
-    clipper = None
-    if spec.clip_grad_norm is not None:
-        laid_out = plan(model, optimizer, spec.block_bytes, spec.slot_count)
-        clipper = GradientClipper(laid_out, spec.clip_grad_norm, device)
+    clipper = None if spec.clip_grad_norm is None else GradientClipper(laid_out, spec.clip_grad_norm, device)
+    unshared = UnsharedState(model, laid_out, optimizer, steps_elsewhere=False)
 
     def on_gradient(parameter: torch.Tensor) -> None:
         guard.permit()
@@ -196,7 +197,9 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
         sums: dict[str, Logged] = {}
         for number, minibatch in enumerate(epoch_minibatches(spec, table, epoch, reader)):
             seed_everything(step_seed(spec.seed, result.steps, 0) if result.steps else START_SEED)
+            unshared.begin()
             guard.begin()
+            unshared.check(user)
             schedule.before_step(BeforeStep(epoch > 0 and number == 0, evaluations.plateau_value))
             seed_everything(step_seed(spec.seed, result.steps, 0))
             modes.set_training()
@@ -207,13 +210,16 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
             with tables.minibatch(guard.permit) as recorded:
                 with collected() as logged:
                     batch = batch_of(user, minibatch, device)
+                    unshared.begin(again=True)
                     with autocast(spec.precision, device):
                         found = guard.call("loss", model, batch)
-                loss = user.guard(loss_in, found)
-                if problem := modes.change():
-                    raise user.error_of(RuntimeError(f"the script {problem}"), fatal=True)
+                loss = checked_loss(user, found)
+                unshared.check(user)
+                modes.check(user)
                 to_report = guard.reported(loss).detach().clone()
                 stepped = guard.run(loss)
+                if user.loop is not None:
+                    unshared.check(user)
             rows = recorded.lane_rows(len(minibatch), guard.row_factor)
             error = _nonfinite(spec, to_report, trained, tables.gradients(rows)) if stepped else LeftOutError()
             if error is None:
@@ -249,6 +255,7 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
         progress.update(epoch, result.steps, records, result.epochs[-1], final=True)
         if evaluations.stopped:
             break
+    unshared.check_at_end(user)
     for hook in hooks:
         hook.remove()  # the model is the caller's now
     if spec.evaluation_dataset is not None:

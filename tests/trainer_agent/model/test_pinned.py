@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
 
 from tests.equipment.replaced import replaced
 from tests.trainer_agent.scripts import records
+from trainer_agent.model import minibatch
 from trainer_agent.model.buffers import LiveBuffers
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.tables.files import StoredTable
@@ -67,7 +70,9 @@ async def test_each_part_that_is_set_again_is_needed(build, left_out):
         "buffers": replaced(LiveBuffers, "load", load_evaluated),
         "mode": replaced(minibatch, "evaluating", lambda model: contextlib.nullcontext(model.eval())),
     }
-    one.minibatch.modes.set_training = other.minibatch.modes.set_training = bool  # else it would put the mode back as well
+    one.minibatch.modes.set_training = other.minibatch.modes.set_training = (
+        bool  # else it would put the mode back as well
+    )
     with ablations[left_out]:
         assert await bits(one, False) != await bits(other, True)
 

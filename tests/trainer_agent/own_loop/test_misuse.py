@@ -134,7 +134,7 @@ WRONG = {
     ),
     "a mode that is another one later": (
         LOOP + "    model[1].eval()\n",
-        r"computed forward with 1 in evaluation mode, and an earlier minibatch with it in training mode",
+        r"forward had 1 in evaluation mode, and in an earlier minibatch it was in training mode",
         "",
     ),
     "parameters written": (
@@ -235,7 +235,10 @@ def test_a_script_that_does_not_come_to_its_end_is_left_as_by_an_exit(passes, tm
 
 
 def test_modules_have_the_modes_that_the_loop_gives_them(passes):
-    loop = LOOP.replace("    optimizer.zero", "    model.train()\n    model[1].eval()\n    optimizer.zero") + "    model.eval()\n"
+    loop = (
+        LOOP.replace("    optimizer.zero", "    model.train()\n    model[1].eval()\n    optimizer.zero")
+        + "    model.eval()\n"
+    )
     compute = passes(finish=False, prepare=PARTS["prepare"].strip() + "\nmodel[1].eval()\n", loop=loop)
     assert compute.model[1].num_batches_tracked == 0
     assert compute.model[3].training

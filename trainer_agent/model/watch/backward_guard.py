@@ -58,11 +58,17 @@ class BackwardGuard:
             raise RuntimeError(self._message)
 
     def call(self, hook: str, *arguments: Any) -> Any:
-        """Call the user's function. Raises UserCodeError if it called backward(), even if it caught what that raised."""
+        """Call the user's function. Raises UserCodeError if it called backward(), even if it caught what that raised. It is fatal: no record is
+        at fault, and another attempt at the same records might not do it again."""
         self._refused = False
-        found = self._user.call(hook, *arguments)
+        try:
+            found = self._user.call(hook, *arguments)
+        except UserCodeError as error:
+            if self._refused and isinstance(error.__cause__, RuntimeError) and str(error.__cause__) == self._message:
+                raise self._user.error_of(error.__cause__, fatal=True) from error.__cause__
+            raise
         if self._refused:
-            raise self._user.error_of(RuntimeError(self._message))
+            raise self._user.error_of(RuntimeError(self._message), fatal=True)
         return found
 
     def run(self, loss: torch.Tensor) -> bool:

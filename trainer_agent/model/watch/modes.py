@@ -13,8 +13,10 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from trainer_agent.model.watch.backward_guard import UserCode
+
 CHANGED = (
-    "computed forward with {name} in {now} mode, and an earlier minibatch with it in {before} mode; trainers do not share modes, so a module has "
+    "forward had {name} in {now} mode, and in an earlier minibatch it was in {before} mode; trainers do not share modes, so a module has "
     "the same mode in every minibatch: set it in model() (or before the loop), or train in two jobs, the second with --init-from"
 )
 
@@ -68,13 +70,14 @@ class Modes:
         for module in self._evaluating:
             module.training = False
 
-    def change(self) -> str:
-        """What was done, if forward has just had other modes than in the first minibatch, else "". Called after each forward."""
+    def check(self, user: UserCode) -> None:
+        """Called after each forward. Raises UserCodeError if it had other modes than in the first minibatch."""
         now = [module.training for module in self._modules]
         if self._first is None:
             self._first = now
         if now == self._first:
-            return ""
+            return
         number = next(k for k, (one, other) in enumerate(zip(now, self._first, strict=True)) if one != other)
         called = {True: "training", False: "evaluation"}
-        return CHANGED.format(name=self._names[number], now=called[now[number]], before=called[self._first[number]])
+        what = CHANGED.format(name=self._names[number], now=called[now[number]], before=called[self._first[number]])
+        raise user.error_of(RuntimeError(what), fatal=True)
