@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
 import pytest
 import torch
 
 from tests.equipment.replaced import replaced
 from tests.trainer_agent.scripts import records
-from trainer_agent.model import minibatch
 from trainer_agent.model.buffers import LiveBuffers
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.tables.files import StoredTable
@@ -56,7 +53,7 @@ async def test_gradients_do_not_depend_on_evaluations_between_them(build):
     assert await bits(build(model=MODEL), False) == await bits(build(model=MODEL), True)
 
 
-@pytest.mark.parametrize("left_out", ["parameters", "buffers", "mode"])
+@pytest.mark.parametrize("left_out", ["parameters", "buffers"])
 async def test_each_part_that_is_set_again_is_needed(build, left_out):
     load = LiveBuffers.load
     one, other = build(model=MODEL), build(model=MODEL)
@@ -68,13 +65,17 @@ async def test_each_part_that_is_set_again_is_needed(build, left_out):
     ablations = {
         "parameters": replaced(TorchCompute, "use_current", lambda self: None),
         "buffers": replaced(LiveBuffers, "load", load_evaluated),
-        "mode": replaced(minibatch, "evaluating", lambda model: contextlib.nullcontext(model.eval())),
     }
-    one.minibatch.modes.set_training = other.minibatch.modes.set_training = (
-        bool  # else it would put the mode back as well
-    )
     with ablations[left_out]:
         assert await bits(one, False) != await bits(other, True)
+
+
+async def test_modes_are_put_back_after_an_evaluation(build):
+    compute = build(model=MODEL)
+    compute.minibatch.modes.set_training = bool  # as in a loop of one's own, which sets them itself
+    compute.model[2].eval()
+    await bits(compute, True)
+    assert [module.training for module in compute.model.modules()] == [True, True, True, False, True]
 
 
 async def test_rows_are_those_that_were_pinned_and_training_goes_on_with_its_own(build):
