@@ -29,6 +29,7 @@ from shared.wire.region_allocator import new_region
 from trainer_agent.model.devices import HOST, is_host
 from trainer_agent.model.optimizer.watched import check_has_not_begun
 from trainer_agent.model.optimizer_spec import spec_of
+from trainer_agent.model.watch.shared_storage import check_storage
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -198,6 +199,7 @@ def plan(
             hint="optimizer(model) must use model.parameters()",
         )
     trained = trained_parameters(model, optimizer)
+    check_storage(model, trained)
     if not trained:
         raise InvalidArgument(
             "the model has no parameter to train", hint="give the optimizer parameters that require gradients"

@@ -34,6 +34,7 @@ from trainer_agent.model.flat import Plan, Vector
 from trainer_agent.model.missing_gradients import MissingGradients
 from trainer_agent.model.unshared_state import UnsharedState, digest
 from trainer_agent.model.watch.backward_guard import BackwardGuard, UserCode
+from trainer_agent.model.watch.modes import Modes, evaluating
 
 CHANGED_LATE = (
     "a hook changed the gradient of {name} after backward had computed it, when it was on its way already; change it in a hook of the parameter "
@@ -75,6 +76,7 @@ class MinibatchRunner:
         self._may_overlap = False
         self._guard = BackwardGuard(user)
         self._modules = list(model.modules())
+        self.modes = Modes(model, own_loop=user.loop is not None)
         self._sums: dict[int, torch.Tensor] = {}  # by parameter: digests of views, where it is looked
         self._takes_at_end = False  # in this backward, gradients are copied to their views when it is over
         self._blocks_of = [plan.blocks_of(place) for place in plan.parameters]
@@ -126,14 +128,15 @@ class MinibatchRunner:
         self._bind(gradients)
         self.buffers.load(current)
         seed_everything(seed)
-        self._model.train()
+        self.modes.set_training()
         with collected() as self.logged:
             batch = self._batch(records) if ready is None else ready.batch.begin(self.logged)
-            self._unshared.begin()
+            self._unshared.begin(again=self._user.loop is not None)
             with self._forward():
                 found = self._guard.call("loss", self._model, batch)
         loss = checked_loss(self._user, found)
         self._unshared.check(self._user)
+        self.modes.check(self._user)
         loss_to_report = self._guard.reported(loss).detach()
         # on a GPU it would wait for forward; in a loop of one's own the script goes on to its step whatever the loss is
         early = self._device.type == "cpu" and self._user.loop is None
@@ -169,8 +172,7 @@ class MinibatchRunner:
         `backward`, so neither changes what the other computes."""
         self.buffers.load(current)
         seed_everything(seed)
-        self._model.eval()
-        with torch.no_grad():
+        with evaluating(self._model), torch.no_grad():
             batch = self._batch(records)
             with self._forward():
                 found = self._guard.call("evaluate" if self._user.has("evaluate") else "loss", self._model, batch)
@@ -201,6 +203,10 @@ class MinibatchRunner:
         """Of the last backward. Raises NonFiniteError, which names a parameter."""
         names = (place.name for place in self._plan.parameters)
         check_gradients(dict(zip(names, self.gradient_views, strict=True)))
+
+    def check_at_end(self) -> None:
+        """The model is as it was laid out. Raises UserCodeError."""
+        self._unshared.check_at_end(self._user)
 
     def release(self) -> None:
         """The script may use its model as any other."""

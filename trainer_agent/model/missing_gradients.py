@@ -37,7 +37,10 @@ class MissingGradients:
             return
         for moving, cause in (
             (self._decays, "weight decay"),
-            ([kept and had for kept, had in zip(self._remembers, self._had, strict=True)], "what the optimizer has kept"),
+            (
+                [kept and had for kept, had in zip(self._remembers, self._had, strict=True)],
+                "what the optimizer has kept",
+            ),
         ):
             found = zip(self._names, moving, made, strict=True)
             self._tell([name for name, moves, count in found if moves and not count and name not in self._told], cause)

@@ -367,7 +367,11 @@ class TorchCompute:
 
     async def export(self, directory: str) -> dict[str, str]:
         self.minibatch.buffers.load(self._current)
-        return await self._in_thread(write_model, self.model, directory)
+        return await self._in_thread(self._export, directory)
+
+    def _export(self, directory: str) -> dict[str, str]:
+        self.minibatch.check_at_end()
+        return write_model(self.model, directory)
 
     async def finish(self) -> None:
         if self._user.loop is not None:
@@ -376,7 +380,6 @@ class TorchCompute:
 
     def _finish(self, loop: OwnLoop) -> None:
         self.minibatch.release()
-        self.model.train()
         loop.end()
 
     def close(self) -> None:

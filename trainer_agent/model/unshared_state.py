@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch import nn
 
 from shared.blocks.buffer_mean import bits_of
-from shared.errors import UserCodeError
 from shared.records.layout import MOST_CONSTANTS, Constant
 from trainer_agent.model.flat import Plan, dense_stride
 from trainer_agent.model.optimizer.watched import OptimizerWatch
+from trainer_agent.model.watch.backward_guard import UserCode
+from trainer_agent.model.watch.kept_model import KeptModel
 
 FIRST_LOOKS, LOOK_EVERY = 3, 64  # minibatches whose digests are compared
 
@@ -43,15 +43,6 @@ BUFFER = (
 )
 
 
-class ErrorsOfUser(Protocol):
-    """Of a script: see trainer_agent.script.user_module.UserModule. `loop`: that of its own, or None."""
-
-    @property
-    def loop(self) -> object: ...
-
-    def error_of(self, error: BaseException, *, fatal: bool = False) -> UserCodeError: ...
-
-
 class UnsharedState:
     """`begin` before a forward pass; `change` after it says what was changed. `looks`: this minibatch is one whose digests are compared."""
 
@@ -68,13 +59,16 @@ class UnsharedState:
         self._model = model
         self._seen = dict.fromkeys(self._constants, (-1, -1))
         self._minibatches, self.looks = 0, False
+        self._kept = KeptModel(model)
         self._before: list[tuple[int, int]] = []
         self._digests: list[int] = []
 
-    def begin(self) -> None:
+    def begin(self, *, again: bool = False) -> None:
+        """`again`: of the minibatch that has begun already."""
         self._optimizer.begin()
-        self.looks = self._minibatches < FIRST_LOOKS or self.looks_next
-        self._minibatches += 1
+        if not again:
+            self.looks = self._minibatches < FIRST_LOOKS or self.looks_next
+            self._minibatches += 1
         self._before = self._marks()
         self._digests = self._look() if self.looks else []
 
@@ -109,13 +103,18 @@ class UnsharedState:
             if buffer.dtype != constant.dtype or not torch.equal(buffer, constant):
                 return BUFFER.format(name=name, dtype=constant.dtype)
             self._seen[name] = mark
-        return self._optimizer.change()
+        return self._optimizer.change() or self._kept.change(fully=self.looks)
 
-    def check(self, user: ErrorsOfUser) -> None:
+    def check(self, user: UserCode) -> None:
         """Raises UserCodeError if anything was changed since `begin`."""
         if problem := self.change():
             who = "loss(model, batch)" if user.loop is None else "the script's loop"
             raise user.error_of(RuntimeError(f"{who} {problem}"), fatal=True)
+
+    def check_at_end(self, user: UserCode) -> None:
+        """Raises UserCodeError if the script has changed the model since the last minibatch that was looked at."""
+        if problem := self._kept.change(fully=True):
+            raise user.error_of(RuntimeError(f"the script {problem}"), fatal=True)
 
     def _marks(self) -> list[tuple[int, int]]:
         return [(_writes(parameter), parameter.data_ptr()) for _, parameter in self._parameters]

@@ -35,7 +35,6 @@ from trainer_agent.own_loop.places import GOES_ON, Place
 from trainer_agent.own_loop.prepared import Prepared, check, check_loss
 
 CLOSE_S = 5.0
-LOOK_EVERY = 64  # passes: then it is looked whether the model still has the parameters that it was prepared with
 
 _running: ContextVar[OwnLoop | None] = ContextVar("own_loop", default=None)
 
@@ -98,7 +97,6 @@ class OwnLoop:
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._acting = threading.local()
-        self._evaluating_modules: list[nn.Module] | None = None  # not in training mode when the loop began
         self._logged: dict[str, Logged] | None = None
         self._autocast: list[torch.autocast] = []
         self._passes = 0
@@ -142,15 +140,11 @@ class OwnLoop:
     def next_pass(self) -> None:
         """Up to where the script asks for a batch. Raises UserCodeError."""
         self._go_to_top()
-        if self._passes % LOOK_EVERY == 0:
-            self._check_model()
         self._passes += 1
 
     def forward(self, batch: Any) -> Any:
-        """The batch's loss, as the script gave it to trireme.backward. Modules are in the mode that they had when the loop began. Raises
-        UserCodeError."""
+        """The batch's loss, as the script gave it to trireme.backward. Raises UserCodeError."""
         assert self._place is Place.ASKS, self
-        self._set_modes()
         self._logged = collector()
         self._autocast = enabled()
         self._resume(batch)
@@ -172,7 +166,6 @@ class OwnLoop:
         if self._place is Place.OVER and self._ends:
             return
         self._go_to_top()
-        self._set_modes()
         self._ends = True
         self._resume(_End)
 
@@ -183,7 +176,6 @@ class OwnLoop:
     def finish_here(self) -> None:
         """As `end`, for a script that runs in the main thread: does not wait for its end."""
         self._go_to_top()
-        self._set_modes()
         self._to_script.put(_Turn(_End, logged=self._logged))
 
     def fail_here(self, error: BaseException) -> None:
@@ -230,13 +222,6 @@ class OwnLoop:
         with torch.no_grad():
             for buffer, value in zip(self.prepared.model.buffers(), before, strict=False):
                 buffer.copy_(value)
-        if self._evaluating_modules is None:
-            self._evaluating_modules = [module for module in self.prepared.model.modules() if not module.training]
-
-    def _set_modes(self) -> None:
-        """In a model in training mode: those that were in evaluation mode when the loop began."""
-        for module in self._evaluating_modules or []:
-            module.training = False
 
     def _check_there(self) -> None:
         """Raises UserCodeError if the script has ended, and should not."""
@@ -265,11 +250,6 @@ class OwnLoop:
         """The parameters that the optimizer holds."""
         return (parameter for group in self.prepared.optimizer.param_groups for parameter in group["params"])
 
-    def _check_model(self) -> None:
-        found = {id(parameter) for parameter in self.prepared.model.parameters()}
-        if found != self._parameters:
-            self._fail("the model's parameters are others than when trireme.prepare got it; change the model before")
-
     def _run(self, script: Callable[[], object]) -> None:
         """In the script's thread."""
         self.begin_here()
@@ -297,7 +277,6 @@ class OwnLoop:
             raise RuntimeError("trireme.prepare was called twice; a script trains one model")
         check(parts)
         self._prepared = parts
-        self._parameters = {id(parameter) for parameter in parts.model.parameters()}
         self._take_over(parts.optimizer, parts.hooks.get("scheduler"))
         self._hand_over(Place.PREPARED)
         for device in {parameter.device for parameter in parts.model.parameters() if parameter.is_cuda}:

@@ -118,7 +118,9 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
     if (loop := user.loop) is not None:
         kinds = {"scales": loop.scaling.is_used, "changes": loop.changes_gradients}
         of_loop = notices(**kinds, lanes=spec.lanes, tables=bool(layout.tables))
-    notice = "\n".join(filter(None, (compute.started.sentence, sentence(spec), *of_loop)))
+    notice = "\n".join(
+        filter(None, (compute.started.sentence, sentence(spec), compute.minibatch.modes.notice, *of_loop))
+    )
     tables = [table.model_dump(mode="json") for table in layout.tables]
     model = {"tensors": tensors, "optimizer": layout.optimizer.model_dump(mode="json"), "tables": tables}
     return ({"notice": notice} if notice else {}) | {"model": model}

@@ -42,6 +42,7 @@ from trainer_agent.model.optimizer import rate_scale
 from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.unshared_state import UnsharedState
 from trainer_agent.model.watch.backward_guard import BackwardGuard
+from trainer_agent.model.watch.modes import Modes
 from trainer_agent.script.user_module import UserModule
 from trainer_agent.start_values.load import load_start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
@@ -171,6 +172,9 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     load_start_state(model, optimizer, schedule.scheduler, spec)
     vars(optimizer)["_opt_called"] = True  # a first step that is left out is no mistake in the order of calls
     trained, guard = trained_parameters(model, optimizer), BackwardGuard(user)
+    modes = Modes(model, own_loop=user.loop is not None)
+    if modes.notice:
+        report(modes.notice)
     clipper = None if spec.clip_grad_norm is None else GradientClipper(laid_out, spec.clip_grad_norm, device)
     unshared = UnsharedState(model, laid_out, optimizer, steps_elsewhere=False)
 
@@ -198,7 +202,7 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
             unshared.check(user)
             schedule.before_step(BeforeStep(epoch > 0 and number == 0, evaluations.plateau_value))
             seed_everything(step_seed(spec.seed, result.steps, 0))
-            model.train()
+            modes.set_training()
             if user.loop is None:  # else the script does it
                 optimizer.zero_grad()
             keeps = spec.on_nonfinite == "skip" or user.loop is not None  # the minibatch may be left out
@@ -206,11 +210,12 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
             with tables.minibatch(guard.permit) as recorded:
                 with collected() as logged:
                     batch = batch_of(user, minibatch, device)
-                    unshared.begin()
+                    unshared.begin(again=True)
                     with autocast(spec.precision, device):
                         found = guard.call("loss", model, batch)
                 loss = checked_loss(user, found)
                 unshared.check(user)
+                modes.check(user)
                 to_report = guard.reported(loss).detach().clone()
                 stepped = guard.run(loss)
                 if user.loop is not None:
@@ -250,6 +255,7 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
         progress.update(epoch, result.steps, records, result.epochs[-1], final=True)
         if evaluations.stopped:
             break
+    unshared.check_at_end(user)
     for hook in hooks:
         hook.remove()  # the model is the caller's now
     if spec.evaluation_dataset is not None:

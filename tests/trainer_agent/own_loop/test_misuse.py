@@ -117,7 +117,26 @@ WRONG = {
         "changed the optimizer's options",
         "",
     ),
-    "another layer": ("model.append(nn.Linear(3, 3))\n" + LOOP, "parameters are others than when trireme.prepare", ""),
+    "another layer": (
+        "model.append(nn.Linear(3, 3))\n" + LOOP,
+        r"changed the model: the parameter 7\.weight was added since training began",
+        "",
+    ),
+    "another layer instead": (
+        LOOP + "    model[0] = nn.Linear(5, 24)\n",
+        r"changed the model: the parameter 0\.weight was replaced",
+        "",
+    ),
+    "a layer that is frozen later": (
+        LOOP + "    model[0].requires_grad_(False)\n",
+        r"changed requires_grad of the parameter 0\.weight: it was True when training began, and now it is False",
+        "",
+    ),
+    "a mode that is another one later": (
+        LOOP + "    model[1].eval()\n",
+        r"forward had 1 in evaluation mode, and in an earlier minibatch it was in training mode",
+        "",
+    ),
     "parameters written": (
         LOOP + "    with torch.no_grad():\n        model[0].weight.clamp_(-1, 1)\n",
         "the script's loop changed the parameter 0.weight",
@@ -215,10 +234,12 @@ def test_a_script_that_does_not_come_to_its_end_is_left_as_by_an_exit(passes, tm
     assert (tmp_path / "left").exists()
 
 
-def test_modules_keep_the_mode_that_they_have_when_the_loop_begins(passes):
-    compute = passes(
-        finish=False, prepare=PARTS["prepare"].strip() + "\nmodel[1].eval()\n", loop=LOOP + "    model.eval()\n"
+def test_modules_have_the_modes_that_the_loop_gives_them(passes):
+    loop = (
+        LOOP.replace("    optimizer.zero", "    model.train()\n    model[1].eval()\n    optimizer.zero")
+        + "    model.eval()\n"
     )
+    compute = passes(finish=False, prepare=PARTS["prepare"].strip() + "\nmodel[1].eval()\n", loop=loop)
     assert compute.model[1].num_batches_tracked == 0
     assert compute.model[3].training
 

@@ -12,12 +12,14 @@ from typing import Any, NoReturn
 import torch
 
 from shared.errors import InvalidArgument
+from shared.optimizers.own_step import added_to_step
 
 OPTIONS = (
     "changed the optimizer's options ({name} of group {number} was {before}, and now it is {after}), which whoever steps does not see; for "
     "options that change give a scheduler"
 )
 GROUPS = "changed the optimizer's groups of parameters; whoever steps has those with which training began: make them in optimizer(model)"
+STEP = "gave the optimizer {added}, which whoever steps does not have: leave it out"
 STATE = "changed the optimizer's state, which is where the steps are made: in a job, not in the script's process"
 NOT_HERE = (
     "optimizer.state: the optimizer's state is where the steps are made, not in the script's process: the script can neither read nor change it "
@@ -51,7 +53,7 @@ class OptimizerWatch:
         self._options, self._groups, self._state = self._seen()
 
     def change(self) -> str:
-        """"" if nothing was changed."""
+        """ "" if nothing was changed."""
         options, groups, state = self._seen()
         if groups != self._groups:
             return GROUPS
@@ -59,6 +61,8 @@ class OptimizerWatch:
             for name in before.keys() | after.keys():
                 if before.get(name) != after.get(name):
                     return OPTIONS.format(name=name, number=number, before=before.get(name), after=after.get(name))
+        if added := added_to_step(self._optimizer):
+            return STEP.format(added=added)
         return STATE if state != self._state else ""
 
     def _seen(self) -> tuple[list[dict[str, Any]], list[list[int]], Any]:
