@@ -25,15 +25,15 @@ from shared.records.job_spec import Precision
 from shared.tables.grouping import Grouped
 from trainer_agent.data.collate import default_collate
 from trainer_agent.data.ready_batch import ReadyBatch
-from trainer_agent.model.averaged_buffers import AveragedBuffers
 from trainer_agent.model.buffers import LiveBuffers
 from trainer_agent.model.compute import Ready, Records
 from trainer_agent.model.devices import autocast, on_device
 from trainer_agent.model.finite import LeftOutError, check_gradients, check_loss
 from trainer_agent.model.flat import Plan, Vector
-from trainer_agent.model.missing_gradients import MissingGradients
 from trainer_agent.model.unshared_state import UnsharedState, digest
+from trainer_agent.model.watch.averaged_buffers import AveragedBuffers
 from trainer_agent.model.watch.backward_guard import BackwardGuard, UserCode
+from trainer_agent.model.watch.missing_gradients import MissingGradients
 from trainer_agent.model.watch.modes import Modes, evaluating
 
 CHANGED_LATE = (
