@@ -24,6 +24,7 @@ from shared.serving.core.admission import Push, fits, task_number
 from shared.serving.core.asynchronous.in_use import ParametersInUse
 from shared.serving.core.asynchronous.ledger import Ledger
 from shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
+from shared.serving.core.asynchronous.schedules import ScheduleStates
 from shared.serving.core.asynchronous.staleness import slowed
 from shared.serving.core.blocks import BlockState
 from shared.serving.core.clipping import Clipping
@@ -67,9 +68,9 @@ class Store:
         self.blocks: dict[int, BlockState] = {}
         self.history = History(header.record, self.lanes)
         self.ledger = Ledger(0)
+        self.schedules = ScheduleStates(header.record.schedules)
         self.parameters_in_use = ParametersInUse()
-        self.skipped = self.changes = 0
-        self.name = ""
+        self.skipped, self.changes, self.name = 0, 0, ""
         self.slots: SlotMap | None = None
         self._schedule = schedule if self.mode is Mode.SYNC else None
         self.clipping = (clipping if self.mode is Mode.SYNC else None) or Clipping(None)
@@ -181,6 +182,7 @@ class Store:
                 raise LayoutMismatch(msg)
             options = tuple(options_of(group) for group in header.lane_zero.options)
         if self.mode is Mode.ASYNC:
+            self.schedules.take(header.lane_zero)
             return Push(header, task_number(header), options or ({},) * len(self.layout.optimizer.groups))
         positions = {position.lane: position for position in header.positions}
         if 0 in positions and options is None:
@@ -280,8 +282,7 @@ class Store:
 
     def pull(self, number: int, version: int | None) -> Buffer | Verdict:
         """A block's values at `version` (None: the current one); the caller retains them to keep them across an await."""
-        state = self.blocks.get(number)
-        if state is None:
+        if (state := self.blocks.get(number)) is None:
             return Verdict.WRONG_OWNER
         return state.current if version is None else state.pull(version)
 
@@ -295,7 +296,9 @@ class Store:
     def begin_copy(self, record: StepRecord) -> AsyncSnapshot:
         """Asynchronous: copy rows and the ledger at this instant; then `copy_block` of each block, with its optimizer's state, and `keep_copy`. The caller
         releases a copy that is not kept. `record.version`: number of the checkpoint."""
-        copying = AsyncSnapshot(record, self.numbers, self.ledger.saved(), self._versions, self.slots)
+        copying = AsyncSnapshot(
+            self.schedules.saved(record), self.numbers, self.ledger.saved(), self._versions, self.slots
+        )
         if self.rows is not None:
             copying.add_tables(self.rows.copies())
         return copying
