@@ -35,12 +35,14 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Segment(Record):
-    """One flat vector: parameters (kind "param", stepped by optimizer group `group`) or buffers (kind "buffer")."""
+    """One flat vector: parameters (kind "param", stepped by optimizer group `group`) or buffers (kind "buffer"). `parameters`: how many elements each
+    has, in order, if the bits of a step depend on that (see shared.optimizers.parameter_parts)."""
 
     kind: str
     dtype: str
     elements: int
     group: int = -1
+    parameters: tuple[Annotated[int, Field(ge=0)], ...] = ()
 
     @property
     def bytes(self) -> int:

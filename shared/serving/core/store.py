@@ -27,10 +27,11 @@ from shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
 from shared.serving.core.asynchronous.schedules import ScheduleStates
 from shared.serving.core.asynchronous.staleness import slowed
 from shared.serving.core.blocks import BlockState
+from shared.serving.core.by_parameter import block_optimizer
 from shared.serving.core.clipping import Clipping
 from shared.serving.core.geometry import Geometry
 from shared.serving.core.history import History
-from shared.serving.core.optimizers import BlockOptimizer, Options, arguments, options_of
+from shared.serving.core.optimizers import Options, arguments, options_of
 from shared.serving.core.table.arrivals import every_slot
 from shared.serving.core.table.of_model import rows_of
 from shared.wire.messages import InitHeader, PushBlock, PushHeader
@@ -61,8 +62,7 @@ class Store:
             raise InvalidArgument(msg)
         self.mode = header.mode
         self.lanes = header.lanes if header.mode is Mode.SYNC else 1
-        self.layout = header.layout
-        self.geometry = Geometry(header.layout)
+        self.layout, self.geometry = header.layout, Geometry(header.layout)
         self.rows = rows or rows_of(header)
         self.pool = pool or BufferPool()
         self.blocks: dict[int, BlockState] = {}
@@ -89,7 +89,7 @@ class Store:
     def _arguments_of(self, layout: Layout) -> list[Options | None]:
         """The optimizer's for each segment; None: its blocks are not stepped. Raises InvalidArgument."""
         spec, segments = layout.optimizer, layout.segments
-        return [arguments(spec, segment.group) if segment.kind == "param" else None for segment in segments]
+        return [arguments(spec, s.group, s.dtype) if s.kind == "param" else None for s in segments]
 
     # ------------------------------------------------------------ blocks
 
@@ -115,8 +115,9 @@ class Store:
         assert place is not None
         assert number not in self.blocks
         chosen = self._arguments[place.segment]
-        optimizer = None if chosen is None else BlockOptimizer(self.layout.optimizer.name, chosen, values.tensor)
-        if optimizer is not None:
+        optimizer = None
+        if chosen is not None:
+            optimizer = block_optimizer(self.layout.optimizer.name, chosen, values.tensor, self.geometry.parts(place))
             optimizer.load(dict(state))
         holds, first = self.clipping.holds, self._first_version
         block = BlockState(place, values, self.pool, self.lanes, optimizer, first, holds=holds)
