@@ -212,6 +212,11 @@ class TorchCompute:
         self._schedule.after_step()
         return optimizers.lane_zero(self.optimizer, self._schedule.scheduler, options)
 
+    def skip_step(self, before: BeforeStep = NOTHING_BEFORE) -> None:
+        self._initial_states = None
+        self._schedule.before_step(before)
+        self._schedule.after_step()
+
     def initial_lane_zero(self) -> LaneZero:
         return optimizers.lane_zero(
             self.optimizer, self._schedule.scheduler, optimizers.numeric_options(self.optimizer)
