@@ -129,7 +129,9 @@ async def _trained(spec: JobSpec, strategy: Any) -> Outcome:
         state = await ended
         if state.phase is Phase.COMPLETED:
             events = made.master.events.after(0, 1000)
-            return Outcome(made.exported(), told=tuple(event.message for event in events if event.name == "warning"))
+            told = [event.message for event in events if event.name == "warning"]
+            before_the_run = made.computes["trainer-0-x"].minibatch.modes.notice  # by the check of `trireme run`
+            return Outcome(made.exported(), told=(before_the_run, *told))
         failure = state.failure
         if failure is None:
             return Outcome(refused=state.reason)

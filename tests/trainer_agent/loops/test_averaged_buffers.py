@@ -27,20 +27,28 @@ def model():
 """
 NO_STATISTICS = {
     "queue": (  # MoCo
-        "self.register_buffer('queue', F.normalize(torch.randn(16, WIDTH), dim=1))\n"
-        "self.register_buffer('at', torch.zeros((), dtype=torch.int64))",
-        "keys, first = F.normalize(h.detach() + 0.01, dim=1), int(self.at) % 16\n"
-        "self.queue[[(first + n) % 16 for n in range(len(keys))]] = keys\n"
-        "self.at += len(keys)",
+        (
+            "self.register_buffer('queue', F.normalize(torch.randn(16, WIDTH), dim=1))\n"
+            "self.register_buffer('at', torch.zeros((), dtype=torch.int64))"
+        ),
+        (
+            "keys, first = F.normalize(h.detach() + 0.01, dim=1), int(self.at) % 16\n"
+            "self.queue[[(first + n) % 16 for n in range(len(keys))]] = keys\n"
+            "self.at += len(keys)"
+        ),
     ),
     "codebook": (  # of a VQ-VAE, by moving averages
-        "self.register_buffer('codebook', torch.randn(4, WIDTH))\n"
-        "self.register_buffer('used', torch.ones(4))\n"
-        "self.register_buffer('sums', self.codebook.clone())",
-        "hot = F.one_hot(torch.cdist(h.detach(), self.codebook).argmin(1), 4).float()\n"
-        "self.used.mul_(0.9).add_(hot.sum(0), alpha=0.1)\n"
-        "self.sums.mul_(0.9).add_(hot.t() @ h.detach(), alpha=0.1)\n"
-        "self.codebook = self.sums / self.used.clamp(min=1e-3)[:, None]",
+        (
+            "self.register_buffer('codebook', torch.randn(4, WIDTH))\n"
+            "self.register_buffer('used', torch.ones(4))\n"
+            "self.register_buffer('sums', self.codebook.clone())"
+        ),
+        (
+            "hot = F.one_hot(torch.cdist(h.detach(), self.codebook).argmin(1), 4).float()\n"
+            "self.used.mul_(0.9).add_(hot.sum(0), alpha=0.1)\n"
+            "self.sums.mul_(0.9).add_(hot.t() @ h.detach(), alpha=0.1)\n"
+            "self.codebook = self.sums / self.used.clamp(min=1e-3)[:, None]"
+        ),
     ),
     "quantile": (
         "self.register_buffer('quantile', torch.zeros(()))",
