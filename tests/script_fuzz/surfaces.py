@@ -121,6 +121,7 @@ def job(script: Script, *, loop: bool, of_group: bool) -> Outcome:
 async def _trained(spec: JobSpec, strategy: Any) -> Outcome:
     async with strategy.cluster(spec) as made:
         made.add_trainer("trainer-0-x")
+        before_the_run = made.computes["trainer-0-x"].minibatch.modes.notice  # by the check of `trireme run`
         ended, left = asyncio.ensure_future(made.ended(LIMIT_S)), made.running["trainer-0-x"]
         await asyncio.wait([ended, left], return_when=asyncio.FIRST_COMPLETED)
         if not ended.done() and isinstance(died := left.result(), Exception) and not isinstance(died, TriremeError):
@@ -130,7 +131,6 @@ async def _trained(spec: JobSpec, strategy: Any) -> Outcome:
         if state.phase is Phase.COMPLETED:
             events = made.master.events.after(0, 1000)
             told = [event.message for event in events if event.name == "warning"]
-            before_the_run = made.computes["trainer-0-x"].minibatch.modes.notice  # by the check of `trireme run`
             return Outcome(made.exported(), told=(before_the_run, *told))
         failure = state.failure
         if failure is None:

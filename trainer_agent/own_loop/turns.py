@@ -203,15 +203,9 @@ class OwnLoop:
     def _resume(self, value: Any = None) -> None:
         """The script's turn, until it waits again. Raises UserCodeError, also if the script has ended while it should not."""
         self._check_there()
-        options = self._options()
         self._to_script.put(_Turn(value, logged=self._logged))
         self._failure = self._to_trainer.get()
         self._check_there()
-        if options is not None and not self._ends and self._options() != options:
-            self._fail(
-                "the script changed the optimizer's options, which the parameter servers do not see; for a learning rate that changes "
-                "give a scheduler: trireme.prepare(..., scheduler=scheduler)"
-            )
 
     def _go_to_top(self) -> None:
         """To where the script asks for a batch. What it does on its way to the model's buffers is undone: the next batch may be that of
@@ -239,12 +233,6 @@ class OwnLoop:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._error_of(self._failure) from self._failure
-
-    def _options(self) -> list[dict[str, Any]] | None:
-        if self._prepared is None:
-            return None
-        groups = self._prepared.optimizer.param_groups
-        return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
     def _held(self) -> Iterator[torch.Tensor]:
         """The parameters that the optimizer holds."""
