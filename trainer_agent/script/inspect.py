@@ -97,9 +97,10 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
     from trainer_agent.model.optimizer.rate_scale import sentence  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.model.schedule import check_plateau_metric  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.model.torch_compute import TorchCompute  # noqa: PLC0415  torch only when it is needed
+    from trainer_agent.own_loop.gradients import notices  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.script.twice import Twice  # noqa: PLC0415  torch only when it is needed
 
-    spec, notices = _spec(user, dataset, evaluation, settings), []
+    spec = _spec(user, dataset, evaluation, settings)
     with ThreadPoolExecutor(1, "compute") as executor:
         compute = executor.submit(TorchCompute, user, spec, executor).result()
         twice = Twice(user.path, spec, compute)
@@ -107,7 +108,6 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
         compute.begin_step()
         with _doing("the first minibatch"):
             twice.minibatch(lambda: asyncio.run(_with_rows(compute, lambda: _gradient(compute, minibatch))))
-        notices += twice.notices
         if evaluation is not None:
             held_out = first_records(evaluation, spec.minibatch_size, spec.seed)
             with _doing("the first minibatch of the evaluation"):
@@ -115,8 +115,13 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
                 metrics = asyncio.run(compute.metrics(sums))
             check_plateau_metric(spec, metrics)
     tensors = tensors_of(compute.model, groups_of(compute.optimizer))
-    notice = "\n".join(filter(None, (compute.started.sentence, sentence(spec), *notices)))
     layout = compute.layout
+    of_loop = []
+    if (loop := user.loop) is not None:
+        kinds = {"scales": loop.scaling.is_used, "changes": loop.changes_gradients}
+        of_loop = notices(**kinds, lanes=spec.lanes, tables=bool(layout.tables))
+    sentences = compute.started.sentence, sentence(spec), compute.minibatch.modes.notice, *of_loop, *twice.notices
+    notice = "\n".join(filter(None, sentences))
     tables = [table.model_dump(mode="json") for table in layout.tables]
     model = {"tensors": tensors, "optimizer": layout.optimizer.model_dump(mode="json"), "tables": tables}
     return ({"notice": notice} if notice else {}) | {"model": model}

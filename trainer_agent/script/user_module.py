@@ -21,7 +21,7 @@ from typing import Any, cast, get_args
 
 from shared.datasets.in_code import make
 from shared.datasets.random_state import START_SEED, seeded
-from shared.errors import InvalidArgument, UserCodeError, is_interrupt
+from shared.errors import InvalidArgument, TriremeError, UserCodeError, is_interrupt
 from shared.records.datasets import Dataset, IterableStyle, MapStyle
 from trainer_agent.own_loop.prepared import Prepared
 from trainer_agent.own_loop.source import FromSource, has_own_loop, run_as_main
@@ -115,6 +115,7 @@ class UserModule:
     def error_of(self, error: BaseException, *, fatal: bool = False) -> UserCodeError:
         """`error` as UserCodeError, with the traceback cut down to the frames below the script's folder. If there are none, it
         has the frames of libraries, never ours. `fatal`: see UserFailure."""
+        fatal = fatal or (isinstance(error, TriremeError) and bool(error.details.get("fatal")))
         return _user_code_error(error, message_of(error), self.path.parent, fatal=fatal)
 
 

@@ -24,7 +24,7 @@ from shared.datasets.in_code import made_objects
 from shared.datasets.random_state import START_SEED, drawing, seed_everything
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.lanes import step_seed
-from shared.logged_metrics import Logged, add, collected, loss_in, metrics_beside
+from shared.logged_metrics import Logged, add, collected, metrics_beside
 from shared.metric_names import LOSS
 from shared.records import JobSpec
 from shared.storage import files
@@ -33,11 +33,14 @@ from trainer_agent.model.clipping import GradientClipper
 from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.devices import autocast, check_precision, device_of
 from trainer_agent.model.export import write_model
-from trainer_agent.model.finite import NonFiniteError, check_gradients, check_loss
+from trainer_agent.model.finite import LeftOutError, NonFiniteError, check_gradients, check_loss
 from trainer_agent.model.flat import checked_model, plan, trained_parameters
-from trainer_agent.model.minibatch import BackwardGuard
+from trainer_agent.model.minibatch import checked_loss
 from trainer_agent.model.optimizer import rate_scale
 from trainer_agent.model.schedule import Schedule
+from trainer_agent.model.unshared_state import UnsharedState
+from trainer_agent.model.watch.backward_guard import BackwardGuard
+from trainer_agent.model.watch.modes import Modes
 from trainer_agent.script.own_state import Watch, snapshot
 from trainer_agent.script.user_module import UserModule
 from trainer_agent.start_values.load import load_start_values
@@ -140,6 +143,7 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     check_precision(spec.precision, model, device)
     model = model.to(device)
     optimizer = rate_scale.scaled(drawing(spec.seed, user.call, "optimizer", model), spec)
+    laid_out = plan(model, optimizer, spec.block_bytes, spec.slot_count)  # refuses what no job can train
     tables = OneLane(model, spec.seed, spec.slot_count, optimizer)
     tables.start_with(started.tables)
     scheduler = drawing(spec.seed, user.call, "scheduler", optimizer) if user.has("scheduler") else None
@@ -147,10 +151,11 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     load_start_state(model, optimizer, schedule.scheduler, spec)
     vars(optimizer)["_opt_called"] = True  # a first step that is left out is no mistake in the order of calls
     trained, guard = trained_parameters(model, optimizer), BackwardGuard(user)
-    clipper = None
-    if spec.clip_grad_norm is not None:
-        laid_out = plan(model, optimizer, spec.block_bytes, spec.slot_count)
-        clipper = GradientClipper(laid_out, spec.clip_grad_norm, device)
+    modes = Modes(model, own_loop=user.loop is not None)
+    if modes.notice:
+        report(modes.notice)
+    clipper = None if spec.clip_grad_norm is None else GradientClipper(laid_out, spec.clip_grad_norm, device)
+    unshared = UnsharedState(model, laid_out, optimizer, steps_elsewhere=False)
 
     def on_gradient(parameter: torch.Tensor) -> None:
         guard.permit()
@@ -172,34 +177,45 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
         sums: dict[str, Logged] = {}
         for number, minibatch in enumerate(epoch_minibatches(spec, table, epoch, reader)):
             seed_everything(step_seed(spec.seed, result.steps, 0) if result.steps else START_SEED)
+            unshared.begin()
             guard.begin()
+            unshared.check(user)
             schedule.before_step(BeforeStep(epoch > 0 and number == 0, evaluations.plateau_value))
             seed_everything(step_seed(spec.seed, result.steps, 0))
-            model.train()
-            optimizer.zero_grad()
-            buffers = [buffer.clone() for buffer in model.buffers()] if spec.on_nonfinite == "skip" else []
+            modes.set_training()
+            if user.loop is None:  # else the script does it
+                optimizer.zero_grad()
+            keeps = spec.on_nonfinite == "skip" or user.loop is not None  # the minibatch may be left out
+            buffers = [buffer.clone() for buffer in model.buffers()] if keeps else []
             with tables.minibatch(guard.permit) as recorded:
                 with collected() as logged:
                     batch = batch_of(user, minibatch, device)
+                    unshared.begin(again=True)
                     with autocast(spec.precision, device):
                         found = guard.call("loss", model, batch)
-                loss = user.guard(loss_in, found)
-                guard.run(loss)
-            rows = recorded.lane_rows(len(minibatch))
-            if (error := _nonfinite(spec, loss, trained, tables.gradients(rows))) is None:
+                loss = checked_loss(user, found)
+                unshared.check(user)
+                modes.check(user)
+                to_report = guard.reported(loss).detach().clone()
+                stepped = guard.run(loss)
+                if user.loop is not None:
+                    unshared.check(user)
+            rows = recorded.lane_rows(len(minibatch), guard.row_factor)
+            error = _nonfinite(spec, to_report, trained, tables.gradients(rows)) if stepped else LeftOutError()
+            if error is None:
                 if spec.clip_lane_norm is not None:
                     nn.utils.clip_grad_norm_(trained.values(), spec.clip_lane_norm)
                 if clipper is not None:
                     clipper.clip([parameter.grad for parameter in trained.values()])
                 user.guard(optimizer.step)
                 tables.step(rows)
-                found_loss = loss.item()
+                found_loss = to_report.item()
                 loss_sum += found_loss * len(minibatch)
                 result.curve.append(result.steps, 0, Value(found_loss, 1, found_loss, found_loss))
                 trained_records += len(minibatch)
                 user.guard(add, logged, metrics_beside(found), float(len(minibatch)))
                 sums |= {name: sums[name].plus(value) if name in sums else value for name, value in logged.items()}
-            elif spec.on_nonfinite == "skip":
+            elif spec.on_nonfinite == "skip" or not stepped:
                 report(f"step {result.steps} is left out: {error}")
                 for buffer, before in zip(model.buffers(), buffers, strict=True):
                     buffer.copy_(before)
@@ -221,6 +237,7 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
         progress.update(epoch, result.steps, records, result.epochs[-1], final=True)
         if evaluations.stopped:
             break
+    unshared.check_at_end(user)
     for hook in hooks:
         hook.remove()  # the model is the caller's now
     if spec.evaluation_dataset is not None:

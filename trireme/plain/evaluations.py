@@ -20,6 +20,7 @@ from trainer_agent.data import Minibatch, evaluation_seed, minibatch_indices, mi
 from trainer_agent.model.devices import autocast
 from trainer_agent.model.minibatch import means_of, sums_of
 from trainer_agent.model.schedule import check_plateau_metric
+from trainer_agent.model.watch.modes import evaluating
 from trainer_agent.script.user_module import UserModule
 from trireme.plain.minibatches import batch_of
 from trireme.plain.result import PlainResult
@@ -33,8 +34,7 @@ def evaluate(
     size = spec.minibatch_size
     buffers = [buffer.clone() for buffer in model.buffers()]
     total = EvaluationSums()
-    model.eval()
-    with torch.no_grad():
+    with evaluating(model), torch.no_grad():
         for task in range(table.tasks):
             place = table.locate(task)
             shard = reader.read(place.file, place.first, place.count, place.offset)

@@ -12,7 +12,7 @@ from master_service.core.queue.file_table import FileTable
 from shared.records import JobSpec
 from trainer_agent.data import Minibatch, Reader, default_collate, minibatch_indices, minibatches_in, open_dataset
 from trainer_agent.data.drawing import reading
-from trainer_agent.model.minibatch import on_device
+from trainer_agent.model.devices import on_device
 from trainer_agent.script.user_module import UserModule
 
 
