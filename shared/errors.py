@@ -211,6 +211,12 @@ class StorageUnreachable(PeerError):
     code = "STORAGE_UNREACHABLE"
 
 
+class ResourceExhausted(PeerError):
+    """A machine has no descriptor, memory or disk space left for this, or its disk fails: somebody there must act."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+
 class DeadlineExceeded(PeerError):
     """A wait reached its time limit; the message says what it waited for."""
 

@@ -7,6 +7,7 @@ from itertools import islice
 from shared.datasets.custom_reader import load_custom
 from shared.errors import DatasetError
 from shared.records.datasets import Custom
+from shared.storage.trouble import exhausted
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import RecordShard, Shard
 
@@ -20,6 +21,8 @@ class CustomReader:
         try:
             records = list(islice(self._reader.read(file, first, count), count))
         except Exception as error:  # the user's code may raise anything
+            if (trouble := exhausted(error, file)) is not None:
+                raise trouble from error
             msg = f"{self._name}.read({file!r}, {first}, {count}) failed: {type(error).__name__}: {error}"
             raise DatasetError(msg, hint="correct the reader", url=file) from error
         if len(records) < count:

@@ -10,16 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from shared.errors import CallerError, DatasetError, StaleAttempt, TriremeError
+from shared.errors import CallerError, DatasetError, DeadlineExceeded, PeerError, StaleAttempt, TriremeError
 from shared.records import AcquireTask, CompleteTask, FailTask, JobSpec, TakeNext, Task, TaskAnswer
 from shared.records.step import LanePosition
 from shared.runtime import ids, telemetry
 from trainer_agent.data import Reader, Shard, minibatch_indices, open_dataset
 from trainer_agent.model.compute import Records
 from trainer_agent.tasks.master import MasterPort, failure_of
-from trainer_agent.waiting.retry import retry
+from trainer_agent.waiting.retry import Backoff, retry
 
 WAIT_S = 10.0  # the master answers as soon as there is a task
+READ_LIMIT_S = 120.0
 
 T = TypeVar("T")
 log = telemetry.logger("tasks")
@@ -115,11 +116,19 @@ class TaskSource:
         return (await self._master.acquire_task(ask)).task
 
     async def read(self, task: Task) -> Shard:
-        """The records of a task. Raises TaskFailed."""
-        try:
-            return await self.offload(self._read, task)
-        except DatasetError as error:
-            raise TaskFailed(task, error) from error
+        """The records of a task. Raises TaskFailed; ResourceExhausted, StorageUnreachable if this machine or the dataset's storage has
+        not let it read for READ_LIMIT_S: that is no failure of the task, and another trainer may be able to read it."""
+        backoff = Backoff(f"reading {described(task)}", READ_LIMIT_S)
+        while True:
+            try:
+                return await self.offload(self._read, task)
+            except DatasetError as error:
+                raise TaskFailed(task, error) from error
+            except PeerError as error:
+                try:
+                    await backoff.failed(error)
+                except DeadlineExceeded:
+                    raise error from None
 
     def _read(self, task: Task) -> Shard:
         reader = self._readers.get(task.kind)

@@ -33,6 +33,7 @@ from shared.records import EvaluationSums, JobSpec
 from shared.records.datasets import Dataset
 from shared.records.job_spec import Precision
 from shared.records.tasks import BestEvaluation
+from shared.runtime.service import allow_open_files
 from shared.storage import files
 from trainer_agent.data import (
     Minibatch,
@@ -91,6 +92,7 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
     SystemExit(2) for invalid settings.
     """
     options = _parser().parse_args(arguments)
+    allow_open_files()
     try:
         user = UserModule(Path(str(sys.modules[module].__file__)), sys.modules[module])
         flags = {

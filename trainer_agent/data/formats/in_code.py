@@ -9,6 +9,7 @@ from typing import Any
 from shared.datasets.in_code import load_object
 from shared.errors import DatasetError
 from shared.records.datasets import IterableStyle, MapStyle
+from shared.storage.trouble import exhausted
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Record, RecordShard, Shard
 
@@ -35,6 +36,8 @@ class MapStyleReader:
                 except IndexError as error:
                     raise too_short(file, first, count, number) from error
                 except Exception as error:  # the user's code may raise anything
+                    if (trouble := exhausted(error, f"item {number} of {file}")) is not None:
+                        raise trouble from error
                     msg = f"item {number} of {file} cannot be read: {type(error).__name__}: {error}"
                     raise DatasetError(msg, hint="correct the dataset's __getitem__", url=file) from error
                 found.append(as_record(item, self._dataset.columns, file, number))
@@ -78,6 +81,8 @@ class IterableStyleReader:
             item = next(self._iterator, _END)
         except Exception as error:  # the user's code may raise anything
             self._iterator = None
+            if (trouble := exhausted(error, f"item {number} of {file}")) is not None:
+                raise trouble from error
             msg = f"item {number} of {file} cannot be read: {type(error).__name__}: {error}"
             raise DatasetError(msg, hint="correct the dataset's __iter__", url=file) from error
         self._next = number + 1
