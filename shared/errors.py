@@ -10,6 +10,7 @@ master, a msgpack map at the parameter servers); `from_code` turns it back into 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any, ClassVar, TypeVar
 
@@ -221,6 +222,12 @@ class DeadlineExceeded(PeerError):
     """A wait reached its time limit; the message says what it waited for."""
 
     code, status = "DEADLINE_EXCEEDED", 504
+
+
+# errno of an OSError that the machine, the network or the storage causes, whatever record is read
+def is_interrupt(error: BaseException) -> bool:
+    """Whether `error` is a real Ctrl-C: Python raises it in the main thread only. Elsewhere user code has raised it."""
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
 def subclasses(root: type[TriremeError]) -> dict[str, type[TriremeError]]:

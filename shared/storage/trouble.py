@@ -19,9 +19,12 @@ from shared.errors import PeerError, ResourceExhausted, StorageUnreachable
 
 _DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_MEMORY = {errno.ENOMEM, errno.ENOBUFS}
-_RESOURCES = _DESCRIPTORS | _FULL | _MEMORY | {errno.EIO, errno.ESTALE}
-_SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN, errno.ENOTCONN}
+_MEMORY = {errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN}
+_RESOURCES = _DESCRIPTORS | _FULL | _MEMORY | {errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO}
+_SILENT = {
+    errno.ETIMEDOUT, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ENOTCONN,
+    errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN,
+}  # fmt: skip
 _SERVER_ERROR = 500
 _MOST_KEPT = 1024
 
@@ -39,11 +42,12 @@ def trouble_of(error: BaseException, what: str) -> PeerError | None:
     return None
 
 
-def exhausted(error: BaseException, what: str) -> ResourceExhausted | None:
-    """As `trouble_of`, for errors of a user's own reader: only what the machine lacks. Whatever else it raises may be the record's fault."""
-    found = (cause for cause in _causes(error) if isinstance(cause, OSError) and cause.errno in _RESOURCES)
+def trouble_in_user_code(error: BaseException, what: str) -> PeerError | None:
+    """As `trouble_of`, for what a user's own reader raises: only errors that the operating system has numbered. A TimeoutError of its own
+    making may be the record's fault, each time."""
+    found = (cause for cause in _causes(error) if isinstance(cause, OSError) and cause.errno in _SILENT | _RESOURCES)
     cause = next(found, None)
-    return None if cause is None else _of_resource(cause, what)
+    return None if cause is None else _of_errno(cause, what)
 
 
 def kept_open() -> int:

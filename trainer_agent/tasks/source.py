@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from shared.errors import CallerError, DatasetError, DeadlineExceeded, PeerError, StaleAttempt, TriremeError
@@ -16,6 +17,7 @@ from shared.records.step import LanePosition
 from shared.runtime import ids, telemetry
 from trainer_agent.data import Reader, Shard, minibatch_indices, open_dataset
 from trainer_agent.model.compute import Records
+from trainer_agent.script.tracebacks import traceback_of
 from trainer_agent.tasks.master import MasterPort, failure_of
 from trainer_agent.waiting.retry import Backoff, retry
 
@@ -123,6 +125,8 @@ class TaskSource:
             try:
                 return await self.offload(self._read, task)
             except DatasetError as error:
+                if error.__cause__ is not None:
+                    error.details["traceback"] = traceback_of(error.__cause__, Path(self.spec.script).parent)
                 raise TaskFailed(task, error) from error
             except PeerError as error:
                 try:

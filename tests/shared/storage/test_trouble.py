@@ -14,7 +14,7 @@ import pytest
 from shared.errors import DatasetError, ResourceExhausted, StorageUnreachable
 from shared.runtime.service import OPEN_FILES
 from shared.storage import files, nameless
-from shared.storage.trouble import exhausted, kept_open, trouble_of
+from shared.storage.trouble import kept_open, trouble_in_user_code, trouble_of
 
 MACHINE = ("EMFILE", "ENFILE", "ENOMEM", "ENOSPC", "EDQUOT", "EIO", "ESTALE")
 STORAGE = ("ETIMEDOUT", "ECONNRESET", "ECONNREFUSED", "EHOSTUNREACH", "ENETUNREACH", "ENOTCONN")
@@ -34,11 +34,16 @@ def test_an_error_of_the_operating_system_is_the_fault_of_one(name):
 
 
 @pytest.mark.parametrize("name", MACHINE + STORAGE + DATA)
-def test_a_users_reader_is_excused_only_for_what_its_machine_lacks(name):
-    """Its connections and time limits are its own affair: one record may cause them each time."""
+def test_a_users_reader_is_excused_for_what_the_system_says(name):
     error = ValueError("the record could not be made")
     error.__cause__ = os_error(name)
-    assert (exhausted(error, "item 7") is not None) == (name in MACHINE)
+    assert (trouble_in_user_code(error, "item 7") is not None) == (name not in DATA)
+
+
+def test_a_users_own_time_limit_may_be_the_records_fault():
+    """One record may pass it each time."""
+    assert trouble_in_user_code(TimeoutError("decoding took 5 s"), "item 7") is None
+    assert isinstance(trouble_of(TimeoutError("no answer"), "x.npy"), StorageUnreachable)
 
 
 def test_an_error_that_is_its_own_cause_ends_the_search():
