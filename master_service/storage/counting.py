@@ -18,8 +18,10 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from master_service.core.queue.file_table import FileTable, TableFile
+from master_service.core.queue.task_sizes import TaskSizes
 from master_service.storage.partial_counts import Counter, PartialCounts
 from master_service.storage.record_offsets import count_framed
+from master_service.storage.task_starts import TaskStarts
 from shared.datasets import npy
 from shared.datasets.custom_reader import load_custom
 from shared.datasets.in_code import count_object
@@ -53,22 +55,24 @@ Progress = Callable[[int, int], None]
 
 def count_records(
     dataset: Dataset,
-    task_records: int,
+    sizes: TaskSizes | int,
     progress: Progress | None = None,
     partial: PartialCounts | None = None,
     beside: Path | None = None,
 ) -> FileTable:
-    """The file table of a dataset; `progress(files counted, files)` is called in the calling thread. With `partial` it goes on
+    """The file table of a dataset; `sizes`: how large its tasks are, or records of each. `progress(files counted, files)` is called in the calling thread. With `partial` it goes on
     where an earlier count was stopped, and can be stopped itself. `beside`: the folder of the job's script, where the module of a
     Custom dataset may lie.
 
     Raises DatasetError if no file matches, one cannot be read, or there is no record at all; CountingStopped.
     """
+    if isinstance(sizes, int):
+        sizes = TaskSizes(sizes, fixed=sizes)
     files = files_of(dataset)
     if isinstance(dataset, Npy):
         _check_names(dataset, files)
     check = partial.check if partial is not None else lambda: None
-    count = _counter(dataset, task_records, check, beside)
+    count = _counter(dataset, sizes, check, beside)
     if partial is not None:
         partial.load()
     counted: list[TableFile] = []
@@ -89,7 +93,12 @@ def count_records(
         shown = ", ".join(dataset.urls)
         msg = f"the dataset {shown} is empty: {len(files)} files with 0 records"
         raise DatasetError(msg, hint=_why_empty(dataset), urls=list(dataset.urls))
-    table = FileTable(tuple(counted), task_records)
+    table = sizes.table(counted)
+    if not table.tasks:
+        msg = f"drop_last leaves out all {table.left_out} records: no file has the {sizes.minibatch} of a minibatch"
+        raise DatasetError(
+            msg, hint="leave drop_last out, lower global_batch_size, or join the files", urls=list(dataset.urls)
+        )
     return replace(table, digest=digest_of(table))
 
 
@@ -141,7 +150,7 @@ def _kept(partial: PartialCounts | None, count: Counter) -> Counter:
     return count if partial is None else lambda url: partial.counted(url, count)
 
 
-def _counter(dataset: Dataset, task_records: int, check: Callable[[], None], beside: Path | None) -> Counter:
+def _counter(dataset: Dataset, sizes: TaskSizes, check: Callable[[], None], beside: Path | None) -> Counter:
     """`check` is called often, and raises when counting shall stop."""
     match dataset:
         case Parquet():
@@ -155,13 +164,13 @@ def _counter(dataset: Dataset, task_records: int, check: Callable[[], None], bes
         case MapStyle() | IterableStyle():
             return lambda name: TableFile(name, count_object(dataset, beside))
         case TFRecord() | RecordIO() | WebDataset():
-            return lambda file: count_framed(file, dataset, task_records, check)
+            return lambda file: count_framed(file, dataset, sizes, check)
         case HuggingFace():
             return _count_arrow
         case ImageFolder():
             return _count_images
         case _:
-            return lambda file: _count_lines(file, dataset, task_records, check)
+            return lambda file: _count_lines(file, dataset, sizes, check)
 
 
 def _count_or_empty(file: str, count: Counter) -> TableFile:
@@ -196,9 +205,9 @@ def _count_bytes(file: str, dataset: Bytes) -> TableFile:
         return TableFile(file, max(0, (files.size(file) - dataset.overlap) // dataset.record_bytes))
 
 
-def _count_lines(file: str, dataset: Lines, task_records: int, check: Callable[[], None]) -> TableFile:
+def _count_lines(file: str, dataset: Lines, sizes: TaskSizes, check: Callable[[], None]) -> TableFile:
     refuse_archive(file)
-    records, offsets = 0, []
+    kept = TaskStarts(sizes)
     with files.reading(file, dataset.kind), scanning(file) as source:
         scanner = RecordScanner(dataset, file, data_start(source))
         header = isinstance(dataset, Csv) and dataset.column_names is None
@@ -207,14 +216,11 @@ def _count_lines(file: str, dataset: Lines, task_records: int, check: Callable[[
             starts, _ = scanner.feed(chunk)
             if header and len(starts):
                 starts, header = starts[1:], False
-            offsets.append(starts[-records % task_records :: task_records])
-            records += len(starts)
+            kept.take(starts)
         last = scanner.finish()
         if last is not None and not header:
-            if records % task_records == 0:
-                offsets.append(np.array([last[0]], dtype=np.int64))
-            records += 1
-    return TableFile(file, records, tuple(np.concatenate(offsets).tolist()) if offsets else ())
+            kept.take(np.array([last[0]], dtype=np.int64))
+    return kept.counted(file)
 
 
 def _check_names(dataset: Npy, files: list[str]) -> None:

@@ -30,7 +30,7 @@ from shared.errors import InvalidArgument, UserCodeError
 from shared.logged_metrics import Logged, collect_in, collector
 from trainer_agent.own_loop.autocast import enabled
 from trainer_agent.own_loop.places import GOES_ON, Place
-from trainer_agent.own_loop.prepared import Prepared, check, check_loss
+from trainer_agent.own_loop.prepared import Prepared, check, check_loss, is_function
 
 CLOSE_S = 5.0
 LOOK_EVERY = 64  # passes: then it is looked whether the model still has the parameters that it was prepared with
@@ -287,7 +287,8 @@ class OwnLoop:
         check(parts)
         self._prepared = parts
         self._parameters = {id(parameter) for parameter in parts.model.parameters()}
-        self._take_over(parts.optimizer, parts.hooks.get("scheduler"))
+        scheduler = parts.hooks.get("scheduler")
+        self._take_over(parts.optimizer, None if is_function(scheduler) else scheduler)
         self._hand_over(Place.PREPARED)
         for device in {parameter.device for parameter in parts.model.parameters() if parameter.is_cuda}:
             torch.cuda.set_device(device)  # of this thread, so that the script's `.cuda()` means the same

@@ -21,7 +21,10 @@ import torch
 from torch import nn
 
 from master_service.core.queue.epoch_order import EpochOrder
+from master_service.core.queue.epoch_plan import news_of, plan_of
 from master_service.core.queue.file_table import FileTable
+from master_service.core.queue.streams import Streams
+from master_service.core.queue.task_sizes import TaskSizes
 from master_service.core.state.series import Series, Value
 from master_service.storage.counting import count_records
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
@@ -29,7 +32,7 @@ from shared.evaluations import Evaluation, Patience, better, patience_after
 from shared.lanes import step_seed
 from shared.logged_metrics import Logged, add, collected, loss_in, metrics_beside
 from shared.metric_names import LOSS
-from shared.records import EvaluationSums, JobSpec
+from shared.records import EvaluationSums, JobSpec, TaskKind
 from shared.records.datasets import Dataset
 from shared.records.job_spec import Precision
 from shared.records.tasks import BestEvaluation
@@ -53,6 +56,7 @@ from trainer_agent.model.flat import checked_model, plan, trained_parameters
 from trainer_agent.model.minibatch import BackwardGuard, means_of, on_device, sums_of
 from trainer_agent.model.optimizer import rate_scale
 from trainer_agent.model.schedule import Schedule, check_plateau_metric
+from trainer_agent.script.steps import JobSteps, telling
 from trainer_agent.script.user_module import UserModule
 from trainer_agent.start_values.load import load_start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
@@ -157,7 +161,16 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     if spec.lanes != 1:
         raise InvalidArgument(f"plain training has one lane, the spec has {spec.lanes}", hint="set lanes=1")
     torch.set_num_threads(spec.threads_per_trainer)
-    table = count_records(spec.dataset, spec.task_records)
+    table = count_records(spec.dataset, TaskSizes.of(spec))
+    streams = Streams(TaskKind.TRAIN, table, 1, spec.seed, spec.shuffle, spec.minibatch_size)
+    epoch_plan = plan_of(spec, streams)
+    for event in news_of(spec, table, epoch_plan):
+        report(event.message)
+    with telling(lambda: JobSteps(epoch_plan.steps, spec.epochs)):
+        return _train(user, spec, table, report)
+
+
+def _train(user: UserModule, spec: JobSpec, table: FileTable, report: Any) -> PlainResult:
     device = device_of(spec.device, deterministic=spec.deterministic)
     torch.manual_seed(spec.seed)
     model = checked_model(user.call("model"))
@@ -289,7 +302,7 @@ def _evaluate(
     user: UserModule, spec: JobSpec, dataset: Dataset, model: nn.Module, device: torch.device
 ) -> dict[str, float]:
     """Task by task, as trainers do it, so the numbers are the same. The model's buffers stay as they are."""
-    reader, table, size = open_dataset(dataset), count_records(dataset, spec.task_records), spec.minibatch_size
+    reader, table, size = open_dataset(dataset), count_records(dataset, TaskSizes.evaluated(spec)), spec.minibatch_size
     buffers = [buffer.clone() for buffer in model.buffers()]
     total = EvaluationSums()
     model.eval()
