@@ -224,7 +224,6 @@ class DeadlineExceeded(PeerError):
     code, status = "DEADLINE_EXCEEDED", 504
 
 
-# errno of an OSError that the machine, the network or the storage causes, whatever record is read
 def is_interrupt(error: BaseException) -> bool:
     """Whether `error` is a real Ctrl-C: Python raises it in the main thread only. Elsewhere user code has raised it."""
     return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()

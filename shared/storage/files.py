@@ -29,6 +29,7 @@ from shared.storage.trouble import trouble_of
 
 TEMPORARY = ".tmp"
 _MAGIC = frozenset("*?[")
+_STORES = ("s3://", "s3a://", "gs://", "gcs://", "az://", "abfs://", "abfss://", "oss://")
 _FILE_ERRORS = (OSError, ValueError, EOFError, KeyError, TypeError, NotImplementedError, ImportError, InvalidArgument)
 
 
@@ -119,6 +120,18 @@ def stamp(url: str) -> str:
         return ""
     changed = next((str(found[name]) for name in ("ETag", "mtime", "LastModified", "created") if found.get(name)), "")
     return f"{found.get('size')} {changed}" if changed else ""
+
+
+def size_and_tag(url: str) -> tuple[int, str]:
+    """Bytes of a file, and the ETag of an object of a store ("": any other file; servers of one file by HTTP may each have their own).
+    Raises OSError."""
+    filesystem, path = _resolve(url)
+    with _explaining(url):
+        found = filesystem.info(path)
+    if found["type"] != "file":
+        raise IsADirectoryError(f"{url} is no file")
+    tag = found.get("ETag") or found.get("etag") if url.startswith(_STORES) else None
+    return int(found["size"]) if found["size"] is not None else size(url), str(tag or "").strip('"')
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The dtype of each column of records without a schema, found in the first records of the dataset and kept for the whole job.
 
-first records ──learn──► column -> dtype, text, …          records of a task ──columns──► arrays of these dtypes, or errors with the value
+first records ─► column -> dtype, text, …          records of a task ──shard──► arrays of these dtypes, or errors with the value
 
 Without this a column's dtype would be that of the values that happen to be in a task.
 """
@@ -8,13 +8,17 @@ Without this a column's dtype would be that of the values that happen to be in a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from threading import Lock
 from typing import Any
 
 import numpy as np
 
+from shared.datasets.first_records import from_first_file
 from shared.datasets.numbers import DType, Misfit, column_of, common_dtype, shown
 from shared.errors import DatasetError
-from trainer_agent.data.shard import Column, Record, as_column, columns_of
+from shared.records.datasets import Dataset
+from trainer_agent.data.reader import Reader
+from trainer_agent.data.shard import Column, Record, RecordShard, Shard, as_column, columns_of
 
 Kind = DType | str | DatasetError
 """`str`, `bytes`: what values are. "": anything else, which is not looked at. An error: the first records fit into no dtype."""
@@ -29,6 +33,7 @@ class ColumnTypes:
         self._place, self._advice = place, advice
         self._given = {name: np.dtype(kind) for name, kind in (given or {}).items() if kind != "string"}
         texts = {name: "str" for name, kind in (given or {}).items() if kind == "string"}
+        first = [record for record in first if isinstance(record, Mapping)]
         names = {name: None for record in first for name in record}
         self._needed = {name for name in names if all(record.get(name) is not None for record in first)}
         values = {name: [record[name] for record in first if record.get(name) is not None] for name in names}
@@ -38,10 +43,14 @@ class ColumnTypes:
     def __repr__(self) -> str:
         return f"<ColumnTypes of {self._place}: {self._kinds}>"
 
-    def columns(self, records: Sequence[Record], file: str, number: int) -> dict[str, Column | DatasetError]:
-        """The columns of records of a task; `number`: of the first one in `file`."""
-        if not self._kinds:
-            return dict(columns_of(records))
+    def shard(self, records: Sequence[Record], file: str, number: int) -> RecordShard:
+        """The records of a task; `number`: of the first one in `file`. Raises DatasetError for a record that is no dict. Columns that these
+        records do not make are told to who asks for columns: a script's own collate takes records as they are."""
+        if not all(isinstance(record, Mapping) for record in records):
+            columns_of(records)  # raises
+        return RecordShard(records, self._columns(records, file, number) if self._kinds else None)
+
+    def _columns(self, records: Sequence[Record], file: str, number: int) -> dict[str, Column | DatasetError]:
         names = {name: None for record in records for name in record}
         made = {name: self._column(name, [record.get(name) for record in records], file, number) for name in names}
         for name in self._needed - names.keys():
@@ -99,3 +108,34 @@ class ColumnTypes:
         if name in self._given and kind.kind == "f":
             return np.asarray(present, dtype=kind)  # the user's own choice: digits may be lost
         return column_of(present, kind)
+
+
+class TypedByFirstRecord:
+    """A reader of the user's code whose columns have the types of the dataset's first record, which is the same for all trainers. A first
+    record that cannot be read leaves each task to its own values."""
+
+    def __init__(self, dataset: Dataset, reader: Reader) -> None:
+        self._dataset, self._reader = dataset, reader
+        self._types: ColumnTypes | None = None
+        self._lock = Lock()
+
+    def __repr__(self) -> str:
+        return f"<TypedByFirstRecord {self._reader!r}>"
+
+    def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:
+        with self._lock:
+            if self._types is None:
+                self._types = self._found()
+        shard = self._reader.read(file, first, count, offset)
+        return self._types.shard(shard.records(np.arange(len(shard))), file, first)
+
+    def _found(self) -> ColumnTypes:
+        advice = "return values of one type for all records, e.g. float(value), or define collate(records)"
+        try:
+            file, found = from_first_file(self._dataset, self._first_of)
+        except DatasetError:
+            file, found = "", ()
+        return ColumnTypes(found, f"record 0 of {file}", advice)
+
+    def _first_of(self, file: str) -> Sequence[Record]:
+        return self._reader.read(file, 0, 1).records(np.arange(1))

@@ -16,7 +16,7 @@ from shared.storage import files
 from shared.storage.compressed import Decompressed, scanning
 from trainer_agent.data.column_types import ColumnTypes
 from trainer_agent.data.reader import too_short
-from trainer_agent.data.shard import Record, RecordShard, Shard
+from trainer_agent.data.shard import Record, Shard
 
 
 def read_range(
@@ -49,7 +49,7 @@ class LineReader:
             if isinstance(self._dataset, TextLines):
                 return Shard({"text": [_text(file, first + n, raw.record(n)) for n in range(count)]}, count)
         records = [_json(file, first + n, raw.record(n)) for n in range(count)]
-        return RecordShard(records, self._column_types(self._dataset).columns(records, file, first))
+        return self._column_types(self._dataset).shard(records, file, first)
 
     def _column_types(self, dataset: JsonLines) -> ColumnTypes:
         """From the first file with records, so that all trainers use the same."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from shared.errors import DatasetError, TriremeError, is_interrupt
+from shared.storage.stamps import CountedFiles
 from shared.storage.trouble import trouble_in_user_code
 from trainer_agent.data.shard import Shard
 
@@ -28,16 +29,19 @@ def too_short(file: str, first: int, count: int, records: int) -> DatasetError:
 
 class Blaming:
     """A reader whose every failure says whose fault it is, so that no record ends the process that reads it: DatasetError for the
-    records, ResourceExhausted and StorageUnreachable for what the machine or the storage lacks."""
+    records, ResourceExhausted and StorageUnreachable for what the machine or the storage lacks. A file that is not the counted one is
+    refused before it is read, and that ends the job (`fatal`)."""
 
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
+    def __init__(self, reader: Reader, files: CountedFiles) -> None:
+        self._reader, self._files = reader, files
 
     def __repr__(self) -> str:
         return f"<Blaming {self._reader!r}>"
 
-    def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:
-        """See Reader. Raises ResourceExhausted, StorageUnreachable as well: the same read may succeed later."""
+    def read(self, file: str, first: int, count: int, offset: int | None = None, stamp: str = "") -> Shard:
+        """See Reader; `stamp`: of the file when it was counted. Raises ResourceExhausted, StorageUnreachable as well: the same read may succeed later."""
+        if (difference := self._files.difference(file, stamp)) is not None:
+            raise DatasetError(difference.message, hint=difference.hint, fatal=True, **difference.details)
         try:
             return self._reader.read(file, first, count, offset)
         except TriremeError:

@@ -56,12 +56,18 @@ class Shard:
 
 
 class RecordShard(Shard):
-    """Records of a format without columns. Their fields may differ: a missing one is None in `columns`. `columns`: the same records, if
-    their types are known (trainer_agent/data/column_types.py)."""
+    """Records of a format without columns. Their fields may differ: a missing one is None in `columns`. `columns`: the same records, where
+    their types are known (trainer_agent/data/column_types.py); else they are made when somebody asks for them."""
 
     def __init__(self, records: Sequence[Record], columns: Mapping[str, Column | DatasetError] | None = None) -> None:
-        self._records = records
-        super().__init__(columns if columns is not None else columns_of(records), len(records))
+        self._records, self._known = records, columns is not None
+        super().__init__(columns or {}, len(records))
+
+    def columns(self, indices: Indices) -> dict[str, Column]:
+        if not self._known:
+            super().__init__(columns_of(self._records), len(self._records))
+            self._known = True
+        return super().columns(indices)
 
     def records(self, indices: Indices) -> list[Record]:
         return [self._records[i] for i in indices]

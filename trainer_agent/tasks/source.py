@@ -15,7 +15,7 @@ from shared.errors import CallerError, DatasetError, DeadlineExceeded, PeerError
 from shared.records import AcquireTask, CompleteTask, FailTask, JobSpec, TakeNext, Task, TaskAnswer
 from shared.records.step import LanePosition
 from shared.runtime import ids, telemetry
-from trainer_agent.data import Reader, Shard, minibatch_indices, open_dataset
+from trainer_agent.data import Blaming, Shard, minibatch_indices, open_dataset
 from trainer_agent.model.compute import Records
 from trainer_agent.script.tracebacks import traceback_of
 from trainer_agent.tasks.master import MasterPort, failure_of
@@ -60,7 +60,7 @@ class TaskSource:
     def __init__(self, spec: JobSpec, master: MasterPort, trainer: str, offload: Offload) -> None:
         self.spec, self.trainer = spec, trainer
         self._master, self.offload = master, offload
-        self._readers: dict[str, Reader] = {}
+        self._readers: dict[str, Blaming] = {}
 
     async def acquire(
         self,
@@ -141,7 +141,7 @@ class TaskSource:
             dataset = self.spec.evaluation_dataset if evaluation else self.spec.dataset
             assert dataset is not None
             reader = self._readers[task.kind] = open_dataset(dataset)
-        return reader.read(task.file, task.first, task.count, task.offset)
+        return reader.read(task.file, task.first, task.count, task.offset, task.stamp)
 
     def minibatch(self, loaded: LoadedTask, number: int) -> Records:
         """Minibatch `number` of a task, in the order of (seed, epoch, task)."""

@@ -289,7 +289,7 @@ def epoch_minibatches(spec: JobSpec, table: FileTable, epoch: int) -> Iterator[M
     for position in range(table.tasks):
         task = order.task_at(position)
         place = table.locate(task)
-        shard = reader.read(place.file, place.first, place.count, place.offset)
+        shard = reader.read(place.file, place.first, place.count, place.offset, place.stamp)
         for number in range(minibatches_in(place.count, spec.minibatch_size)):
             yield shard.minibatch(
                 minibatch_indices(
@@ -309,7 +309,7 @@ def _evaluate(
     with torch.no_grad():
         for task in range(table.tasks):
             place = table.locate(task)
-            shard = reader.read(place.file, place.first, place.count, place.offset)
+            shard = reader.read(place.file, place.first, place.count, place.offset, place.stamp)
             sums: dict[str, float] = {}
             for number in range(minibatches_in(place.count, size)):
                 seed_everything(evaluation_seed(spec.seed, task, number))

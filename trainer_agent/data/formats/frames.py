@@ -19,7 +19,7 @@ from shared.storage.compressed import Decompressed, scanning
 from trainer_agent.data.column_types import ColumnTypes
 from trainer_agent.data.formats.tf_example import example
 from trainer_agent.data.reader import too_short
-from trainer_agent.data.shard import Record, RecordShard, Shard
+from trainer_agent.data.shard import Record, Shard
 
 SAMPLE_RECORDS = 100
 
@@ -52,7 +52,7 @@ class TFRecordReader:
         if self._dataset.decode == "bytes":
             return Shard({"bytes": found}, count)
         records = [self._example(file, first + n, payload) for n, payload in enumerate(found)]
-        return RecordShard(records, self._column_types().columns(records, file, first))
+        return self._column_types().shard(records, file, first)
 
     def _column_types(self) -> ColumnTypes:
         """From the first file with records, so that all trainers use the same."""

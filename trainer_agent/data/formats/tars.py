@@ -19,7 +19,7 @@ from shared.storage.compressed import Decompressed, scanning
 from trainer_agent.data.column_types import ColumnTypes
 from trainer_agent.data.formats import images
 from trainer_agent.data.formats.frames import chosen
-from trainer_agent.data.shard import Record, RecordShard, Shard
+from trainer_agent.data.shard import Record, Shard
 
 _TEXTS = ("txt", "text", "transcript")
 _NUMBERS = ("cls", "cls2", "index", "inx", "id")
@@ -36,7 +36,7 @@ class WebDatasetReader:
         with files.reading(file, "a tar file"), self._content.opened(file) as source:
             found = chosen(records(source, file, offset or 0), file, first, count, offset)
             samples = [self._record(source, file, record) for record in found]
-        return RecordShard(samples, self._column_types().columns(samples, file, first))
+        return self._column_types().shard(samples, file, first)
 
     def _column_types(self) -> ColumnTypes:
         """From the first file with samples, so that all trainers use the same."""
