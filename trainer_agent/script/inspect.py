@@ -27,6 +27,7 @@ from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.records import JobSpec
 from shared.records.datasets import Dataset
 from trainer_agent.script.sample_records import first_records
+from trainer_agent.script.steps import UNCOUNTED, JobSteps, telling
 from trainer_agent.script.user_module import UserModule, load
 
 if TYPE_CHECKING:
@@ -101,7 +102,8 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
     from trainer_agent.script.twice import Twice  # noqa: PLC0415  torch only when it is needed
 
     spec = _spec(user, dataset, evaluation, settings)
-    with ThreadPoolExecutor(1, "compute") as executor:
+    made_up = JobSteps(UNCOUNTED, spec.epochs, counted=False)
+    with ThreadPoolExecutor(1, "compute") as executor, telling(lambda: made_up):
         compute = executor.submit(TorchCompute, user, spec, executor).result()
         twice = Twice(user.path, spec, compute)
         minibatch = twice.records("dataset()", lambda: first_records(dataset, spec.minibatch_size, spec.seed))

@@ -18,6 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from master_service.core.queue.epoch_plan import news_of, plan_of
+from master_service.core.queue.file_table import FileTable
+from master_service.core.queue.streams import Streams
+from master_service.core.queue.task_sizes import TaskSizes
 from master_service.core.state.series import Value
 from master_service.storage.counting import count_records
 from shared.datasets.in_code import made_objects
@@ -26,7 +30,8 @@ from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.lanes import step_seed
 from shared.logged_metrics import Logged, add, collected, metrics_beside
 from shared.metric_names import LOSS
-from shared.records import JobSpec
+from shared.records import JobSpec, TaskKind
+from shared.runtime.service import allow_open_files
 from shared.storage import files
 from trainer_agent.data import open_dataset
 from trainer_agent.model.clipping import GradientClipper
@@ -42,6 +47,7 @@ from trainer_agent.model.unshared_state import UnsharedState
 from trainer_agent.model.watch.backward_guard import BackwardGuard
 from trainer_agent.model.watch.modes import Modes
 from trainer_agent.script.own_state import Watch, snapshot
+from trainer_agent.script.steps import JobSteps, telling
 from trainer_agent.script.user_module import UserModule
 from trainer_agent.start_values.load import load_start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
@@ -64,6 +70,7 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
     SystemExit(2) for invalid settings.
     """
     options = _parser().parse_args(arguments)
+    allow_open_files()
     try:
         script = sys.modules[module]
         user = UserModule(Path(str(script.__file__)), script)
@@ -134,7 +141,16 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     if spec.lanes != 1:
         raise InvalidArgument(f"plain training has one lane, the spec has {spec.lanes}", hint="set lanes=1")
     torch.set_num_threads(spec.threads_per_trainer)
-    table = count_records(spec.dataset, spec.task_records, seed=spec.seed)
+    table = count_records(spec.dataset, TaskSizes.of(spec), seed=spec.seed)
+    streams = Streams(TaskKind.TRAIN, table, 1, spec.seed, spec.shuffle, spec.minibatch_size)
+    epoch_plan = plan_of(spec, streams)
+    for event in news_of(spec, table, epoch_plan):
+        report(event.message)
+    with telling(lambda: JobSteps(epoch_plan.steps, spec.epochs)):
+        return _train(user, spec, table, report)
+
+
+def _train(user: UserModule, spec: JobSpec, table: FileTable, report: Any) -> PlainResult:
     device = device_of(spec.device, deterministic=spec.deterministic)
     model = checked_model(drawing(spec.seed, user.call, "model"))
     started = load_start_values(model, spec)
