@@ -44,6 +44,12 @@ STATE_HINT = (
 
 GENERATORS = torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random
 _OURS = "shared", "trainer_agent", "trireme", "master_service", "pserver_service"
+_KNOWN = (
+    *(f"{name}." for name in _OURS),
+    "torch.amp.",
+    "torch.cuda.",
+    "torch.optim.",
+)  # their state is told or carried elsewhere
 _SIMPLE = int, float, complex, str, bytes, bool, type(None)
 
 
@@ -191,7 +197,7 @@ class _Walk:
         return Snapshot(self._generators, self._values)
 
     def _look(self, name: str, of: str, value: object, depth: int) -> None:
-        if type(value).__module__.partition(".")[0] in _OURS:
+        if type(value).__module__.startswith(_KNOWN):
             return
         if isinstance(value, GENERATORS):
             if not isinstance(value, random.SystemRandom):

@@ -80,9 +80,7 @@ class IterableStyleReader:
                 self._begin(file)
             found = []
             numbers = range(self._next, first + count)
-            for number, item in zip(
-                numbers, self._drawing.each(file, numbers, partial(self._item, file)), strict=False
-            ):
+            for number, item in zip(numbers, self._drawing.each("", numbers, partial(self._item, file)), strict=False):
                 if item is _END:
                     self._iterator = None
                     raise too_short(file, first, count, number)
