@@ -55,7 +55,7 @@ class ByParameter(BlockOptimizer):
             return
         assert self._direct is not None
         states = [self.torch_optimizer.state[parameter] for parameter in self._parameters]
-        outs, before, gradients = (vector.split(self._sizes) for vector in (out, values, gradient))
+        outs, before, gradients = (vector.split_with_sizes(self._sizes) for vector in (out, values, gradient))
         with torch.no_grad():
             for gap in self._gaps:
                 outs[gap].copy_(before[gap])
@@ -64,7 +64,7 @@ class ByParameter(BlockOptimizer):
     def step(self, values: torch.Tensor, gradient: torch.Tensor, options: Options) -> None:
         if options != self._options:
             self._take(options)
-        parts = (vector.split(self._sizes)[1::2] for vector in (values, gradient))
+        parts = (vector.split_with_sizes(self._sizes)[1::2] for vector in (values, gradient))
         for parameter, own, slope in zip(self._parameters, *parts, strict=True):
             parameter.data, parameter.grad = own, slope
         with torch.no_grad():
