@@ -208,14 +208,9 @@ class TorchCompute:
         self._initial_states = None
         self.minibatch.averaged.version(self._current)
         self._schedule.before_step(before)
-        options = optimizers.numeric_options(self.optimizer)
+        options = optimizers.numeric_options(self.optimizer) if before.is_own else ()
         self._schedule.after_step()
-        return optimizers.lane_zero(self.optimizer, self._schedule.scheduler, options)
-
-    def skip_step(self, before: BeforeStep = NOTHING_BEFORE) -> None:
-        self._initial_states = None
-        self._schedule.before_step(before)
-        self._schedule.after_step()
+        return optimizers.lane_zero(self.optimizer, self._schedule.scheduler if before.is_own else None, options)
 
     def initial_lane_zero(self) -> LaneZero:
         return optimizers.lane_zero(
