@@ -166,11 +166,27 @@ def test_a_rollback_forgets_what_came_after_its_checkpoint():
     trained.do(Decision(None, evaluation.rewind(trained.job, 15)))
     status = trained.job.evaluation
     assert (status.timeline, status.settled, status.running) == (7, 1, None)
-    assert list(trained.job.evaluations) == [1]
+    assert [each.number for each in evaluation.in_force(trained.job)] == [1]
     assert not trained.do(evaluation.begin(trained.job)), "those of the timeline that was left do not count"
     trained.keep(ref(2, timeline=7), ref(3), ref(2), ref(1))
     trained.evaluate(0.6)
     assert trained.job.evaluations[2].timeline == 7
+
+
+def test_a_restore_of_a_later_checkpoint_brings_the_evaluations_before_it_back():
+    trained = Trained(ref(1), keep_best="accuracy:max", stop_early="accuracy:max:patience=3")
+    for number, accuracy in enumerate([0.5, 0.7, 0.6], start=1):
+        trained.keep(*(ref(each) for each in range(number, 0, -1)))
+        trained.evaluate(accuracy)
+    before = trained.job.evaluation
+    trained.do(Decision(None, evaluation.rewind(trained.job, 15)))
+    assert trained.job.evaluation.settled == 1
+    trained.do(Decision(None, evaluation.rewind(trained.job, 35)))
+    assert trained.job.evaluation == before, "the best one and the patience, too"
+    trained.do(Decision(None, evaluation.rewind(trained.job, 15)))
+    trained.keep(ref(3), ref(1))
+    trained.do(Decision(None, evaluation.rewind(trained.job, 35)))
+    assert trained.job.evaluation.settled == 1, "the checkpoint of the best one is not kept, so it is made again"
 
 
 def test_a_rollback_forgets_evaluations_that_were_left_out_behind_its_checkpoint():
