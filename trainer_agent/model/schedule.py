@@ -7,7 +7,7 @@ ReduceLROnPlateau          a version that is evaluated ─► scheduler.step(met
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -69,13 +69,4 @@ def check_scheduler(scheduler: Any, spec: JobSpec) -> None:
         raise InvalidArgument(
             "ReduceLROnPlateau needs a metric of evaluations while the job trains, and plateau_metric is not set",
             hint='set plateau_metric = "loss" (or another metric of the evaluation) and evaluate_every = "epoch" (or a number of steps)',
-        )
-
-
-def check_plateau_metric(spec: JobSpec, metrics: Mapping[str, float]) -> None:
-    """`metrics`: of an evaluation, with those that are not finite. Raises InvalidArgument."""
-    if spec.plateau_metric is not None and spec.plateau_metric not in metrics:
-        raise InvalidArgument(
-            f"plateau_metric is {spec.plateau_metric}, and an evaluation has the metrics {', '.join(metrics) or 'none'}",
-            hint="name one of those",
         )

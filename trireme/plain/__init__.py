@@ -25,7 +25,7 @@ from master_service.core.queue.file_table import FileTable
 from master_service.core.state.series import Series, Value
 from master_service.storage.counting import count_records
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
-from shared.evaluations import Evaluation, Patience, better, patience_after
+from shared.evaluations import Evaluation, Patience, better, check_criteria, patience_after, why_unreported
 from shared.lanes import step_seed
 from shared.logged_metrics import Logged, add, collected, loss_in, metrics_beside
 from shared.metric_names import LOSS
@@ -51,7 +51,7 @@ from trainer_agent.model.finite import NonFiniteError, check_gradients, check_lo
 from trainer_agent.model.flat import checked_model, plan, trained_parameters
 from trainer_agent.model.minibatch import BackwardGuard, means_of, on_device, sums_of
 from trainer_agent.model.optimizer import rate_scale
-from trainer_agent.model.schedule import Schedule, check_plateau_metric
+from trainer_agent.model.schedule import Schedule
 from trainer_agent.script.user_module import UserModule
 from trainer_agent.start_values.load import load_start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
@@ -348,7 +348,7 @@ class _Evaluations:
             self.plateau_value = result.evaluations[-1].metrics.get(self._spec.plateau_metric, math.nan)
         assert self._spec.evaluation_dataset is not None
         metrics = _evaluate(self._user, self._spec, self._spec.evaluation_dataset, result.model, self._device)
-        check_plateau_metric(self._spec, metrics)
+        check_criteria(self._spec, metrics)
         self._note(result, step // int(steps), metrics)
         self._patience = patience_after(self._patience, result.evaluations[-1].metrics, self._spec.stop_early)
         shown = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
@@ -358,6 +358,8 @@ class _Evaluations:
     def note_last(self, result: PlainResult) -> None:
         """In place: the evaluation after training may be the best one."""
         if self._spec.keep_best is not None:
+            if why := why_unreported(self._spec, result.metrics):
+                self._report(f"{why}: the last model alone is kept")
             self._note(result, len(result.evaluations) + 1, result.metrics)
             del result.evaluations[-1]
 

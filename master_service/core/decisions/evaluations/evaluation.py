@@ -11,7 +11,7 @@ evaluation after training follows at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from master_service.core.changes import (
@@ -30,16 +30,20 @@ from master_service.core.state.job import BESIDE, Job
 from shared.errors import CheckpointUnusable, Conflict, StorageUnreachable
 from shared.evaluations import (
     MOST_METRICS,
+    WHAT_TO_DO,
     Evaluation,
     EvaluationStatus,
     RunningEvaluation,
     better,
+    criteria,
     evaluated_point,
     patience_after,
+    why_unreported,
 )
 from shared.records import (
     AcquireTask,
     CompleteTask,
+    FailureCause,
     JobSpec,
     JobState,
     Mode,
@@ -137,7 +141,12 @@ def settle(job: Job, report: CompleteTask) -> Decision[None]:
     """The metrics of the evaluation that runs are known."""
     running = job.evaluation.running
     assert running is not None
+    if why := _nobody_reports(job, report.sums):
+        return lifecycle.fail(job.state, f"{why}; {WHAT_TO_DO}", FailureCause.SCRIPT)
     finite = {name: value for name, value in report.sums.items() if math.isfinite(value)}
+    for name in criteria(job.spec).values():
+        if name in finite:
+            finite = {name: finite[name]} | finite  # these are kept, however many there are
     metrics = dict(list(finite.items())[:MOST_METRICS])
     done = Evaluation(
         number=running.number,
@@ -296,6 +305,12 @@ def _settled(job: Job, done: Evaluation, event: Event) -> Decision[None]:
     surplus = sorted(job.evaluations)[: max(0, len(job.evaluations) + 1 - KEPT)]
     changes: tuple[Change, ...] = (*map(RestartQueue, BESIDE), ValidationSums(), done, after)
     return Decision(None, (*changes, *map(DropEvaluation, surplus)), tuple(told))
+
+
+def _nobody_reports(job: Job, metrics: Mapping[str, float]) -> str:
+    """Which setting names a metric that neither this evaluation nor one before has; "": none does."""
+    before = {name for each in in_force(job) for name in each.metrics}
+    return why_unreported(job.spec, metrics) if why_unreported(job.spec, {**metrics, **dict.fromkeys(before)}) else ""
 
 
 def _is_kept(job: Job, uuid: str) -> bool:
