@@ -94,7 +94,7 @@ GIVEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "trackers": ("csv", {}),
 }
 ONLY_ASYNC = {
-    *("push_every", "pull_every", "lr_staleness_modulation", "max_staleness"),
+    *("push_every", "lr_staleness_modulation", "max_staleness"),
     *("checkpoint_kind", "skip_after_seconds", "error_feedback"),
 }
 ONLY_COLLECTIVE = {"min_members", "exchange", "backend", "reduction", "bucket_bytes"}
@@ -104,9 +104,9 @@ REFUSED = {
     "collective": ONLY_ASYNC | {"pservers", "parameter_dtype"},
 }
 TOLD = {
-    "sync": {"checkpoint_every_seconds"},
+    "sync": {"checkpoint_every_seconds", "pull_every"},
     "async": {"lanes", "grad_norm_every", "deterministic", "checkpoint_every_steps", "rebalance_s"},
-    "collective": {"checkpoint_every_seconds", "deltas_per_base"},
+    "collective": {"checkpoint_every_seconds", "pull_every", "deltas_per_base"},
 }
 
 

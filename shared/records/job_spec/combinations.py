@@ -20,7 +20,6 @@ def check_mode(spec: JobSettings) -> None:
         ("lr_staleness_modulation", spec.lr_staleness_modulation, False),
         ("max_staleness", spec.max_staleness, None),
         ("push_every", spec.push_every, 1),
-        ("pull_every", spec.pull_every, 1),
     ):
         if spec.mode is Mode.SYNC and value != default:
             msg = f"{name} is {value}, which only asynchronous jobs can have, and mode is sync; use mode async or leave it out"
@@ -96,7 +95,7 @@ IDLE: tuple[Idle, ...] = (
         _is_async,
         lambda _: "only synchronous jobs have it, and mode is async",
     ),
-    Idle(("checkpoint_every_seconds",), lambda spec: not _is_async(spec), lambda _: "only asynchronous jobs have it, and mode is sync"),
+    Idle(("checkpoint_every_seconds", "pull_every"), lambda spec: not _is_async(spec), lambda _: "only asynchronous jobs have it, and mode is sync"),
     Idle(
         ("checkpoint_every_epochs",),
         lambda spec: spec.checkpoint_kind == "independent",
