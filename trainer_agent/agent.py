@@ -53,7 +53,8 @@ log = telemetry.logger("agent")
 
 
 class Agent:
-    """`run` returns the process's exit code. `directory.run()` must run beside it. `collective`: of a collective job, what it is to the others."""
+    """`run` returns the process's exit code. `directory.run()` must run beside it. `collective`: of a collective job, what it is to the others.
+    `alone`: see TaskSource."""
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class Agent:
         offload: Offload,
         stopping: asyncio.Event,
         collective: CollectivePorts | None = None,
+        alone: Offload | None = None,
     ) -> None:
         self._membership, self._offload = Membership(etcd, member), offload
         self._spec, self._member, self._etcd, self._directory = spec, member, etcd, directory
@@ -77,7 +79,7 @@ class Agent:
         self._reports = reports = Reports(
             master, member.trainer, self._held, self._pace, progress_every_s(spec.task_timeout_floor_s)
         )
-        source = TaskSource(spec, master, member.trainer, offload)
+        source = TaskSource(spec, master, member.trainer, offload, alone)
         transfer: Transfer
         self.collective: CollectiveMember | None = None
         if collective is not None:

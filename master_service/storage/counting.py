@@ -24,7 +24,7 @@ from shared.datasets import npy
 from shared.datasets.custom_reader import load_custom
 from shared.datasets.in_code import count_object
 from shared.datasets.line_scan import Lines, RecordScanner, chunks, data_start, refuse_archive
-from shared.errors import DatasetError, NotFound, StorageUnreachable, TriremeError
+from shared.errors import DatasetError, NotFound, StorageUnreachable, TriremeError, is_interrupt
 from shared.records.datasets import (
     Bytes,
     Csv,
@@ -255,7 +255,9 @@ def _custom_counter(dataset: Custom, beside: Path | None) -> Counter:
     def count(url: str) -> TableFile:
         try:
             records = int(reader.count(url))
-        except Exception as error:  # the user's code may raise anything
+        except BaseException as error:  # the user's code may raise anything
+            if is_interrupt(error):
+                raise
             msg = f"{dataset.reader}.count({url!r}) failed: {type(error).__name__}: {error}"
             raise DatasetError(msg, hint="fix the reader", url=url) from error
         if records < 0:

@@ -43,7 +43,8 @@ class Task(Record):
     METRICS, the number of the evaluation.
 
     `timeline`: the job's when the task was dispatched; reports carry it back. `index`: position in `stream` (of `stream_length` tasks) in
-    this epoch. `offset`: the byte at which record `first` starts, if the format has lines.
+    this epoch. `offset`: the byte at which record `first` starts, if the format has lines. `alone`: a process has died at this task, so
+    its records are read while the trainer computes nothing: if it dies again, the cause is known.
     """
 
     task_id: str
@@ -58,6 +59,7 @@ class Task(Record):
     count: int = 0
     offset: int | None = None
     timeline: int = 0
+    alone: bool = False
 
 
 class AcquireTask(Record):
@@ -172,6 +174,11 @@ class FailTask(Record):
     failure: UserFailure
     epoch: Int64 | None = None
     timeline: Int64 | None = None
+    died_at: Int64 | None = Field(
+        default=None,
+        description="The trainer's process has died while it computed this minibatch of the task, or (-1) read its records; its successor "
+        "reports that. `attempt` does not matter then. After some deaths at one place the task is discarded.",
+    )
 
 
 class HeldTask(Record):

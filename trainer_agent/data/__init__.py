@@ -34,7 +34,7 @@ from trainer_agent.data.formats.in_code import IterableStyleReader, MapStyleRead
 from trainer_agent.data.formats.tars import WebDatasetReader
 from trainer_agent.data.lines import LineReader
 from trainer_agent.data.order import evaluation_seed, minibatch_indices, minibatches_in
-from trainer_agent.data.reader import Reader
+from trainer_agent.data.reader import Blaming, Reader
 from trainer_agent.data.shard import Minibatch, Shard
 
 __all__ = [
@@ -51,6 +51,10 @@ __all__ = [
 
 def open_dataset(dataset: Dataset) -> Reader:
     """The reader of a dataset. Nothing is opened yet. Raises DatasetError if a Custom reader cannot be imported."""
+    return Blaming(_reader_of(dataset))
+
+
+def _reader_of(dataset: Dataset) -> Reader:
     match dataset:
         case Parquet():
             from trainer_agent.data.parquet import ParquetReader  # noqa: PLC0415  pyarrow only where it is needed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from shared.errors import DatasetError
+from shared.errors import DatasetError, StorageUnreachable, TriremeError, is_interrupt, is_of_the_environment
 from trainer_agent.data.shard import Shard
 
 
@@ -23,3 +23,29 @@ def too_short(file: str, first: int, count: int, records: int) -> DatasetError:
     """The error for a file that ends after `records` records though the master counted at least `first + count`."""
     msg = f"{file} ends at record {records}, but records {first} to {first + count - 1} were counted in it"
     return DatasetError(msg, hint="the file was changed while the job ran: start a new job", url=file, records=records)
+
+
+class Blaming:
+    """A reader whose every failure says whose fault it is, so that no record ends the process that reads it: DatasetError for the
+    records, StorageUnreachable for what the machine or the storage lacks."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def __repr__(self) -> str:
+        return f"<Blaming {self._reader!r}>"
+
+    def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:
+        """See Reader. Raises StorageUnreachable as well: the same read may succeed later."""
+        try:
+            return self._reader.read(file, first, count, offset)
+        except TriremeError:
+            raise
+        except BaseException as error:  # the user's datasets and their values may raise anything, SystemExit too
+            if is_interrupt(error):
+                raise
+            msg = f"{file} records {first}-{first + count - 1} cannot be read: {type(error).__name__}: {error}"
+            if is_of_the_environment(error):
+                raise StorageUnreachable(msg, hint="no record is at fault; it is tried again", url=file) from error
+            hint = "correct or remove the record, or correct the code that reads it"
+            raise DatasetError(msg, hint=hint, url=file) from error

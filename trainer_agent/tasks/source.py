@@ -8,14 +8,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from shared.errors import CallerError, DatasetError, StaleAttempt, TriremeError
 from shared.records import AcquireTask, CompleteTask, FailTask, JobSpec, TakeNext, Task, TaskAnswer
+from shared.records.begun import BegunWork
 from shared.records.step import LanePosition
-from shared.runtime import ids, telemetry
+from shared.runtime import begun, ids, telemetry
 from trainer_agent.data import Reader, Shard, minibatch_indices, open_dataset
 from trainer_agent.model.compute import Records
+from trainer_agent.script.tracebacks import traceback_of
 from trainer_agent.tasks.master import MasterPort, failure_of
 from trainer_agent.waiting.retry import retry
 
@@ -52,11 +55,13 @@ class LoadedTask:
 
 
 class TaskSource:
-    """All of it is retried until the master or the reader answers."""
+    """All of it is retried until the master or the reader answers. `alone`: runs work while nothing is computed; None: as `offload`."""
 
-    def __init__(self, spec: JobSpec, master: MasterPort, trainer: str, offload: Offload) -> None:
+    def __init__(
+        self, spec: JobSpec, master: MasterPort, trainer: str, offload: Offload, alone: Offload | None = None
+    ) -> None:
         self.spec, self.trainer = spec, trainer
-        self._master, self.offload = master, offload
+        self._master, self.offload, self._alone = master, offload, alone or offload
         self._readers: dict[str, Reader] = {}
 
     async def acquire(
@@ -115,10 +120,13 @@ class TaskSource:
         return (await self._master.acquire_task(ask)).task
 
     async def read(self, task: Task) -> Shard:
-        """The records of a task. Raises TaskFailed."""
+        """The records of a task. Raises TaskFailed; DeadlineExceeded if the storage does not answer for too long."""
+        offload = self._alone if task.alone else self.offload
         try:
-            return await self.offload(self._read, task)
+            return await retry(lambda: offload(self._read, task), f"reading {described(task)}")
         except DatasetError as error:
+            if error.__cause__ is not None:
+                error.details["traceback"] = traceback_of(error.__cause__, Path(self.spec.script).parent)
             raise TaskFailed(task, error) from error
 
     def _read(self, task: Task) -> Shard:
@@ -128,7 +136,8 @@ class TaskSource:
             dataset = self.spec.evaluation_dataset if evaluation else self.spec.dataset
             assert dataset is not None
             reader = self._readers[task.kind] = open_dataset(dataset)
-        return reader.read(task.file, task.first, task.count, task.offset)
+        with begun.at(BegunWork.of(task).to_bytes()):
+            return reader.read(task.file, task.first, task.count, task.offset)
 
     def minibatch(self, loaded: LoadedTask, number: int) -> Records:
         """Minibatch `number` of a task, in the order of (seed, epoch, task)."""
@@ -142,7 +151,9 @@ class TaskSource:
             number,
             shuffle=spec.shuffle and task.kind == "TRAIN",
         )
-        return loaded.shard.minibatch(indices)
+        found = loaded.shard.minibatch(indices)
+        found.work = BegunWork.of(task, number).to_bytes()
+        return found
 
     def completion(self, task: Task, **more: Any) -> CompleteTask:
         """The report that `task` is done; `more`: what CompleteTask says beside that."""

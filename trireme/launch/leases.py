@@ -127,10 +127,11 @@ class Absence:
 
 @dataclass(frozen=True, slots=True)
 class LostLease:
-    """`silent_s`: since it was last renewed. `worked`: its process did work without it."""
+    """`silent_s`: since it was last renewed. `worked`: its process did work without it. `stopped`: it was stopped by a signal."""
 
     silent_s: float
     worked: bool = False
+    stopped: bool = False
 
     def __str__(self) -> str:
         what = "working without a lease" if self.worked else "frozen or cut off"
@@ -198,4 +199,7 @@ class LostLeases:
         """Forget that process. None if it had not lost its lease."""
         self._registered.discard(pid)
         absent = self._absent.pop(pid, None)
-        return None if absent is None else LostLease(self._ttl_s + absent.gone_s, absent.worked(self.grace_s))
+        if absent is None:
+            return None
+        stopped = absent.use is not None and absent.use.stopped
+        return LostLease(self._ttl_s + absent.gone_s, absent.worked(self.grace_s), stopped)

@@ -40,6 +40,7 @@ SHOWN_EVENTS = {
     "member_dead",
     "task_discarded",
     "setting_unused",
+    "died_at_task",
     "evaluated",
     "best_unknown",
     "evaluation_left_out",

@@ -32,7 +32,7 @@ from shared.records import (
     TrainerList,
     UserFailure,
 )
-from shared.records.queue import FailureCounts, error_digest
+from shared.records.queue import error_digest
 from shared.records.record import MESSAGE_CHARACTERS, shortened
 from shared.records.tasks import BestEvaluation
 
@@ -171,7 +171,8 @@ def count_failure(budget: FailureBudget, state: JobState, failure: UserFailure, 
     error, total = error_digest(failure.error_type, failure.message), before.total + 1
     times = before.seen.get(error, 0) + 1
     kept = error in before.seen or len(before.seen) < REMEMBERED_ERRORS
-    counts = FailureCounts(total=total, seen={**before.seen, error: times} if kept else before.seen)
+    seen = {**before.seen, error: times} if kept else before.seen
+    counts = before.model_copy(update={"total": total, "seen": seen})
     counted: Decision[None] = Decision(None, (counts,))
     what = f"{failure.error_type}: {failure.message}"
     if not budget.started and times >= 2:

@@ -44,6 +44,7 @@ from shared.records import (
     UserFailure,
 )
 from shared.records.pauses import Losses
+from shared.records.queue import FailureCounts
 from shared.records.record import shortened
 
 REQUEUES_AT_ONCE = 40
@@ -68,9 +69,12 @@ def acquire(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:
         decision = evaluation.acquire(job, ask)
     else:
         decision = _acquire_lane(job, ask, ask.stream) if ask.stream is not None else _acquire_shared(job, ask)
-    if (task := decision.answer.task) is None or not state.timeline:
+    if (task := decision.answer.task) is None:
         return decision
-    task = task.model_copy(update={"timeline": state.timeline})
+    alone = job.budget.counts.has_died_at(task.epoch, task.task_id)
+    if not state.timeline and not alone:
+        return decision
+    task = task.model_copy(update={"timeline": state.timeline, "alone": alone})
     return replace(decision, answer=decision.answer.model_copy(update={"task": task}))
 
 
@@ -141,6 +145,8 @@ def complete(job: Job, task_id: str, report: CompleteTask) -> Decision[None]:
     if queue.kind is TaskKind.TRAIN and pserver_return.is_outdated(job.state, report.generation):
         return _put_back(queue, task_id, "a parameter server came back from a checkpoint meanwhile")
     changes = closing.changes
+    if job.budget.counts.has_died_at(queue.epoch, task_id):
+        changes = (*changes, job.budget.counts.without(queue.epoch, task_id))
     if report.skipped and queue.kind is TaskKind.TRAIN:
         changes = (*changes, job.losses.with_skipped(report.skipped))
     if queue.kind is TaskKind.EVALUATE:
@@ -307,7 +313,7 @@ def _taken(job: Job, task_id: str, report: CompleteTask, done: Decision[None]) -
     """The next task, decided while `job` still holds the one that ends: its end must not matter for what is given."""
     nothing: Decision[Task | None] = Decision(None)
     if report.next is None or not all(
-        isinstance(change, DropPending | Losses | EvaluationSums) for change in done.changes
+        isinstance(change, DropPending | Losses | EvaluationSums | FailureCounts) for change in done.changes
     ):
         return nothing
     held = job.queue_of(task_id).pending.get(task_id)

@@ -7,7 +7,7 @@ from threading import Lock
 from typing import Any
 
 from shared.datasets.in_code import load_object
-from shared.errors import DatasetError
+from shared.errors import DatasetError, is_interrupt, is_of_the_environment
 from shared.records.datasets import IterableStyle, MapStyle
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Record, RecordShard, Shard
@@ -34,7 +34,9 @@ class MapStyleReader:
                     item = self._object[number]
                 except IndexError as error:
                     raise too_short(file, first, count, number) from error
-                except Exception as error:  # the user's code may raise anything
+                except BaseException as error:  # the user's code may raise anything
+                    if is_interrupt(error) or is_of_the_environment(error):
+                        raise
                     msg = f"item {number} of {file} cannot be read: {type(error).__name__}: {error}"
                     raise DatasetError(msg, hint="correct the dataset's __getitem__", url=file) from error
                 found.append(as_record(item, self._dataset.columns, file, number))
@@ -68,7 +70,9 @@ class IterableStyleReader:
         made = load_object(self._dataset)
         try:
             self._iterator, self._next = iter(made), 0
-        except Exception as error:  # the user's code may raise anything
+        except BaseException as error:  # the user's code may raise anything
+            if is_interrupt(error) or is_of_the_environment(error):
+                raise
             msg = f"{file} cannot be iterated: {type(error).__name__}: {error}"
             raise DatasetError(msg, hint="correct the dataset's __iter__", url=file) from error
 
@@ -76,8 +80,10 @@ class IterableStyleReader:
         assert self._iterator is not None
         try:
             item = next(self._iterator, _END)
-        except Exception as error:  # the user's code may raise anything
+        except BaseException as error:  # the user's code may raise anything
             self._iterator = None
+            if is_interrupt(error) or is_of_the_environment(error):
+                raise
             msg = f"item {number} of {file} cannot be read: {type(error).__name__}: {error}"
             raise DatasetError(msg, hint="correct the dataset's __iter__", url=file) from error
         self._next = number + 1
