@@ -33,6 +33,7 @@ from trainer_agent.data_plane.http import HttpPserver, PserverPort, socket_of
 from trainer_agent.data_plane.silence import call_limit_s
 from trainer_agent.data_plane.stream import StreamPserver
 from trainer_agent.membership.initialise import followed
+from trainer_agent.membership.life import Life
 from trainer_agent.model.devices import number_of
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
@@ -190,6 +191,8 @@ async def _train(
     async def alone(work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(computing, work, *arguments)
 
+    life = Life(context.etcd, context.trainer, master)
+    stack.callback(life.close)
     connections = await stack.enter_async_context(Connections(settings, call_limit_s(spec, settings.stall_s)))
     agent = Agent(
         spec,
@@ -202,6 +205,7 @@ async def _train(
         offload=offload,
         stopping=stopping,
         alone=alone,
+        life=life,
         collective=collective.with_peers(connections.keep) if collective is not None else None,
     )
     if collective is None:

@@ -77,7 +77,9 @@ class Term:
         ref = ref_of(latest, state.checkpoint)
         kept = latest.kept if latest is not None else ()
         if ref is None:
-            return Origin(state.timeline, None if state.checkpoint else 0, None if state.checkpoint else state.timeline, kept)
+            return Origin(
+                state.timeline, None if state.checkpoint else 0, None if state.checkpoint else state.timeline, kept
+            )
         return Origin(state.timeline, ref.step, ref.timeline, kept)
 
     def _result(self) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ acquire ─► Task | end     read ─► LoadedTask ──minibatch(number)─�
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from shared.errors import CallerError, DatasetError, StaleAttempt, TriremeError
 from shared.records import AcquireTask, CompleteTask, FailTask, JobSpec, TakeNext, Task, TaskAnswer
 from shared.records.begun import BegunWork
+from shared.records.datasets import IterableStyle, MapStyle
 from shared.records.step import LanePosition
 from shared.runtime import begun, ids, telemetry
 from trainer_agent.data import Reader, Shard, minibatch_indices, open_dataset
@@ -129,13 +131,26 @@ class TaskSource:
                 error.details["traceback"] = traceback_of(error.__cause__, Path(self.spec.script).parent)
             raise TaskFailed(task, error) from error
 
-    def _read(self, task: Task) -> Shard:
-        reader = self._readers.get(task.kind)
+    def make_datasets(self) -> None:
+        """Make the objects of the script's code (what `dataset()` gives) before this trainer is a member: that may take minutes, and keep the
+        interpreter, so that no lease could be renewed. What fails is told with the first task. Blocks."""
+        for kind, dataset in (("TRAIN", self.spec.dataset), ("EVALUATE", self.spec.evaluation_dataset)):
+            if isinstance(dataset, MapStyle | IterableStyle):
+                with contextlib.suppress(TriremeError):
+                    self._reader(kind).read(dataset.reader, 0, 0)  # no record, but the object is made
+
+    def _reader(self, kind: str) -> Reader:
+        """Raises DatasetError."""
+        reader = self._readers.get(kind)
         if reader is None:
-            evaluation = task.kind in ("EVALUATE", "VALIDATE") and self.spec.evaluation_dataset is not None
+            evaluation = kind in ("EVALUATE", "VALIDATE") and self.spec.evaluation_dataset is not None
             dataset = self.spec.evaluation_dataset if evaluation else self.spec.dataset
             assert dataset is not None
-            reader = self._readers[task.kind] = open_dataset(dataset)
+            reader = self._readers[kind] = open_dataset(dataset)
+        return reader
+
+    def _read(self, task: Task) -> Shard:
+        reader = self._reader(task.kind)
         with begun.at(BegunWork.of(task).to_bytes()):
             return reader.read(task.file, task.first, task.count, task.offset)
 

@@ -95,7 +95,9 @@ def summary_text(document: Mapping[str, Any], *, reason: bool = False) -> str:
     rows += loss_rows(document["losses"])
     rows += [("reason", document["reason"])] if reason else []
     width = max(len(name) for name, _ in rows)
-    failed = failure_lines(UserFailure.model_validate(document["failure"])) if reason and document.get("failure") else []
+    failed = (
+        failure_lines(UserFailure.model_validate(document["failure"])) if reason and document.get("failure") else []
+    )
     return "\n".join([*(f"{name:<{width}}  {value}" for name, value in rows), *failed])
 
 

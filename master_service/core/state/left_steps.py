@@ -137,7 +137,9 @@ class LeftSteps:
             width = max(width, series.width)
             if not len(series):
                 del by_name[name]
-        self.ends[timeline] = min(self.ends[timeline], -(-end // width) * width)  # the last bucket may go on beyond `end`
+        self.ends[timeline] = min(
+            self.ends[timeline], -(-end // width) * width
+        )  # the last bucket may go on beyond `end`
         if not by_name:
             del self.tables[timeline], self.ends[timeline]
 

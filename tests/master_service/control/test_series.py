@@ -326,7 +326,9 @@ def test_a_restore_of_a_later_checkpoint_has_the_metrics_of_all_steps_before_it_
             assert await whole(first, 16, timeline=line) == (17, 8), "what came back is not stored yet"
             async with client_of(first) as client:
                 told = (await client.get("/v1/metrics?metric=step_loss")).json()["points"]
-                assert [(point["number"], point["loss"]) for point in told] == [(step, float(step)) for step in range(17)]
+                assert [(point["number"], point["loss"]) for point in told] == [
+                    (step, float(step)) for step in range(17)
+                ]
                 [epoch] = (await client.get("/v1/metrics?metric=epoch_loss")).json()["points"]
                 assert (epoch["loss"], epoch["records"]) == (8.0, 34)
             assert await whole(first, store=True) == (17, 17)

@@ -64,7 +64,9 @@ def test_wide_buckets_count_each_step_once_after_going_back_into_the_middle_of_o
 
 
 def kept(*refs: tuple[str, int, int, str]) -> list[CheckpointRef]:
-    return [CheckpointRef(uuid=name, step=step, timeline=line, manifest="m", origin=of) for name, step, line, of in refs]
+    return [
+        CheckpointRef(uuid=name, step=step, timeline=line, manifest="m", origin=of) for name, step, line, of in refs
+    ]
 
 
 def values(table: SeriesTable) -> list[tuple[int, int]]:

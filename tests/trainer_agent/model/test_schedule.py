@@ -102,7 +102,9 @@ def test_a_metric_that_no_evaluation_has_is_refused(spec):
         check_criteria(fitting, {"loss": 1.0, "rate": 2.0})
     check_criteria(spec(), {})
     several = spec(evaluate_every=2, keep_best="acc:max", stop_early="los:min")
-    with pytest.raises(InvalidArgument, match="keep_best is acc, stop_early is los, and an evaluation has the metrics loss"):
+    with pytest.raises(
+        InvalidArgument, match="keep_best is acc, stop_early is los, and an evaluation has the metrics loss"
+    ):
         check_criteria(several, {"loss": 1.0})
 
 
