@@ -135,9 +135,7 @@ class Lease:
             self._on_silence()
             cause = f"no renewal succeeded within {self.ttl_s * (1 - MARGIN):g} s"
             if (late_s := clock.since_boot() - self._deadline) > HELD_UP_S:
-                cause += (
-                    f"; this process did not run for {late_s:.0f} s at least: it was frozen, or a call kept Python's interpreter"
-                )
+                cause += f"; this process did not run for {late_s:.0f} s at least: it was frozen, or a call kept Python's interpreter"
             self._lose(cause)
 
     def _set_timer(self) -> None:
