@@ -1,17 +1,68 @@
-"""Which settings go together: a setting that would change what is trained, and cannot here, is refused; one that changes nothing here is told."""
+"""Which settings go together: one that would change what is trained, and cannot in this job, is refused. Those that change nothing: idle.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, Protocol
 
-from shared.records.job_spec.choices import Dispatch, Mode, Strategy
-
-if TYPE_CHECKING:
-    from shared.records.job_spec.settings import JobSettings
+from shared.records.job_spec.choices import Dispatch, EvaluateEvery, Mode, StopEarly
 
 
-def check_mode(spec: JobSettings) -> None:
+class Settings(Protocol):
+    """Those of JobSettings that are compared here."""
+
+    @property
+    def mode(self) -> Mode: ...
+
+    @property
+    def dispatch(self) -> Dispatch: ...
+
+    @property
+    def checkpoint_kind(self) -> str: ...
+
+    @property
+    def skip_after_seconds(self) -> float | None: ...
+
+    @property
+    def error_feedback(self) -> bool | None: ...
+
+    @property
+    def lr_staleness_modulation(self) -> bool: ...
+
+    @property
+    def max_staleness(self) -> int | None: ...
+
+    @property
+    def push_every(self) -> int: ...
+
+    @property
+    def trackers(self) -> tuple[Any, ...]: ...
+
+    @property
+    def evaluation_dataset(self) -> Any: ...
+
+    @property
+    def evaluate_every(self) -> EvaluateEvery | None: ...
+
+    @property
+    def keep_best(self) -> str | None: ...
+
+    @property
+    def stop_early(self) -> StopEarly | None: ...
+
+    @property
+    def plateau_metric(self) -> str | None: ...
+
+    @property
+    def init_from(self) -> str | None: ...
+
+    @property
+    def init_partial(self) -> bool: ...
+
+    @property
+    def init_optimizer(self) -> bool: ...
+
+
+def check_mode(spec: Settings) -> None:
     """Settings that only asynchronous jobs can have. Raises ValueError."""
     for name, value, default in (
         ("checkpoint_kind", spec.checkpoint_kind, "coordinated"),
@@ -29,7 +80,7 @@ def check_mode(spec: JobSettings) -> None:
         raise ValueError(msg)
 
 
-def check_evaluations(spec: JobSettings) -> None:
+def check_evaluations(spec: Settings) -> None:
     """Raises ValueError."""
     if spec.plateau_metric is not None and spec.mode is Mode.ASYNC:
         msg = f"plateau_metric is {spec.plateau_metric}, which only synchronous jobs can have; leave it out, or use mode sync"
@@ -53,7 +104,7 @@ def check_evaluations(spec: JobSettings) -> None:
         raise ValueError(msg)
 
 
-def check_start_values(spec: JobSettings) -> None:
+def check_start_values(spec: Settings) -> None:
     """Raises ValueError."""
     for name, value in (("init_optimizer", spec.init_optimizer), ("init_partial", spec.init_partial)):
         if value and spec.init_from is None:
@@ -71,68 +122,3 @@ def check_start_values(spec: JobSettings) -> None:
             'of torch.save({"model": ..., "optimizer": ...})'
         )
         raise ValueError(msg)
-
-
-class Idle(NamedTuple):
-    """These settings change nothing in jobs for which `when` holds. `why`: with the value of the other setting."""
-
-    names: tuple[str, ...]
-    when: Callable[[JobSettings], bool]
-    why: Callable[[JobSettings], str]
-
-
-def _is_async(spec: JobSettings) -> bool:
-    return spec.mode is Mode.ASYNC
-
-
-def _is_collective(spec: JobSettings) -> bool:
-    return spec.strategy is Strategy.COLLECTIVE
-
-
-IDLE: tuple[Idle, ...] = (
-    Idle(
-        ("lanes", "grad_norm_every", "deterministic", "checkpoint_every_steps", "rebalance_s"),
-        _is_async,
-        lambda _: "only synchronous jobs have it, and mode is async",
-    ),
-    Idle(("checkpoint_every_seconds", "pull_every"), lambda spec: not _is_async(spec), lambda _: "only asynchronous jobs have it, and mode is sync"),
-    Idle(
-        ("checkpoint_every_epochs",),
-        lambda spec: spec.checkpoint_kind == "independent",
-        lambda _: "checkpoint_kind is independent, whose checkpoints follow checkpoint_every_seconds alone",
-    ),
-    Idle(("deltas_per_base",), _is_collective, lambda _: "strategy is collective, whose checkpoints are whole"),
-    Idle(
-        ("rebalance_s", "straggler_factor"),
-        lambda spec: spec.stragglers == "off",
-        lambda _: "stragglers is off",
-    ),
-    Idle(
-        ("grad_norm_every",),
-        lambda spec: spec.clip_grad_norm is not None,
-        lambda spec: f"clip_grad_norm is {spec.clip_grad_norm:g}, so the norm is known in each step",
-    ),
-    Idle(
-        ("error_feedback",),
-        lambda spec: spec.gradient_dtype == "float32",
-        lambda _: "gradient_dtype is float32, so no gradient is rounded",
-    ),
-    Idle(
-        ("restart_delay_s",),
-        lambda spec: spec.restart_policy == "never",
-        lambda _: "restart_policy is never",
-    ),
-)  # fmt: skip
-
-
-def without_effect(spec: JobSettings) -> list[str]:
-    """A sentence for each setting that differs from its default and changes nothing in this job."""
-    fields = type(spec).model_fields
-    told: dict[str, str] = {}
-    for idle in IDLE:
-        if idle.when(spec):
-            for name in idle.names:
-                value = getattr(spec, name)
-                if value != fields[name].default:
-                    told.setdefault(name, f"{name} is {value}, which changes nothing: {idle.why(spec)}; leave it out")
-    return list(told.values())
