@@ -124,7 +124,7 @@ async def _keep_journal(
     """What the process before this one died at is reported; from now on the file says what this one is at."""
     try:
         journal = begun.open_journal(journal_file(spec.job, settings.name))
-    except (OSError, InvalidArgument) as error:
+    except OSError as error:
         log.warning("no_journal", cause=str(error))
         return
     stack.callback(begun.close_journal)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self
 
 from shared.records.tasks import Task
@@ -30,8 +31,8 @@ class BegunWork:
 
     def to_bytes(self) -> bytes:
         """Less than 511 bytes: a long name of a file loses its beginning."""
-        short = self.file if len(self.file) <= FILE_CHARACTERS else f"…{self.file[-FILE_CHARACTERS:]}"
-        return json.dumps({**asdict(self), "file": short}, ensure_ascii=False).encode()
+        # once for each minibatch: what does not change within a task is kept
+        return _task_bytes(self.task, self.epoch, self.file, self.first, self.count) % self.minibatch
 
     @classmethod
     def from_bytes(cls, text: bytes) -> Self | None:
@@ -45,3 +46,12 @@ class BegunWork:
     def __str__(self) -> str:
         what = "read the records" if self.minibatch == READING else f"computed minibatch {self.minibatch}"
         return f"{what} of task {self.task} ({self.file} records {self.first}-{self.first + self.count - 1})"
+
+
+@lru_cache(maxsize=64)
+def _task_bytes(task: str, epoch: int, file: str, first: int, count: int) -> bytes:
+    """With a place for the number of the minibatch."""
+    short = file if len(file) <= FILE_CHARACTERS else f"…{file[-FILE_CHARACTERS:]}"
+    known = {"task": task, "epoch": epoch, "file": short, "first": first, "count": count}
+    text = json.dumps(known, ensure_ascii=False).replace("%", "%%")
+    return f'{text[:-1]}, "minibatch": %d}}'.encode()

@@ -210,7 +210,10 @@ def _own_file(path: Path) -> tuple[Path, int]:
     """Opened, and locked as long as this process lives. The locks of POSIX do not go to children, which may live on."""
     for number in range(_NAMESAKES):
         chosen = path.with_name(f"{path.name}.{number}") if number else path
-        descriptor = os.open(chosen, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(chosen, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            os.close(descriptor)
+            raise OSError(f"{chosen} belongs to another user")
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

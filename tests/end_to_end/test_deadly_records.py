@@ -10,6 +10,7 @@ import pytest
 from shared.etcd.reading import must_read
 from shared.records import DiscardedTask, JobSpec, Phase
 from shared.records.datasets import MapStyle
+from tests.end_to_end.cluster_command import answered, good, job_when, up
 from tests.end_to_end.local_cluster import cluster_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
@@ -132,7 +133,7 @@ async def check(tmp_path, kinds, *, own_loop=False, **changes):
 
 async def test_records_that_end_or_hang_the_process_cost_their_tasks_alone(tmp_path):
     chosen = [("killed", "loss"), ("abort", "read"), ("keeps_interpreter", "loss")]
-    await check(tmp_path, chosen)
+    await check(tmp_path, chosen, trainers=1)
 
 
 @pytest.mark.soak
@@ -159,3 +160,23 @@ async def test_every_kind_of_bad_record_costs_its_task_alone(tmp_path, changes):
 async def test_deadly_records_in_a_loop_of_the_scripts_own_cost_their_tasks_alone(tmp_path, changes):
     """What raises there ends the job: nobody can go on in the middle of a loop."""
     await check(tmp_path, [*DEADLY], own_loop=True, **changes)
+
+
+@pytest.mark.soak
+def test_a_deadly_record_of_a_job_in_a_cluster_costs_its_task_alone_and_gives_up_no_place(trireme):
+    records, kinds = TASK * 40, {TASK * 30 + 5: ("segfault", "loss"), TASK * 34 + 5: ("killed", "read")}
+    script = trireme.folder / "deadly.py"
+    script.write_text(SCRIPT.format(kinds=kinds, records=records))
+    settings = (
+        "global_batch_size=16",
+        "lanes=4",
+        f"records_per_task={TASK}",
+        "shuffle=false",
+        "max_discarded_fraction=0.9",
+    )
+    given = [argument for each in settings for argument in ("--set", each)]
+    with up(trireme, "--trainers", 2, "--pservers", 1):
+        good(answered(trireme, "submit", script, "--name", "d", "--no-check", "--epochs", 1, *given, "--json"))
+        job = job_when(trireme, "d", lambda job: job["standing"] in ("COMPLETED", "FAILED"))
+    assert job["standing"] == "COMPLETED", job
+    assert (job["result"]["trained_records"], job["result"]["discarded_records"]) == (records - 2 * TASK, 2 * TASK)

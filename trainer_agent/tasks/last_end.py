@@ -15,7 +15,6 @@ from shared.errors import TriremeError
 from shared.records import FailTask, JobSpec, UserFailure
 from shared.records.begun import READING, BegunWork
 from shared.runtime import begun, telemetry
-from shared.security import private_files
 from trainer_agent.data import minibatch_indices, minibatches_in
 from trainer_agent.tasks.master import MasterPort
 from trainer_agent.waiting.retry import retry
@@ -28,13 +27,10 @@ log = telemetry.logger("last_end")
 
 
 def journal_file(job: str, name: str) -> Path:
-    """The one that the launcher has named; else one in a folder of this user below the system's temporary one, which a container keeps when
-    it is started again. Raises OSError, InvalidArgument."""
-    if given := os.environ.get(begun.FILE):
-        return Path(given)
-    folder = Path(tempfile.gettempdir()) / f"trireme-begun-{os.getuid()}"
-    private_files.make_own_folder(folder)
-    return folder / f"{job}-{name}"
+    """The one that the launcher has named; else one of this user in the system's temporary folder, which a container keeps when it is started
+    again."""
+    given = os.environ.get(begun.FILE)
+    return Path(given) if given else Path(tempfile.gettempdir()) / f"trireme-begun-{os.getuid()}-{job}-{name}"
 
 
 async def report_last_end(left: begun.Left, spec: JobSpec, master: MasterPort) -> None:

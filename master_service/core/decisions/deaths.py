@@ -21,36 +21,41 @@ from master_service.core.changes import (
     NextEpoch,
     PutDiscarded,
 )
-from master_service.core.decisions.tasks import CAUSE_CHARACTERS, check_generation, ended_badly
+from master_service.core.decisions.tasks import check_generation, ended_badly
 from master_service.core.queue.task_queue import Closing, TaskQueue
 from master_service.core.state.job import Job
+from shared.errors import InvalidArgument
 from shared.records import AcquireTask, DiscardedTask, FailTask, Phase, TaskKind, UserFailure
 from shared.records.queue import Deaths
 from shared.records.record import shortened
 
 LEAST_DEATHS = 3
-MOST_PLACES = 256
+MOST_PLACES = 128
+REMEMBERED = 16  # processes that died at one place
+NAME_CHARACTERS = 200
+CAUSE_CHARACTERS = 400  # all places are in one key
 DIED = "ProcessDied"
 
 
 def count(job: Job, task_id: str, report: FailTask) -> Decision[UserFailure | None]:
     """One more death at `report.died_at`. None if it was counted before. Nothing is discarded here: another trainer may be past that place.
-    Raises NotFound."""
+    Raises NotFound; InvalidArgument for a place that the job cannot have."""
     assert report.died_at is not None
     queue, counts = job.queue_of(task_id), job.budget.counts
     epoch = queue.epoch if report.epoch is None else report.epoch
+    if report.died_at < -1 or not 0 <= epoch < queue.epochs:
+        msg = f"{report.trainer} reports a death at minibatch {report.died_at} of epoch {epoch}: the queue has {queue.epochs} epochs"
+        raise InvalidArgument(msg)
     before = next((each for each in counts.deaths if (each.epoch, each.task_id) == (epoch, task_id)), None)
     in_a_row = before is not None and before.minibatch == report.died_at
     trainers = before.trainers if before is not None and in_a_row else ()
     if report.trainer in trainers:
         return Decision(None)
-    cause = shortened(report.failure.message, CAUSE_CHARACTERS)
-    now = Deaths(
-        epoch=epoch, task_id=task_id, minibatch=report.died_at, trainers=(*trainers, report.trainer), cause=cause
-    )
+    cause, limit = shortened(report.failure.message, CAUSE_CHARACTERS), limit_of(job, task_id, epoch)
+    trainers = (*trainers, shortened(report.trainer, NAME_CHARACTERS))[-max(limit, REMEMBERED) :]
+    now = Deaths(epoch=epoch, task_id=task_id, minibatch=report.died_at, trainers=trainers, cause=cause)
     others = tuple(each for each in counts.deaths if each is not before)[-MOST_PLACES + 1 :]
     fields: Fields = {"task": task_id, "minibatch": report.died_at, "deaths": len(now.trainers), "cause": cause}
-    limit = limit_of(job, task_id, epoch)
     message = f"{cause}; deaths in a row at this place: {len(now.trainers)}, its task is discarded after {limit}"
     event = Event("died_at_task", message, fields)
     changed = counts.model_copy(update={"deaths": (*others, now)})

@@ -11,6 +11,7 @@ from master_service.core.changes import Decision
 from master_service.core.decisions import deaths, tasks
 from master_service.core.queue.checks import violations
 from master_service.core.state.job import Job
+from shared.errors import InvalidArgument
 from shared.records import (
     AcquireTask,
     CompleteTask,
@@ -172,6 +173,14 @@ def test_too_many_of_them_fail_the_job_and_the_reason_names_the_records() -> Non
     job.ask()
     assert (job.job.state.phase, job.job.state.cause) == (Phase.FAILED, FailureCause.SCRIPT)
     assert CAUSE in job.job.state.reason
+
+
+@pytest.mark.parametrize(("epoch", "minibatch"), [(0, -2), (-1, 0), (2, 0)])
+def test_a_place_that_the_job_cannot_have_is_refused(epoch: int, minibatch: int) -> None:
+    job = Dying(epochs=2)
+    task = job.take().model_copy(update={"epoch": epoch})
+    with pytest.raises(InvalidArgument, match="the queue has 2 epochs"):
+        job.dies_at(task, minibatch)
 
 
 def test_places_are_bounded_however_many_processes_die() -> None:

@@ -72,12 +72,20 @@ def test_an_orderly_end_leaves_no_file_and_files_of_others_mean_nothing(tmp_path
     again.close()
 
 
+def test_a_link_that_somebody_else_has_put_there_is_not_followed(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "journal").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic links"):
+        Journal(tmp_path / "journal")
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
 def test_without_a_journal_nothing_is_kept():
     with begun.at(b"one"), begun.waiting():
         pass
 
 
-@pytest.mark.parametrize("name", ["train.csv", "s3://bucket/" + "ä" * 400 + "/train.csv", 'a"b\\c'])
+@pytest.mark.parametrize("name", ["train.csv", "s3://bucket/" + "ä" * 400 + "/train.csv", 'a"b\\c', "100%/%d.csv"])
 def test_a_work_is_read_as_it_was_written(name):
     work = BegunWork("17", 3, READING, name, 512, 64)
     text = work.to_bytes()
