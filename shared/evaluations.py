@@ -97,8 +97,8 @@ def criteria(spec: JobSpec) -> dict[str, str]:
     """By setting: the metric of evaluations that it names."""
     best, stop = spec.keep_best, spec.stop_early
     named = {
-        "keep_best": best and Criterion.parse(best).metric,
-        "stop_early": stop and Criterion.parse(stop.metric).metric,
+        "keep_best": Criterion.parse(best).metric if best is not None else None,
+        "stop_early": Criterion.parse(stop.metric).metric if stop is not None else None,
         "plateau_metric": spec.plateau_metric,
     }
     return {setting: metric for setting, metric in named.items() if metric is not None}

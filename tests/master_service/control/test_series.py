@@ -23,6 +23,7 @@ from tests.equipment.waiting import until
 from tests.master_service.api.client import check_problem, client_of
 from tests.master_service.cluster import MasterCluster, leading, running, spec_of
 
+
 class Files:
     """In memory. `away`: nothing answers."""
 
