@@ -12,10 +12,10 @@ SCALES = (
     "which trainer computed them; a batch whose step the scaler leaves out is left out of the job's step, with its buffers"
 )
 CHANGES = (
-    "the loop changes the gradients before optimizer.step(): in a job with {lanes} lanes it does so to the minibatch of each lane, before the mean "
-    "over the lanes is taken; the gradient of the whole step is clipped by the setting clip_grad_norm"
+    "the loop changes gradients before optimizer.step(): a step takes the mean over {lanes} minibatches, and the gradient of each is changed before "
+    "that; to clip the gradient of a whole step, use the setting clip_grad_norm"
 )
-ROWS = "the loop changes the gradients before optimizer.step(); those of rows of embedding tables stay as they are"
+ROWS = "the loop changes gradients before optimizer.step(); those of rows of embedding tables stay as they are"
 
 
 def marks(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int, float]]:

@@ -40,9 +40,9 @@ from trainer_agent.model.flat import checked_model, plan, trained_parameters
 from trainer_agent.model.minibatch import checked_loss
 from trainer_agent.model.optimizer import rate_scale
 from trainer_agent.model.schedule import Schedule
-from trainer_agent.model.unshared_state import UnsharedState
 from trainer_agent.model.watch.backward_guard import BackwardGuard
 from trainer_agent.model.watch.modes import Modes
+from trainer_agent.model.watch.unshared_state import UnsharedState
 from trainer_agent.script.user_module import UserModule
 from trainer_agent.start_values.load import load_start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
