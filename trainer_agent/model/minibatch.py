@@ -198,8 +198,13 @@ class MinibatchRunner:
         loop = self._user.loop
         found = [self.modes.notice]
         if loop is not None:
-            kinds = {"scales": loop.scaling.is_used, "changes": loop.changes_gradients}
-            found = notices(**kinds, lanes=self._lanes, tables=bool(self._plan.layout.tables))
+            found = notices(
+                scales=loop.scaling.is_used,
+                changes=loop.changes_gradients,
+                buffer=loop.undone_buffer,
+                lanes=self._lanes,
+                tables=bool(self._plan.layout.tables),
+            )
         new = [text for text in found if text and text not in self._told]
         self._told.update(new)
         return (*new, *self._without.told(), *self.averaged.told())

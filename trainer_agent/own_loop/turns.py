@@ -92,6 +92,7 @@ class OwnLoop:
         self._loss: Any = None
         self._left_out = False  # in this pass, by the script's GradScaler
         self.changes_gradients = False  # the first pass did, between trireme.backward and optimizer.step
+        self.undone_buffer = ""  # the name of one that the script changed behind optimizer.step()
         self.scaling = Scaling(self._scaler_stepped)
         self.true_loss: torch.Tensor | None = None  # of this pass, before a GradScaler scaled it
         self._failure: BaseException | None = None
@@ -203,24 +204,25 @@ class OwnLoop:
     def _resume(self, value: Any = None) -> None:
         """The script's turn, until it waits again. Raises UserCodeError, also if the script has ended while it should not."""
         self._check_there()
-        options = self._options()
         self._to_script.put(_Turn(value, logged=self._logged))
         self._failure = self._to_trainer.get()
         self._check_there()
-        if options is not None and not self._ends and self._options() != options:
-            self._fail(
-                "the script changed the optimizer's options, which the parameter servers do not see; for a learning rate that changes "
-                "give a scheduler: trireme.prepare(..., scheduler=scheduler)"
-            )
 
     def _go_to_top(self) -> None:
-        """To where the script asks for a batch. What it does on its way to the model's buffers is undone: the next batch may be that of
-        another lane. Raises UserCodeError."""
-        before = [buffer.clone() for buffer in self.prepared.model.buffers()]
+        """To where the script asks for a batch. What it does on its way to the model's buffers is undone, and told: the next batch may be that
+        of another lane. Raises UserCodeError."""
+        before = [
+            (name, buffer, buffer._version, buffer.clone()) for name, buffer in self.prepared.model.named_buffers()
+        ]  # noqa: SLF001
         while self._place is not Place.ASKS:
             self._resume()
+        if self._passes and not self.undone_buffer:
+            now = dict(self.prepared.model.named_buffers())
+            self.undone_buffer = next(
+                (n for n, b, version, _ in before if now.get(n) is not b or b._version != version), ""
+            )  # noqa: SLF001
         with torch.no_grad():
-            for buffer, value in zip(self.prepared.model.buffers(), before, strict=False):
+            for buffer, (_, _, _, value) in zip(self.prepared.model.buffers(), before, strict=False):
                 buffer.copy_(value)
 
     def _check_there(self) -> None:
@@ -239,12 +241,6 @@ class OwnLoop:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._error_of(self._failure) from self._failure
-
-    def _options(self) -> list[dict[str, Any]] | None:
-        if self._prepared is None:
-            return None
-        groups = self._prepared.optimizer.param_groups
-        return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
     def _held(self) -> Iterator[torch.Tensor]:
         """The parameters that the optimizer holds."""
