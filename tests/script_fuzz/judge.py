@@ -51,4 +51,6 @@ def differences(found: State, expected: State, tolerance: float = 0.0) -> list[s
 def _equal(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    return torch.equal(one, other) or bool(torch.isclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True).all())
+    return torch.equal(one, other) or bool(
+        torch.isclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True).all()
+    )
