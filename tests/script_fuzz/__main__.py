@@ -23,13 +23,14 @@ def main() -> int:
     parser.add_argument("--only", help="the scripts of this mutation alone (a part of its name)")
     parser.add_argument("--each", action="store_true", help="a script for each mutation")
     parser.add_argument("--first", type=int, default=0, help="begin with this script")
+    parser.add_argument("--until", type=int, help="end before this one")
     options = parser.parse_args()
     if options.only is not None or options.each:
         scripts = [(each,) for each in CATALOGUE if (options.only or "") in each.name]
     else:
         scripts = drawn(options.seed, options.scripts)
     failed = 0
-    for number, mutations in enumerate(scripts[options.first :], options.first):
+    for number, mutations in enumerate(scripts[options.first : options.until], options.first):
         began = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder, quiet():
             wrong = judge(Script(Path(folder), mutations))

@@ -7,6 +7,8 @@ import torch
 from tests.script_fuzz.script import Script
 from tests.script_fuzz.surfaces import Outcome, State, reference, surfaces_of
 
+ROUNDINGS = 1e-5
+
 
 def judge(script: Script) -> dict[str, str]:
     """By surface: what is wrong there. Empty: nothing is."""
@@ -28,7 +30,8 @@ def problem_of(script: Script, outcome: Outcome, expected: State) -> str:
         return f"crashed: {outcome.crashed}"
     if outcome.state is None:
         return "" if _named(script, outcome.refused) else f"refused, without one of {script.names}: {outcome.refused}"
-    if not (differing := differences(outcome.state, expected)):
+    rounds = any(mutation.rounds for mutation in script.mutations)
+    if not (differing := differences(outcome.state, expected, ROUNDINGS if rounds else 0.0)):
         return ""
     if _named(script, "\n".join(outcome.told)):
         return ""
@@ -39,13 +42,15 @@ def _named(script: Script, text: str) -> bool:
     return any(name.lower() in text.lower() for name in script.names)
 
 
-def differences(found: State, expected: State) -> list[str]:
+def differences(found: State, expected: State, tolerance: float = 0.0) -> list[str]:
     if list(found) != list(expected):
         return [f"names {sorted(set(found) ^ set(expected)) or 'in another order'}"]
-    return [name for name in expected if not _equal(found[name], expected[name])]
+    return [name for name in expected if not _equal(found[name], expected[name], tolerance)]
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _equal(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    return torch.equal(one, other) or bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
+    return torch.equal(one, other) or bool(
+        torch.isclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True).all()
+    )

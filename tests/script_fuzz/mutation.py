@@ -38,6 +38,7 @@ class Mutation:
     after: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     alone: bool = False  # it does not go with others
+    rounds: bool = False  # documented: the same arithmetic, with other roundings
 
     @property
     def in_loops_only(self) -> bool:

@@ -100,7 +100,8 @@ def train(batches):
         step = calls[0]
 {top}
         {zero}
-        value = compute_loss(model, batch)
+        with torch.autocast("cpu", torch.bfloat16, enabled={bf16}):
+            value = compute_loss(model, batch)
         value = value["loss"] if isinstance(value, dict) else value
         value.backward()
 {clip}
@@ -161,7 +162,12 @@ class Script:
         limit = self.settings.get("clip_lane_norm")
         clip = "" if limit is None else f"        nn.utils.clip_grad_norm_(model.parameters(), {limit})"
         code = {part: self._code(part, 8) for part in ("top", "between", "after")}
-        return self._common() + PLAIN.format(zero=self._one("zero") or "opt.zero_grad()", clip=clip, **code)
+        return self._common() + PLAIN.format(
+            zero=self._one("zero") or "opt.zero_grad()",
+            clip=clip,
+            bf16=self.settings.get("precision") == "bf16",
+            **code,
+        )
 
     def _write(self, name: str, text: str) -> Path:
         path = self.folder / f"{name}.py"

@@ -25,6 +25,7 @@ from unittest.mock import patch
 
 import structlog
 import torch
+from torch.optim import optimizer
 
 from master_service.storage.counting import count_records
 from shared.datasets.random_state import seed_everything
@@ -57,7 +58,7 @@ class Outcome:
 def reference(script: Script) -> State:
     """By plain PyTorch. Raises what the script raises."""
     module: dict[str, Any] = {"__name__": "plain"}
-    with _own_warnings():
+    with _own_warnings(), _no_hooks_left():
         exec(compile(script.plain(), "plain.py", "exec"), module)
         torch.set_num_threads(1)
         return dict(module["train"](_batches(script, module.get("collate"))).state_dict())
@@ -121,6 +122,7 @@ def job(script: Script, *, loop: bool, of_group: bool) -> Outcome:
 async def _trained(spec: JobSpec, strategy: Any) -> Outcome:
     async with strategy.cluster(spec) as made:
         made.add_trainer("trainer-0-x")
+        before_the_run = made.computes["trainer-0-x"].minibatch.modes.notice  # by the check of `trireme run`
         ended, left = asyncio.ensure_future(made.ended(LIMIT_S)), made.running["trainer-0-x"]
         await asyncio.wait([ended, left], return_when=asyncio.FIRST_COMPLETED)
         if not ended.done() and isinstance(died := left.result(), Exception) and not isinstance(died, TriremeError):
@@ -129,7 +131,8 @@ async def _trained(spec: JobSpec, strategy: Any) -> Outcome:
         state = await ended
         if state.phase is Phase.COMPLETED:
             events = made.master.events.after(0, 1000)
-            return Outcome(made.exported(), told=tuple(event.message for event in events if event.name == "warning"))
+            told = [event.message for event in events if event.name == "warning"]
+            return Outcome(made.exported(), told=(before_the_run, *told))
         failure = state.failure
         if failure is None:
             return Outcome(refused=state.reason)
@@ -153,7 +156,7 @@ def surfaces_of(script: Script) -> dict[str, Callable[[Script], Outcome]]:
 def _outcome(train: Callable[[], Outcome]) -> Outcome:
     modules, threads = set(sys.modules), set(threading.enumerate())
     try:
-        with _own_warnings(), _single_error():
+        with _own_warnings(), _single_error(), _no_hooks_left():
             return train()
     except UserCodeError as error:
         return _refusal(f"{error.message} {error.hint}", str(error.details.get("traceback", "")))
@@ -198,6 +201,19 @@ def _single_error() -> Iterator[None]:
         while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
             error = error.exceptions[0]
         raise error from None
+
+
+@contextmanager
+def _no_hooks_left() -> Iterator[None]:
+    """Of all optimizers: those of a script would also be called in the next one."""
+    hooks = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
+    before = [dict(each) for each in hooks]
+    try:
+        yield
+    finally:
+        for each, kept in zip(hooks, before, strict=True):
+            each.clear()
+            each.update(kept)
 
 
 @contextmanager

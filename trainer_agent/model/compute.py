@@ -149,6 +149,9 @@ class Compute(Protocol):
     def begin_step(self, before: BeforeStep = NOTHING_BEFORE) -> LaneZero:
         """Once per step, before its gradients: the options of this step, and the scheduler's state after it."""
 
+    def skip_step(self, before: BeforeStep = NOTHING_BEFORE) -> None:
+        """Instead of `begin_step`, for a step that others make: the scheduler goes on, in a tenth of the time."""
+
     def initial_lane_zero(self) -> LaneZero:
         """What version 0 carries: the options the optimizer groups start with and the scheduler's first state."""
 

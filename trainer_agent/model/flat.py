@@ -23,8 +23,9 @@ from torch import nn
 
 from shared.blocks.narrow import DTYPES
 from shared.errors import InvalidArgument
+from shared.optimizers.parameter_parts import rounds_by_parameter
 from shared.records.job_spec import Transported
-from shared.records.layout import ALIGNMENT_BYTES, ELEMENT_BYTES, Block, Layout, Segment
+from shared.records.layout import ALIGNMENT_BYTES, ELEMENT_BYTES, Block, Layout, OptimizerSpec, Segment
 from shared.wire.region_allocator import new_region
 from trainer_agent.model.devices import HOST, is_host
 from trainer_agent.model.optimizer.watched import check_has_not_begun
@@ -214,7 +215,7 @@ def plan(
         builder.place(name, b, Segment(kind="buffer", dtype=_dtype(name, b), elements=0)) for name, b in buffers.items()
     ]
     layout = Layout(
-        segments=builder.segments(),
+        segments=builder.segments(spec),
         block_bytes=block_bytes,
         digest=digest(model, group_of),
         unordered=digest(model, group_of, ordered=False),
@@ -272,16 +273,26 @@ class _Builder:
 
     def __init__(self) -> None:
         self._filled: dict[Segment, int] = {}
+        self._sizes: dict[Segment, list[int]] = {}
 
     def place(self, name: str, tensor: torch.Tensor, kind: Segment) -> Place:
         grain = ALIGNMENT_BYTES // ELEMENT_BYTES[kind.dtype]
         first = -(-self._filled.get(kind, 0) // grain) * grain
         self._filled[kind] = first + tensor.numel()
+        self._sizes.setdefault(kind, []).append(tensor.numel())
         number = list(self._filled).index(kind)
         return Place(name, number, first, tuple(tensor.shape), dense_stride(tensor), tensor.numel())
 
-    def segments(self) -> tuple[Segment, ...]:
-        return tuple(kind.model_copy(update={"elements": filled}) for kind, filled in self._filled.items())
+    def segments(self, optimizer: OptimizerSpec) -> tuple[Segment, ...]:
+        return tuple(
+            kind.model_copy(
+                update={
+                    "elements": filled,
+                    "parameters": tuple(self._sizes[kind]) if rounds_by_parameter(optimizer, kind) else (),
+                }
+            )
+            for kind, filled in self._filled.items()
+        )
 
 
 def _dtype(name: str, tensor: torch.Tensor) -> str:

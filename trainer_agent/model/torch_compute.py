@@ -41,7 +41,6 @@ from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.send_buffers import SendBuffers
 from trainer_agent.model.watch.backward_guard import UserCode
 from trainer_agent.model.watch.unshared_state import constants_of
-from trainer_agent.own_loop.turns import OwnLoop
 from trainer_agent.start_values.load import start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
 from trainer_agent.tables.files import StoredTable, StoredTables
@@ -200,6 +199,11 @@ class TorchCompute:
         options = optimizers.numeric_options(self.optimizer)
         self._schedule.after_step()
         return optimizers.lane_zero(self.optimizer, self._schedule.scheduler, options)
+
+    def skip_step(self, before: BeforeStep = NOTHING_BEFORE) -> None:
+        self._initial_states = None
+        self._schedule.before_step(before)
+        self._schedule.after_step()
 
     def initial_lane_zero(self) -> LaneZero:
         return optimizers.lane_zero(
@@ -365,11 +369,8 @@ class TorchCompute:
     async def finish(self) -> None:
         if self._user.loop is not None:
             self.is_finished = True
-            await self._in_thread(self._finish, self._user.loop)
-
-    def _finish(self, loop: OwnLoop) -> None:
-        self.minibatch.release()
-        loop.end()
+            self.minibatch.release()
+            await self._in_thread(self._user.loop.end)
 
     def close(self) -> None:
         """The script ends, if it still waits."""

@@ -29,6 +29,7 @@ from torch import nn
 from shared.errors import InvalidArgument, UserCodeError
 from shared.logged_metrics import Logged, collect_in, collector, loss_in
 from trainer_agent.own_loop.autocast import enabled
+from trainer_agent.own_loop.buffers import noted, put_back
 from trainer_agent.own_loop.grad_scaler import Scaling, unscale_for_kernel
 from trainer_agent.own_loop.gradients import check_none_is_left, forget_those_of_others, marks
 from trainer_agent.own_loop.places import GOES_ON, Place
@@ -211,19 +212,12 @@ class OwnLoop:
     def _go_to_top(self) -> None:
         """To where the script asks for a batch. What it does on its way to the model's buffers is undone, and told: the next batch may be that
         of another lane. Raises UserCodeError."""
-        before = [
-            (name, buffer, buffer._version, buffer.clone()) for name, buffer in self.prepared.model.named_buffers()
-        ]  # noqa: SLF001
+        before = noted(self.prepared.model)
         while self._place is not Place.ASKS:
             self._resume()
+        changed = put_back(self.prepared.model, before)
         if self._passes and not self.undone_buffer:
-            now = dict(self.prepared.model.named_buffers())
-            self.undone_buffer = next(
-                (n for n, b, version, _ in before if now.get(n) is not b or b._version != version), ""
-            )  # noqa: SLF001
-        with torch.no_grad():
-            for buffer, (_, _, _, value) in zip(self.prepared.model.buffers(), before, strict=False):
-                buffer.copy_(value)
+            self.undone_buffer = changed
 
     def _check_there(self) -> None:
         """Raises UserCodeError if the script has ended, and should not."""

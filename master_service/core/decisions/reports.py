@@ -29,7 +29,7 @@ def current_metrics(job: Job, batch: MetricBatch) -> MetricBatch:
 
 
 def warnings_told(job: Job, warnings: Sequence[str]) -> Decision[None]:
-    """As events of the job. Each once: every trainer meets the same script."""
+    """As events of the job, without those that are among its events."""
     told = {event.message for event in job.events.after(0, KEPT) if event.name == "warning"}
     new = [text for text in dict.fromkeys(shortened(text, MESSAGE) for text in warnings) if text not in told]
     return Decision(None, (), tuple(Event("warning", text) for text in new))

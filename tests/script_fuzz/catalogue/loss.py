@@ -101,12 +101,7 @@ LOSS = [
         "autocast",
         loss="with torch.autocast('cpu', torch.bfloat16):\n    value = value + F.cross_entropy(model(batch['x']).float(), batch['y'])",
     ),
-    Mutation(
-        "precision",
-        settings={"precision": "bf16"},
-        alone=True,
-        collate="with torch.autocast('cpu', enabled=False):\n    return {'x': torch.stack([torch.as_tensor(r['x']) for r in records]), 'y': torch.tensor([int(r['y']) for r in records])}",
-    ),
+    Mutation("precision", settings={"precision": "bf16"}, alone=True),
     Mutation(
         "functional call",
         loss="value = value + F.cross_entropy(torch.func.functional_call(model, {n: 0.9 * p for n, p in model.named_parameters()}, batch['x']), batch['y'])",

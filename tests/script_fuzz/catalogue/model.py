@@ -98,6 +98,8 @@ MODEL = [
         "sliced parameter",
         init="self.sliced = nn.Parameter(torch.randn(8, 16)[:, ::2])",
         forward="h = h + h @ self.sliced",
+        alone=True,
+        rounds=True,
     ),
     Mutation("scalar parameter", init="self.scale = nn.Parameter(torch.tensor(1.5))", forward="h = h * self.scale"),
     Mutation(

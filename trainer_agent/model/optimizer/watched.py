@@ -16,7 +16,7 @@ from shared.optimizers.own_step import added_to_step
 
 OPTIONS = (
     "changed the optimizer's options ({name} of group {number} was {before}, and now it is {after}), which whoever steps does not see; for "
-    "options that change give a scheduler (def scheduler(optimizer), or trireme.prepare(..., scheduler=scheduler))"
+    "options that change give a scheduler (in a loop of your own: trireme.prepare(..., scheduler=scheduler))"
 )
 GROUPS = "changed the optimizer's groups of parameters; whoever steps has those with which training began: make them in optimizer(model)"
 STEP = "gave the optimizer {added}, which whoever steps does not have: leave it out"
