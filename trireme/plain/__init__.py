@@ -43,9 +43,9 @@ from trainer_agent.model.flat import checked_model, plan, trained_parameters
 from trainer_agent.model.minibatch import checked_loss
 from trainer_agent.model.optimizer import rate_scale
 from trainer_agent.model.schedule import Schedule
-from trainer_agent.model.unshared_state import UnsharedState
 from trainer_agent.model.watch.backward_guard import BackwardGuard
 from trainer_agent.model.watch.modes import Modes
+from trainer_agent.model.watch.unshared_state import UnsharedState
 from trainer_agent.script.own_state import Watch, snapshot
 from trainer_agent.script.steps import JobSteps, telling
 from trainer_agent.script.user_module import UserModule
