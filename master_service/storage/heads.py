@@ -108,8 +108,8 @@ class Heads:
 
 
 def _csv_rows(dataset: Csv) -> Callable[[str], Head]:
-    from shared.datasets.csv_columns import CsvColumns  # noqa: PLC0415  pyarrow only where it is needed
     from shared.datasets.raw_records import read_raw  # noqa: PLC0415
+    from shared.storage.csv_columns import CsvColumns  # noqa: PLC0415  pyarrow only where it is needed
 
     columns = CsvColumns(dataset)
 

@@ -113,9 +113,10 @@ def fitted(value: Any, dtype: DType) -> npt.NDArray[Any]:
         if array.dtype == dtype or np.can_cast(array.dtype, dtype, "safe"):
             return array.astype(dtype, copy=False)
         raise Misfit(value, dtype, why=f"{array.dtype} does not fit {dtype}")
-    array = _array(value)
-    if array is None:
+    made = _array(value)
+    if made is None:
         raise Misfit(value, dtype)
+    array = made
     if array.dtype.kind in "fO" and (dtype.kind != "f" or array.dtype == object or _magnitude(array) >= _EXACT32):
         return _fitted_one_by_one(value, dtype)
     if array.dtype.kind in "iu":

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from shared.datasets.first_records import from_first_file
 from shared.datasets.numbers import DType, Misfit, column_of, common_dtype, shown
 from shared.errors import DatasetError
 from shared.records.datasets import Dataset
+from shared.storage.dataset_files import from_first_file
 from trainer_agent.data.reader import Reader
 from trainer_agent.data.shard import Column, Record, RecordShard, Shard, as_column, columns_of
 

@@ -19,7 +19,6 @@ import pyarrow as pa
 from pyarrow import compute
 from pyarrow import csv as arrow_csv
 
-from shared.datasets.first_records import from_first_file
 from shared.datasets.line_scan import data_start
 from shared.datasets.numbers import Misfit, check_float32, dtype_of_numbers, shown
 from shared.datasets.raw_records import RawRecords, read_raw
@@ -27,6 +26,7 @@ from shared.errors import DatasetError
 from shared.records.datasets import Csv
 from shared.storage import files
 from shared.storage.compressed import scanning
+from shared.storage.dataset_files import from_first_file
 
 SAMPLE_RECORDS = 10_000
 _TYPES = {
