@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, BinaryIO
@@ -156,7 +155,7 @@ class CsvColumns:
         raw: RawRecords,
         names: tuple[str, ...],
         types: dict[str, pa.DataType],
-        chosen: Iterable[str],
+        chosen: tuple[str, ...],
         *,
         nulls: bool = False,
     ) -> pa.Table:
@@ -170,7 +169,7 @@ class CsvColumns:
             ),
             parse_options=arrow_csv.ParseOptions(delimiter=self._dataset.delimiter, newlines_in_values=True),
             convert_options=arrow_csv.ConvertOptions(
-                column_types=types, include_columns=list(chosen), strings_can_be_null=nulls
+                column_types=types, include_columns=[] if chosen == names else list(chosen), strings_can_be_null=nulls
             ),
         )
         if table.num_rows != len(raw):
