@@ -16,6 +16,7 @@ from shared.records import AcquireTask, CompleteTask, FailTask, JobSpec, TakeNex
 from shared.records.step import LanePosition
 from shared.runtime import ids, telemetry
 from trainer_agent.data import Blaming, Shard, minibatch_indices, open_dataset
+from trainer_agent.data.drawing import EVALUATION, reading
 from trainer_agent.model.compute import Records
 from trainer_agent.script.tracebacks import traceback_of
 from trainer_agent.tasks.master import MasterPort, failure_of
@@ -60,7 +61,7 @@ class TaskSource:
     def __init__(self, spec: JobSpec, master: MasterPort, trainer: str, offload: Offload) -> None:
         self.spec, self.trainer = spec, trainer
         self._master, self.offload = master, offload
-        self._readers: dict[str, Blaming] = {}
+        self._readers: dict[bool, Blaming] = {}  # of the records that are held out, and of the others
 
     async def acquire(
         self,
@@ -135,13 +136,13 @@ class TaskSource:
                     raise error from None
 
     def _read(self, task: Task) -> Shard:
-        reader = self._readers.get(task.kind)
+        evaluates = task.kind in ("EVALUATE", "VALIDATE")
+        held_out = self.spec.evaluation_dataset if evaluates else None
+        reader = self._readers.get(held_out is not None)
         if reader is None:
-            evaluation = task.kind in ("EVALUATE", "VALIDATE") and self.spec.evaluation_dataset is not None
-            dataset = self.spec.evaluation_dataset if evaluation else self.spec.dataset
-            assert dataset is not None
-            reader = self._readers[task.kind] = open_dataset(dataset)
-        return reader.read(task.file, task.first, task.count, task.offset, task.stamp)
+            reader = self._readers[held_out is not None] = open_dataset(held_out or self.spec.dataset, self.spec.seed)
+        with reading(EVALUATION if evaluates else task.epoch):
+            return reader.read(task.file, task.first, task.count, task.offset, task.stamp)
 
     def minibatch(self, loaded: LoadedTask, number: int) -> Records:
         """Minibatch `number` of a task, in the order of (seed, epoch, task)."""
