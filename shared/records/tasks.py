@@ -44,9 +44,8 @@ class Task(Record):
     METRICS, the number of the evaluation.
 
     `timeline`: the job's when the task was dispatched; reports carry it back. `index`: position in `stream` (of `stream_length` tasks) in
-    this epoch. `offset`: the byte at which record `first` starts, if the format has lines. `stamp`: what the file was when its records
-    were counted (shared/storage/stamps.py). `alone`: a process has died at this task, so its records are read while the trainer computes
-    nothing: if it dies again, the cause is known.
+    this epoch. `offset`: the byte at which record `first` starts, if the format has lines. `alone`: a process has died at this task, so
+    its records are read while the trainer computes nothing: if it dies again, the cause is known.
     """
 
     task_id: str
@@ -60,7 +59,10 @@ class Task(Record):
     first: int = 0
     count: int = 0
     offset: int | None = None
-    stamp: str = ""
+    stamp: str = Field(
+        default="",
+        description="What the file was when its records were counted: its size, and a digest of its content or its ETag; empty: that is not known.",
+    )
     timeline: int = 0
     alone: bool = False
 

@@ -7,6 +7,7 @@ shard.minibatch(indices) ──iterate──► records (dicts) for the user's c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -146,7 +147,7 @@ def as_column(values: list[Any]) -> Column:
     """An array if all values are numbers, or arrays of numbers, of one shape; a list of arrays if their shapes differ; else the list as
     it is. Python's numbers get the dtype that shared/datasets/numbers.py says, numpy's keep theirs. Raises Misfit if there is none.
     """
-    if not values or any(value is None or isinstance(value, str | bytes | Mapping) for value in values):
+    if not values or any(issubclass(kind, str | bytes | Mapping | NoneType) for kind in set(map(type, values))):
         return values
     try:
         dtype = common_dtype(values)
