@@ -44,8 +44,7 @@ class Task(Record):
     METRICS, the number of the evaluation.
 
     `timeline`: the job's when the task was dispatched; reports carry it back. `index`: position in `stream` (of `stream_length` tasks) in
-    this epoch. `offset`: the byte at which record `first` starts, if the format has lines. `alone`: a process has died at this task, so
-    its records are read while the trainer computes nothing: if it dies again, the cause is known.
+    this epoch. `offset`: the byte at which record `first` starts, if the format has lines.
     """
 
     task_id: str
@@ -64,7 +63,11 @@ class Task(Record):
         description="What the file was when its records were counted: its size, and a digest of its content or its ETag; empty: that is not known.",
     )
     timeline: int = 0
-    alone: bool = False
+    alone: bool = Field(
+        default=False,
+        description="A process has died at this task: its records are to be read while the trainer computes nothing, so that it is known at "
+        "what it dies if it dies again.",
+    )
 
 
 class AcquireTask(Record):
