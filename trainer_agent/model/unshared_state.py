@@ -90,8 +90,8 @@ class UnsharedState:
         for (full_name, module, name), kind in zip(self._shared, self._kinds, strict=True):
             buffer = getattr(module, name, None)
             if not isinstance(buffer, torch.Tensor) or (buffer.dtype, buffer.shape) != kind:
-                after = _told(*_kind(buffer)) if isinstance(buffer, torch.Tensor) else "no tensor"
-                return RESHAPED.format(name=full_name, before=_told(*kind), after=after)
+                found = _told(*_kind(buffer)) if isinstance(buffer, torch.Tensor) else "no tensor"
+                return RESHAPED.format(name=full_name, before=_told(*kind), after=found)
         for name, constant in self._constants.items():
             module, own = _home(self._model, name)
             buffer = getattr(module, own, None)

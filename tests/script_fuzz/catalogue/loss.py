@@ -110,7 +110,10 @@ LOSS = [
         "per sample",
         loss="g = torch.func.vmap(lambda row: model.first(row).tanh().sum())(batch['x'])\nvalue = value + 0.01 * g.pow(2).mean()",
     ),
-    Mutation("the batch changed in place", loss="batch['x'].mul_(0.5)\nbatch['y'].zero_()\nbatch['more'] = 1"),
+    Mutation(
+        "the batch changed in place",
+        loss="value = F.cross_entropy(model(batch['x'].mul_(0.5)), batch.pop('y'))\nbatch['more'] = 1",
+    ),
     Mutation(
         "the batch doubled",
         loss="value = F.cross_entropy(torch.cat([out, model(-batch['x'])]), torch.cat([batch['y'], batch['y']]))",
