@@ -28,7 +28,7 @@ _PLACE = "the job's queue and checkpoints are there"
 FIXED = {
     **dict.fromkeys(
         (
-            "dataset", "mode", "global_batch_size", "lanes", "seed", "records_per_task", "push_every", "pull_every",
+            "dataset", "mode", "global_batch_size", "lanes", "seed", "records_per_task", "drop_last", "push_every", "pull_every",
             "clip_grad_norm", "clip_lane_norm", "on_nonfinite", "threads_per_trainer", "device", "deterministic", "shuffle",
             "lr_staleness_modulation", "max_staleness", "lr_scale", "lr_base_batch_size", "precision", "schedule_per", "plateau_metric", "gradient_dtype", "parameter_dtype", "error_feedback",
         ),

@@ -37,6 +37,7 @@ class Config:
     restart_policy: str | None = None
     restart_delay_s: float | None = None
     records_per_task: int | None = None
+    drop_last: bool | None = None
     block_bytes: int | None = None
     slot_count: int | None = None
     push_every: int | None = None

@@ -44,7 +44,8 @@ class Task(Record):
     METRICS, the number of the evaluation.
 
     `timeline`: the job's when the task was dispatched; reports carry it back. `index`: position in `stream` (of `stream_length` tasks) in
-    this epoch. `offset`: the byte at which record `first` starts, if the format has lines.
+    this epoch. `offset`: the byte at which record `first` starts, if the format has lines. `stamp`: what the file was when its records
+    were counted (shared/storage/stamps.py).
     """
 
     task_id: str
@@ -58,6 +59,7 @@ class Task(Record):
     first: int = 0
     count: int = 0
     offset: int | None = None
+    stamp: str = ""
     timeline: int = 0
 
 

@@ -32,7 +32,7 @@ from trainer_agent.own_loop.autocast import enabled
 from trainer_agent.own_loop.grad_scaler import Scaling, unscale_for_kernel
 from trainer_agent.own_loop.gradients import check_none_is_left, forget_those_of_others, marks
 from trainer_agent.own_loop.places import GOES_ON, Place
-from trainer_agent.own_loop.prepared import Prepared, check, check_loss
+from trainer_agent.own_loop.prepared import Prepared, check, check_loss, is_function
 
 CLOSE_S = 5.0
 
@@ -265,7 +265,8 @@ class OwnLoop:
             raise RuntimeError("trireme.prepare was called twice; a script trains one model")
         check(parts)
         self._prepared = parts
-        self._take_over(parts.optimizer, parts.hooks.get("scheduler"))
+        scheduler = parts.hooks.get("scheduler")
+        self._take_over(parts.optimizer, None if is_function(scheduler) else scheduler)
         self._hand_over(Place.PREPARED)
         for device in {parameter.device for parameter in parts.model.parameters() if parameter.is_cuda}:
             torch.cuda.set_device(device)  # of this thread, so that the script's `.cuda()` means the same

@@ -27,6 +27,7 @@ from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.records import JobSpec
 from shared.records.datasets import Dataset
 from trainer_agent.script.sample_records import first_records
+from trainer_agent.script.steps import UNCOUNTED, JobSteps, telling
 from trainer_agent.script.user_module import UserModule, load
 
 if TYPE_CHECKING:
@@ -98,14 +99,17 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
     from trainer_agent.model.schedule import check_plateau_metric  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.model.torch_compute import TorchCompute  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.own_loop.gradients import notices  # noqa: PLC0415  torch only when it is needed
+    from trainer_agent.script.twice import Twice  # noqa: PLC0415  torch only when it is needed
 
     spec = _spec(user, dataset, evaluation, settings)
-    with ThreadPoolExecutor(1, "compute") as executor:
+    made_up = JobSteps(UNCOUNTED, spec.epochs, counted=False)
+    with ThreadPoolExecutor(1, "compute") as executor, telling(lambda: made_up):
         compute = executor.submit(TorchCompute, user, spec, executor).result()
-        minibatch = first_records(dataset, spec.minibatch_size, spec.seed)
+        twice = Twice(user.path, spec, compute)
+        minibatch = twice.records("dataset()", lambda: first_records(dataset, spec.minibatch_size, spec.seed))
         compute.begin_step()
         with _doing("the first minibatch"):
-            asyncio.run(_with_rows(compute, lambda: _gradient(compute, minibatch)))
+            twice.minibatch(lambda: asyncio.run(_with_rows(compute, lambda: _gradient(compute, minibatch))))
         if evaluation is not None:
             held_out = first_records(evaluation, spec.minibatch_size, spec.seed)
             with _doing("the first minibatch of the evaluation"):
@@ -118,9 +122,8 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
     if (loop := user.loop) is not None:
         kinds = {"scales": loop.scaling.is_used, "changes": loop.changes_gradients}
         of_loop = notices(**kinds, lanes=spec.lanes, tables=bool(layout.tables))
-    notice = "\n".join(
-        filter(None, (compute.started.sentence, sentence(spec), compute.minibatch.modes.notice, *of_loop))
-    )
+    sentences = compute.started.sentence, sentence(spec), compute.minibatch.modes.notice, *of_loop, *twice.notices
+    notice = "\n".join(filter(None, sentences))
     tables = [table.model_dump(mode="json") for table in layout.tables]
     model = {"tensors": tensors, "optimizer": layout.optimizer.model_dump(mode="json"), "tables": tables}
     return ({"notice": notice} if notice else {}) | {"model": model}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from master_service.core.queue.file_table import FileTable
+from master_service.core.queue.task_sizes import TaskSizes
 from master_service.storage.counting import count_records
 from shared.datasets.random_state import START_SEED, seed_everything, seeded
 from shared.evaluations import Evaluation, Patience, better, patience_after
@@ -23,23 +24,21 @@ from trainer_agent.model.schedule import check_plateau_metric
 from trainer_agent.model.watch.modes import evaluating
 from trainer_agent.script.user_module import UserModule
 from trireme.plain.minibatches import batch_of
-
-if TYPE_CHECKING:
-    from trireme.plain import PlainResult
+from trireme.plain.result import PlainResult
 
 
 def evaluate(
     user: UserModule, spec: JobSpec, dataset: Dataset, model: nn.Module, device: torch.device
 ) -> dict[str, float]:
     """Task by task, as trainers do it, so the numbers are the same. The model's buffers stay as they are."""
-    reader, table = open_dataset(dataset, spec.seed), count_records(dataset, spec.task_records, seed=spec.seed)
+    reader, table = open_dataset(dataset, spec.seed), count_records(dataset, TaskSizes.evaluated(spec), seed=spec.seed)
     size = spec.minibatch_size
     buffers = [buffer.clone() for buffer in model.buffers()]
     total = EvaluationSums()
     with evaluating(model), torch.no_grad():
         for task in range(table.tasks):
             place = table.locate(task)
-            shard = reader.read(place.file, place.first, place.count, place.offset)
+            shard = reader.read(place.file, place.first, place.count, place.offset, place.stamp)
             sums: dict[str, float] = {}
             for number in range(minibatches_in(place.count, size)):
                 seed_everything(evaluation_seed(spec.seed, task, number))

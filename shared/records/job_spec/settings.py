@@ -102,6 +102,10 @@ class JobSettings(Record):
         description="A dead trainer or parameter server is started again after so many seconds at the earliest.",
     )
     records_per_task: int | None = Field(default=None, ge=1, lt=2**63)
+    drop_last: bool = Field(
+        default=False,
+        description="A minibatch that would be short, at the end of a file, is not trained; the number of records left out is told.",
+    )
     block_bytes: int = Field(default=1 << 20, ge=256, le=64 << 20)
     slot_count: int = Field(default=1024, ge=128, le=1024)
     push_every: int = Field(default=1, ge=1, lt=2**63)
@@ -293,6 +297,12 @@ class JobSettings(Record):
         if self.mode is Mode.SYNC and self.global_batch_size % self.lanes:
             msg = f"global_batch_size {self.global_batch_size} is not a multiple of lanes {self.lanes}: lanes take equal shares"
             raise ValueError(msg)
+        if self.drop_last and self.records_per_task is not None and self.records_per_task % self.minibatch_size:
+            msg = (
+                f"drop_last is set, and records_per_task {self.records_per_task} is not a multiple of the {self.minibatch_size} records of a "
+                "minibatch, so each task would lose some; leave records_per_task out, or give a multiple"
+            )
+            raise ValueError(msg)
         for name, value, default in (
             ("checkpoint_kind", self.checkpoint_kind, "coordinated"),
             ("skip_after_seconds", self.skip_after_seconds, None),
@@ -383,11 +393,6 @@ class JobSettings(Record):
     @property
     def streams(self) -> int:
         return self.lanes if self.mode is Mode.SYNC else 1
-
-    @property
-    def task_records(self) -> int:
-        """Records per task: as given, else 16 minibatches."""
-        return self.records_per_task or 16 * self.minibatch_size
 
 
 class JobSpec(JobSettings):
