@@ -131,7 +131,7 @@ class MinibatchRunner:
         self.modes.set_training()
         with collected() as self.logged:
             batch = self._batch(records) if ready is None else ready.batch.begin(self.logged)
-            self._unshared.begin(again=self._user.loop is not None)
+            self._unshared.begin(current if self._device.type == "cpu" else None, again=self._user.loop is not None)
             with self._forward():
                 found = self._guard.call("loss", self._model, batch)
         loss = checked_loss(self._user, found)
@@ -197,7 +197,8 @@ class MinibatchRunner:
 
     def warnings(self) -> tuple[str, ...]:
         """What the user should hear of the minibatches since the last call."""
-        return (*self._without.told(), *self.averaged.told())
+        of_loop = () if self._user.loop is None else self._user.loop.told()
+        return (*self._without.told(), *self.averaged.told(), *of_loop)
 
     def check_gradients(self) -> None:
         """Of the last backward. Raises NonFiniteError, which names a parameter."""
@@ -218,7 +219,7 @@ class MinibatchRunner:
     def _between_passes(self, current: Vector) -> None:
         """What the script does between two batches sees buffers and parameters of `current`."""
         self.buffers.load(current)
-        self._unshared.begin()
+        self._unshared.begin(current if self._device.type == "cpu" else None)
         self._guard.begin()
         self._unshared.check(self._user)
 
