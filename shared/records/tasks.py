@@ -267,8 +267,7 @@ class MetricBatch(Record):
     """`lane_s`: how many seconds a lane's minibatch takes at this trainer; null: not known, or asynchronous. `least_lane_s`: it takes
     at least so long, which is all that lanes without records tell. `times`: null if it ended no step since its report before. `whole`
     (synchronous): the owner of lane 0 reports steps of all lanes, in order. `lost_before`: the results of steps before this one are kept
-    nowhere. `store`: the answer waits until the metrics are stored. `warnings`: sentences for the user, which become events of the job, each
-    once."""
+    nowhere. `store`: the answer waits until the metrics are stored."""
 
     trainer: str
     steps: tuple[StepMetrics, ...]
@@ -278,7 +277,12 @@ class MetricBatch(Record):
     whole: bool = False
     lost_before: Int64 | None = None
     store: bool = False
-    warnings: Annotated[tuple[Message, ...], Field(max_length=MOST_WARNINGS)] = ()
+    warnings: Annotated[
+        tuple[Message, ...],
+        Field(
+            max_length=MOST_WARNINGS, description="Sentences for the user; they become events of the job, each once."
+        ),
+    ] = ()
 
 
 class MetricsTaken(Record):

@@ -196,6 +196,8 @@ def _train(user: UserModule, spec: JobSpec, table: FileTable, report: Any) -> Pl
             unshared.begin()
             guard.begin()
             unshared.check(user)
+            for warning in () if user.loop is None else user.loop.told():
+                report(warning)
             schedule.before_step(BeforeStep(epoch > 0 and number == 0, evaluations.plateau_value))
             seed_everything(step_seed(spec.seed, result.steps, 0))
             modes.set_training()
