@@ -6,6 +6,7 @@ acquire ─► Task | end     read ─► LoadedTask ──minibatch(number)─�
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,8 +59,18 @@ class LoadedTask:
 class TaskSource:
     """All of it is retried until the master or the reader answers."""
 
-    def __init__(self, spec: JobSpec, master: MasterPort, trainer: str, offload: Offload) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        master: MasterPort,
+        trainer: str,
+        offload: Offload,
+        warn: Callable[[str], object] = log.info,
+    ) -> None:
+        """`warn`: tells the user a sentence."""
         self.spec, self.trainer = spec, trainer
+        self._warn = warn
+        self._changed = deque[str]()  # what readers, in their threads, say of files that are trained all the same
         self._master, self.offload = master, offload
         self._readers: dict[bool, Blaming] = {}  # of the records that are held out, and of the others
 
@@ -124,7 +135,10 @@ class TaskSource:
         backoff = Backoff(f"reading {described(task)}", READ_LIMIT_S)
         while True:
             try:
-                return await self.offload(self._read, task)
+                shard = await self.offload(self._read, task)
+                while self._changed:
+                    self._warn(self._changed.popleft())
+                return shard
             except DatasetError as error:
                 if error.__cause__ is not None:
                     error.details["traceback"] = traceback_of(error.__cause__, Path(self.spec.script).parent)
@@ -140,7 +154,11 @@ class TaskSource:
         held_out = self.spec.evaluation_dataset if evaluates else None
         reader = self._readers.get(held_out is not None)
         if reader is None:
-            reader = self._readers[held_out is not None] = open_dataset(held_out or self.spec.dataset, self.spec.seed)
+            reader = self._readers[held_out is not None] = open_dataset(
+                held_out or self.spec.dataset,
+                self.spec.seed,
+                self._changed.append if self.spec.changed_files == "report" else None,
+            )
         with reading(EVALUATION if evaluates else task.epoch):
             return reader.read(task.file, task.first, task.count, task.offset, task.stamp)
 
