@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,9 +63,18 @@ class TaskSource:
     """All of it is retried until the master or the reader answers. `alone`: runs work while nothing is computed; None: as `offload`."""
 
     def __init__(
-        self, spec: JobSpec, master: MasterPort, trainer: str, offload: Offload, alone: Offload | None = None
+        self,
+        spec: JobSpec,
+        master: MasterPort,
+        trainer: str,
+        offload: Offload,
+        alone: Offload | None = None,
+        warn: Callable[[str], object] = log.info,
     ) -> None:
+        """`warn`: tells the user a sentence."""
         self.spec, self.trainer = spec, trainer
+        self._warn = warn
+        self._changed = deque[str]()  # what readers, in their threads, say of files that are trained all the same
         self._master, self.offload, self._alone = master, offload, alone or offload
         self._readers: dict[bool, Blaming] = {}  # of the records that are held out, and of the others
 
@@ -130,7 +140,10 @@ class TaskSource:
         offload = self._alone if task.alone else self.offload
         while True:
             try:
-                return await offload(self._read, task)
+                shard = await offload(self._read, task)
+                while self._changed:
+                    self._warn(self._changed.popleft())
+                return shard
             except DatasetError as error:
                 if error.__cause__ is not None:
                     error.details["traceback"] = traceback_of(error.__cause__, Path(self.spec.script).parent)
@@ -155,7 +168,9 @@ class TaskSource:
         if reader is None:
             dataset = self.spec.evaluation_dataset if held_out else self.spec.dataset
             assert dataset is not None
-            reader = self._readers[held_out] = open_dataset(dataset, self.spec.seed)
+            reader = self._readers[held_out] = open_dataset(
+                dataset, self.spec.seed, self._changed.append if self.spec.changed_files == "report" else None
+            )
         return reader
 
     def _read(self, task: Task) -> Shard:

@@ -184,7 +184,10 @@ def _train(user: UserModule, spec: JobSpec, table: FileTable, report: Any) -> Pl
         parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
         for parameter in trained.values()
     ]
-    result, reader = PlainResult(model, optimizer, tables), open_dataset(spec.dataset, spec.seed)
+    result, reader = (
+        PlainResult(model, optimizer, tables),
+        open_dataset(spec.dataset, spec.seed, report if spec.changed_files == "report" else None),
+    )
     progress = ProgressLines(spec, table.records, report)
     watch = Watch(lambda: snapshot(user.path, {"the model": model, **made_objects()}))
     evaluations = Evaluations(user, spec, table, device, report)

@@ -30,7 +30,10 @@ def evaluate(
     user: UserModule, spec: JobSpec, dataset: Dataset, model: nn.Module, device: torch.device
 ) -> dict[str, float]:
     """Task by task, as trainers do it, so the numbers are the same. The model's buffers stay as they are."""
-    reader, table = open_dataset(dataset, spec.seed), count_records(dataset, TaskSizes.evaluated(spec), seed=spec.seed)
+    reader, table = (
+        open_dataset(dataset, spec.seed),
+        count_records(dataset, TaskSizes.evaluated(spec), seed=spec.seed),
+    )
     size = spec.minibatch_size
     buffers = [buffer.clone() for buffer in model.buffers()]
     total = EvaluationSums()

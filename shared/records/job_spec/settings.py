@@ -17,6 +17,7 @@ from shared.records.job_spec.choices import (
     RENAMED,
     SNAPSHOT_BYTES,
     Backend,
+    ChangedFiles,
     Dispatch,
     EvaluateEvery,
     JobTask,
@@ -160,6 +161,7 @@ class JobSettings(Record):
     max_task_failures: int = Field(default=3, ge=1, lt=2**63)
     max_discarded_fraction: float = Field(default=0.01, ge=0, le=1)
     max_user_failures: int = Field(default=3, ge=1, lt=2**63)
+    changed_files: ChangedFiles = "fail"
     checkpoint_every_steps: int | None = Field(default=None, ge=1, lt=2**63)
     checkpoint_every_epochs: int | None = Field(default=1, ge=1, lt=2**63)
     keep_checkpoints: int = Field(default=2, ge=1, le=100)
