@@ -146,10 +146,9 @@ class MinibatchRunner:
             loss_to_report = loss_to_report.clone()
         self._takes_at_end = self._user.loop is not None or self._has_later_hooks()
         stepped = self._guard.run(loss)
-        if self._user.loop is not None:
-            self._unshared.check(self._user)
-            if not stepped:
-                raise LeftOutError
+        self._unshared.check(self._user)  # hooks run in backward, and a loop goes on to its step
+        if not stepped:
+            raise LeftOutError
         if self._takes_at_end:
             self._take_gradients()
         else:

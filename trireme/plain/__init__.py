@@ -216,8 +216,7 @@ def _train(user: UserModule, spec: JobSpec, table: FileTable, report: Any) -> Pl
                 modes.check(user)
                 to_report = guard.reported(loss).detach().clone()
                 stepped = guard.run(loss)
-                if user.loop is not None:
-                    unshared.check(user)
+                unshared.check(user)
             rows = recorded.lane_rows(len(minibatch), guard.row_factor)
             error = _nonfinite(spec, to_report, trained, tables.gradients(rows)) if stepped else LeftOutError()
             if error is None:
