@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from shared.blocks.buffer_mean import bits_of
 from trainer_agent.model.flat import Plan, Vector
-from trainer_agent.model.unshared_state import FIRST_LOOKS, LOOK_EVERY
+from trainer_agent.model.watch.unshared_state import FIRST_LOOKS, LOOK_EVERY
 
 STATISTICS = ("running_mean", "running_var")  # layers that are written like BatchNorm
 WARNING = (
