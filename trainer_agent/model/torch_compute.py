@@ -39,9 +39,8 @@ from trainer_agent.model.minibatch import MinibatchRunner
 from trainer_agent.model.optimizer.block_states import BlockStates
 from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.send_buffers import SendBuffers
-from trainer_agent.model.unshared_state import constants_of
 from trainer_agent.model.watch.backward_guard import UserCode
-from trainer_agent.own_loop.turns import OwnLoop
+from trainer_agent.model.watch.unshared_state import constants_of
 from trainer_agent.start_values.load import start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
 from trainer_agent.tables.files import StoredTable, StoredTables
@@ -122,18 +121,7 @@ class TorchCompute:
             limit=self._limit,
             any_norm=not self._finite,
         )
-        self.minibatch = MinibatchRunner(
-            user,
-            self.model,
-            self.plan,
-            self._parameters,
-            self.optimizer,
-            spec.clip_lane_norm,
-            lanes=spec.lanes if spec.mode is Mode.SYNC else spec.push_every,
-            finite=self._finite,
-            counts=spec.mode is Mode.ASYNC,
-            precision=spec.precision,
-        )
+        self.minibatch = MinibatchRunner(user, self.model, self.plan, self._parameters, self.optimizer, spec)
         self.initial_lane_zero()
 
     def __repr__(self) -> str:
@@ -381,11 +369,8 @@ class TorchCompute:
     async def finish(self) -> None:
         if self._user.loop is not None:
             self.is_finished = True
-            await self._in_thread(self._finish, self._user.loop)
-
-    def _finish(self, loop: OwnLoop) -> None:
-        self.minibatch.release()
-        loop.end()
+            self.minibatch.release()
+            await self._in_thread(self._user.loop.end)
 
     def close(self) -> None:
         """The script ends, if it still waits."""

@@ -98,7 +98,6 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
     from trainer_agent.model.optimizer.rate_scale import sentence  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.model.schedule import check_plateau_metric  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.model.torch_compute import TorchCompute  # noqa: PLC0415  torch only when it is needed
-    from trainer_agent.own_loop.gradients import notices  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.script.twice import Twice  # noqa: PLC0415  torch only when it is needed
 
     spec = _spec(user, dataset, evaluation, settings)
@@ -117,13 +116,8 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
                 metrics = asyncio.run(compute.metrics(sums))
             check_plateau_metric(spec, metrics)
     tensors = tensors_of(compute.model, groups_of(compute.optimizer))
+    notice = "\n".join(filter(None, (compute.started.sentence, sentence(spec), *twice.notices)))
     layout = compute.layout
-    of_loop = []
-    if (loop := user.loop) is not None:
-        kinds = {"scales": loop.scaling.is_used, "changes": loop.changes_gradients}
-        of_loop = notices(**kinds, lanes=spec.lanes, tables=bool(layout.tables))
-    sentences = compute.started.sentence, sentence(spec), compute.minibatch.modes.notice, *of_loop, *twice.notices
-    notice = "\n".join(filter(None, sentences))
     tables = [table.model_dump(mode="json") for table in layout.tables]
     model = {"tensors": tensors, "optimizer": layout.optimizer.model_dump(mode="json"), "tables": tables}
     return ({"notice": notice} if notice else {}) | {"model": model}

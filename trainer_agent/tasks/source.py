@@ -61,7 +61,7 @@ class TaskSource:
     def __init__(self, spec: JobSpec, master: MasterPort, trainer: str, offload: Offload) -> None:
         self.spec, self.trainer = spec, trainer
         self._master, self.offload = master, offload
-        self._readers: dict[bool, Blaming] = {}  # of the records that are held out, and of the others
+        self._readers: dict[str, Blaming] = {}
 
     async def acquire(
         self,
@@ -138,9 +138,10 @@ class TaskSource:
     def _read(self, task: Task) -> Shard:
         evaluates = task.kind in ("EVALUATE", "VALIDATE")
         held_out = self.spec.evaluation_dataset if evaluates else None
-        reader = self._readers.get(held_out is not None)
+        kind = "TRAIN" if held_out is None else "EVALUATE"
+        reader = self._readers.get(kind)
         if reader is None:
-            reader = self._readers[held_out is not None] = open_dataset(held_out or self.spec.dataset, self.spec.seed)
+            reader = self._readers[kind] = open_dataset(held_out or self.spec.dataset, self.spec.seed)
         with reading(EVALUATION if evaluates else task.epoch):
             return reader.read(task.file, task.first, task.count, task.offset, task.stamp)
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from shared.blocks.buffer_mean import bits_of, is_statistic
 from trainer_agent.model.flat import Plan, Vector
-from trainer_agent.model.unshared_state import FIRST_LOOKS, LOOK_EVERY
+from trainer_agent.model.watch.unshared_state import FIRST_LOOKS, LOOK_EVERY
 
 WARNING = (
     "the buffer {name} differs between lanes, and a step takes its mean over the lanes, weighted by their records. That is right for running "
