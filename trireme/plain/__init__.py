@@ -46,6 +46,7 @@ from trainer_agent.model.watch.backward_guard import BackwardGuard
 from trainer_agent.model.watch.modes import Modes
 from trainer_agent.model.watch.own_state import Watch
 from trainer_agent.model.watch.unshared_state import UnsharedState
+from trainer_agent.own_loop.gradients import BUFFERS
 from trainer_agent.script.steps import JobSteps, telling
 from trainer_agent.script.user_module import UserModule
 from trainer_agent.start_values.load import load_start_values
@@ -185,7 +186,7 @@ def _train(user: UserModule, spec: JobSpec, table: FileTable, report: Any) -> Pl
     ]
     result, reader = PlainResult(model, optimizer, tables), open_dataset(spec.dataset, spec.seed)
     progress = ProgressLines(spec, table.records, report)
-    watch = Watch(user.path, model)
+    watch, told_of_buffers = Watch(user.path, model), False
     evaluations = Evaluations(user, spec, table, device, report)
     for epoch in range(spec.epochs):
         loss_sum, records, trained_records = 0.0, 0, 0
@@ -195,6 +196,9 @@ def _train(user: UserModule, spec: JobSpec, table: FileTable, report: Any) -> Pl
             unshared.begin()
             guard.begin()
             unshared.check(user)
+            if user.loop is not None and user.loop.undone_buffer and not told_of_buffers:
+                told_of_buffers = True
+                report(BUFFERS.format(name=user.loop.undone_buffer))
             schedule.before_step(BeforeStep(epoch > 0 and number == 0, evaluations.plateau_value))
             seed_everything(step_seed(spec.seed, result.steps, 0))
             modes.set_training()
