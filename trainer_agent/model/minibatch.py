@@ -34,6 +34,7 @@ from trainer_agent.model.watch.averaged_buffers import AveragedBuffers
 from trainer_agent.model.watch.backward_guard import BackwardGuard, UserCode
 from trainer_agent.model.watch.missing_gradients import MissingGradients
 from trainer_agent.model.watch.modes import Modes, evaluating
+from trainer_agent.model.watch.own_state import Watch
 from trainer_agent.model.watch.unshared_state import UnsharedState, digest
 from trainer_agent.own_loop.gradients import notices
 
@@ -72,7 +73,7 @@ class MinibatchRunner:
         self._missing: list[int] | None = None  # by block: gradients not made yet; None: not counted in this backward
         self._may_overlap = False
         self._guard = BackwardGuard(user)
-        self._told = set[str]()
+        self._told, self._own_state = set[str](), Watch(user.path, model)
         self._modules = list(model.modules())
         self.modes = Modes(model, own_loop=user.loop is not None)
         self._sums: dict[int, torch.Tensor] = {}  # by parameter: digests of views, where it is looked
@@ -144,10 +145,9 @@ class MinibatchRunner:
             loss_to_report = loss_to_report.clone()
         self._takes_at_end = self._user.loop is not None or self._has_later_hooks()
         stepped = self._guard.run(loss)
-        if self._user.loop is not None:
-            self._unshared.check(self._user)
-            if not stepped:
-                raise LeftOutError
+        self._unshared.check(self._user)  # hooks run in backward, and a loop goes on to its step
+        if not stepped:
+            raise LeftOutError
         if self._takes_at_end:
             self._take_gradients()
         else:
@@ -201,13 +201,14 @@ class MinibatchRunner:
             found = notices(
                 scales=loop.scaling.is_used,
                 changes=loop.changes_gradients,
+                buffer=loop.undone_buffer,
                 lanes=self._lanes,
                 tables=bool(self._plan.layout.tables),
             )
+        found = [*found, self._own_state.after_minibatch()]
         new = [text for text in found if text and text not in self._told]
         self._told.update(new)
-        of_loop = () if loop is None else loop.told()
-        return (*new, *self._without.told(), *self.averaged.told(), *of_loop)
+        return (*new, *self._without.told(), *self.averaged.told())
 
     def check_gradients(self) -> None:
         """Of the last backward. Raises NonFiniteError, which names a parameter."""

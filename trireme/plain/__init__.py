@@ -24,7 +24,6 @@ from master_service.core.queue.streams import Streams
 from master_service.core.queue.task_sizes import TaskSizes
 from master_service.core.state.series import Value
 from master_service.storage.counting import count_records
-from shared.datasets.in_code import made_objects
 from shared.datasets.random_state import START_SEED, drawing, seed_everything
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.lanes import step_seed
@@ -45,8 +44,9 @@ from trainer_agent.model.optimizer import rate_scale
 from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.watch.backward_guard import BackwardGuard
 from trainer_agent.model.watch.modes import Modes
+from trainer_agent.model.watch.own_state import Watch
 from trainer_agent.model.watch.unshared_state import UnsharedState
-from trainer_agent.script.own_state import Watch, snapshot
+from trainer_agent.own_loop.gradients import BUFFERS
 from trainer_agent.script.steps import JobSteps, telling
 from trainer_agent.script.user_module import UserModule
 from trainer_agent.start_values.load import load_start_values
@@ -189,7 +189,7 @@ def _train(user: UserModule, spec: JobSpec, table: FileTable, report: Any) -> Pl
         open_dataset(spec.dataset, spec.seed, report if spec.changed_files == "report" else None),
     )
     progress = ProgressLines(spec, table.records, report)
-    watch = Watch(lambda: snapshot(user.path, {"the model": model, **made_objects()}))
+    watch, told_of_buffers = Watch(user.path, model), False
     evaluations = Evaluations(user, spec, table, device, report)
     for epoch in range(spec.epochs):
         loss_sum, records, trained_records = 0.0, 0, 0
@@ -199,8 +199,9 @@ def _train(user: UserModule, spec: JobSpec, table: FileTable, report: Any) -> Pl
             unshared.begin()
             guard.begin()
             unshared.check(user)
-            for warning in () if user.loop is None else user.loop.told():
-                report(warning)
+            if user.loop is not None and user.loop.undone_buffer and not told_of_buffers:
+                told_of_buffers = True
+                report(BUFFERS.format(name=user.loop.undone_buffer))
             schedule.before_step(BeforeStep(epoch > 0 and number == 0, evaluations.plateau_value))
             seed_everything(step_seed(spec.seed, result.steps, 0))
             modes.set_training()
@@ -219,8 +220,7 @@ def _train(user: UserModule, spec: JobSpec, table: FileTable, report: Any) -> Pl
                 modes.check(user)
                 to_report = guard.reported(loss).detach().clone()
                 stepped = guard.run(loss)
-                if user.loop is not None:
-                    unshared.check(user)
+                unshared.check(user)
             rows = recorded.lane_rows(len(minibatch), guard.row_factor)
             error = _nonfinite(spec, to_report, trained, tables.gradients(rows)) if stepped else LeftOutError()
             if error is None:
@@ -244,7 +244,7 @@ def _train(user: UserModule, spec: JobSpec, table: FileTable, report: Any) -> Pl
             else:
                 raise user.error_of(error)
             if told := watch.after_minibatch():
-                report(told)
+                report(f"warning: {told}")
             schedule.after_step()
             records += len(minibatch)
             result.steps += 1
