@@ -16,7 +16,7 @@ from shared.errors import InvalidArgument, UserCodeError
 from shared.records import JobSpec, Mode
 from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.optimizer import rate_scale
-from trainer_agent.script.steps import known_steps
+from trainer_agent.own_loop.job_steps import known_steps
 
 Guard = Callable[..., Any]
 

@@ -21,9 +21,7 @@ import torch
 from torch import nn
 
 from master_service.core.queue.epoch_order import EpochOrder
-from master_service.core.queue.epoch_plan import news_of, plan_of
 from master_service.core.queue.file_table import FileTable
-from master_service.core.queue.streams import Streams
 from master_service.core.queue.task_sizes import TaskSizes
 from master_service.core.state.series import Series, Value
 from master_service.storage.counting import count_records
@@ -32,7 +30,7 @@ from shared.evaluations import Evaluation, Patience, better, patience_after
 from shared.lanes import step_seed
 from shared.logged_metrics import Logged, add, collected, loss_in, metrics_beside
 from shared.metric_names import LOSS
-from shared.records import EvaluationSums, JobSpec, TaskKind
+from shared.records import EvaluationSums, JobSpec
 from shared.records.datasets import Dataset
 from shared.records.job_spec import Precision
 from shared.records.tasks import BestEvaluation
@@ -55,13 +53,14 @@ from trainer_agent.model.flat import checked_model, plan, trained_parameters
 from trainer_agent.model.minibatch import BackwardGuard, means_of, on_device, sums_of
 from trainer_agent.model.optimizer import rate_scale
 from trainer_agent.model.schedule import Schedule, check_plateau_metric
-from trainer_agent.script.steps import JobSteps, telling
+from trainer_agent.own_loop.job_steps import JobSteps, telling
 from trainer_agent.script.user_module import UserModule
 from trainer_agent.start_values.load import load_start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
 from trainer_agent.tables.files import StoredTable, write_tables
 from trainer_agent.tables.one_lane import OneLane
 from trireme import settings
+from trireme.plain.counted import Counted, count
 from trireme.plain.progress_lines import ProgressLines
 from trireme.view.chart import show_chart
 
@@ -159,16 +158,12 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     if spec.lanes != 1:
         raise InvalidArgument(f"plain training has one lane, the spec has {spec.lanes}", hint="set lanes=1")
     torch.set_num_threads(spec.threads_per_trainer)
-    table = count_records(spec.dataset, TaskSizes.of(spec))
-    streams = Streams(TaskKind.TRAIN, table, 1, spec.seed, spec.shuffle, spec.minibatch_size)
-    epoch_plan = plan_of(spec, streams)
-    for event in news_of(spec, table, epoch_plan):
-        report(event.message)
-    with telling(lambda: JobSteps(epoch_plan.steps, spec.epochs)):
-        return _train(user, spec, table, report)
+    counted = count(spec, report)
+    with telling(lambda: JobSteps(counted.steps, spec.epochs)):
+        return _train(user, spec, counted, report)
 
 
-def _train(user: UserModule, spec: JobSpec, table: FileTable, report: Any) -> PlainResult:
+def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> PlainResult:
     device = device_of(spec.device, deterministic=spec.deterministic)
     torch.manual_seed(spec.seed)
     model = checked_model(user.call("model"))
@@ -201,12 +196,12 @@ def _train(user: UserModule, spec: JobSpec, table: FileTable, report: Any) -> Pl
         for parameter in trained.values()
     ]
     result = PlainResult(model, optimizer, tables)
-    progress = ProgressLines(spec, table.records, report)
-    evaluations = _Evaluations(user, spec, table, device, report)
+    progress = ProgressLines(spec, counted.table.records, report)
+    evaluations = _Evaluations(user, spec, counted.steps, device, report)
     for epoch in range(spec.epochs):
         loss_sum, records, trained_records = 0.0, 0, 0
         sums: dict[str, Logged] = {}
-        for number, minibatch in enumerate(epoch_minibatches(spec, table, epoch)):
+        for number, minibatch in enumerate(epoch_minibatches(spec, counted.table, epoch)):
             guard.begin()
             schedule.before_step(BeforeStep(epoch > 0 and number == 0, evaluations.plateau_value))
             seed_everything(step_seed(spec.seed, result.steps, 0))
@@ -338,9 +333,8 @@ class _Evaluations:
     """While the model trains, as `evaluate_every`, `keep_best` and `stop_early` say. `stopped`: training ends here. `plateau_value`: see
     BeforeStep.metric, for the next step."""
 
-    def __init__(self, user: UserModule, spec: JobSpec, table: FileTable, device: torch.device, report: Any) -> None:
+    def __init__(self, user: UserModule, spec: JobSpec, per_epoch: int, device: torch.device, report: Any) -> None:
         self._user, self._spec, self._device, self._report = user, spec, device, report
-        per_epoch = sum(minibatches_in(table.locate(task).count, spec.minibatch_size) for task in range(table.tasks))
         self._per_epoch, self._steps = per_epoch, per_epoch * spec.epochs
         self._patience: Patience | None = None
         self.stopped = False
