@@ -67,7 +67,7 @@ def test_short_steps_and_what_is_left_out_are_told_once_though_masters_change() 
             async with leading(cluster.master(name)) as master:
                 assert names(master).count("steps_are_short") == names(master).count("records_left_out") == 1
                 await asyncio.sleep(0.5)  # virtual: they are written
-        assert master.job.summary().records_left_out == 62
+                assert master.job.summary().records_left_out == 62
 
     run_virtually(main)
 
