@@ -19,6 +19,7 @@ import numpy as np
 
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.queue.task_sizes import TaskSizes
+from master_service.storage.heads import Heads
 from master_service.storage.partial_counts import Counter, PartialCounts
 from master_service.storage.record_offsets import count_framed
 from master_service.storage.task_starts import TaskStarts
@@ -26,7 +27,7 @@ from shared.datasets import npy
 from shared.datasets.custom_reader import load_custom
 from shared.datasets.in_code import count_object
 from shared.datasets.line_scan import Lines, RecordScanner, chunks, data_start, refuse_archive
-from shared.errors import DatasetError, NotFound, StorageUnreachable, TriremeError
+from shared.errors import DatasetError, NotFound, StorageUnreachable, TriremeError, is_interrupt
 from shared.records.datasets import (
     Bytes,
     Csv,
@@ -46,6 +47,7 @@ from shared.storage import files
 from shared.storage.compressed import scanning
 from shared.storage.dataset_files import files_of
 from shared.storage.image_listing import list_images
+from shared.storage.stamps import joined, stamp_of
 
 THREADS = 8
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -72,7 +74,8 @@ def count_records(
     if isinstance(dataset, Npy):
         _check_names(dataset, files)
     check = partial.check if partial is not None else lambda: None
-    count = _counter(dataset, sizes, check, beside)
+    heads = Heads(dataset)
+    count = _stamped(dataset, _counter(dataset, sizes, check, beside, heads))
     if partial is not None:
         partial.load()
     counted: list[TableFile] = []
@@ -87,6 +90,7 @@ def count_records(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    heads.check(counted)
     if isinstance(dataset, Npy) and dataset.aligned:
         counted = [_aligned(counted)]
     if not any(file.records for file in counted):
@@ -146,19 +150,41 @@ def _table_url(storage_url: str, digest: str) -> str:
     return files.join(storage_url, f"dataset-{digest}.json")
 
 
+def _stamped(dataset: Dataset, count: Counter) -> Counter:
+    """Files get the stamp that they had before their records were counted: one that is replaced meanwhile differs from it."""
+    if isinstance(dataset, MapStyle | IterableStyle | ImageFolder):
+        return count
+
+    def stamped(file: str) -> TableFile:
+        stamp = stamp_of(file) if not isinstance(dataset, Custom) else _stamp_if_file(file)
+        return replace(count(file), stamp=stamp)
+
+    return stamped
+
+
+def _stamp_if_file(url: str) -> str:
+    """What a user's reader is given may be anything."""
+    try:
+        return stamp_of(url)
+    except TriremeError:
+        return ""
+
+
 def _kept(partial: PartialCounts | None, count: Counter) -> Counter:
     return count if partial is None else lambda url: partial.counted(url, count)
 
 
-def _counter(dataset: Dataset, sizes: TaskSizes, check: Callable[[], None], beside: Path | None) -> Counter:
+def _counter(
+    dataset: Dataset, sizes: TaskSizes, check: Callable[[], None], beside: Path | None, heads: Heads
+) -> Counter:
     """`check` is called often, and raises when counting shall stop."""
     match dataset:
         case Parquet():
-            return lambda file: _count_or_empty(file, _count_parquet)
+            return lambda file: _count_or_empty(file, lambda file: _count_parquet(file, heads))
         case Bytes():
             return lambda file: _count_bytes(file, dataset)
         case Npy():
-            return lambda file: _count_or_empty(file, _count_npy)
+            return lambda file: _count_or_empty(file, lambda file: _count_npy(file, heads))
         case Custom():
             return _custom_counter(dataset, beside)
         case MapStyle() | IterableStyle():
@@ -166,9 +192,11 @@ def _counter(dataset: Dataset, sizes: TaskSizes, check: Callable[[], None], besi
         case TFRecord() | RecordIO() | WebDataset():
             return lambda file: count_framed(file, dataset, sizes, check)
         case HuggingFace():
-            return _count_arrow
+            return lambda file: _count_arrow(file, heads)
         case ImageFolder():
             return _count_images
+        case Csv():
+            return lambda file: _count_csv(file, dataset, sizes, check, heads)
         case _:
             return lambda file: _count_lines(file, dataset, sizes, check)
 
@@ -182,17 +210,28 @@ def _count_or_empty(file: str, count: Counter) -> TableFile:
         return TableFile(file, 0)
 
 
-def _count_parquet(file: str) -> TableFile:
+def _count_parquet(file: str, heads: Heads) -> TableFile:
     import pyarrow.parquet as pq  # noqa: PLC0415  only where it is needed
 
     with files.reading(file, "Parquet"), files.open_read(file) as source:
-        return TableFile(file, int(pq.read_metadata(source).num_rows))
+        footer = pq.read_metadata(source)
+        heads.arrow(file, footer.schema.to_arrow_schema())
+        return TableFile(file, int(footer.num_rows))
 
 
-def _count_arrow(file: str) -> TableFile:
+def _count_arrow(file: str, heads: Heads) -> TableFile:
     from shared.storage.arrow_file import read_table  # noqa: PLC0415  pyarrow only where it is needed
 
-    return TableFile(file, int(read_table(file).num_rows))
+    table = read_table(file)
+    heads.arrow(file, table.schema)
+    return TableFile(file, int(table.num_rows))
+
+
+def _count_csv(file: str, dataset: Csv, sizes: TaskSizes, check: Callable[[], None], heads: Heads) -> TableFile:
+    counted = _count_lines(file, dataset, sizes, check)
+    if counted.records:
+        heads.rows(file)
+    return counted
 
 
 def _count_images(root: str) -> TableFile:
@@ -238,13 +277,14 @@ def _check_names(dataset: Npy, files: list[str]) -> None:
         raise DatasetError(msg, hint="give one name, or with aligned=True one for each file", urls=list(dataset.urls))
 
 
-def _count_npy(file: str) -> TableFile:
+def _count_npy(file: str, heads: Heads) -> TableFile:
     with files.reading(file, ".npy"), files.open_read(file) as source:
         shape, _, dtype = npy.read_head(source)
         if not shape or dtype.hasobject:
             what = "a single number" if not shape else "Python objects"
             raise DatasetError(f"{file} holds {what}, not rows of numbers", hint="save an array of numbers", url=file)
-        return TableFile(file, int(shape[0]))
+    heads.array(file, shape, dtype)
+    return TableFile(file, int(shape[0]))
 
 
 def _aligned(files: list[TableFile]) -> TableFile:
@@ -252,7 +292,7 @@ def _aligned(files: list[TableFile]) -> TableFile:
         if file.records != files[0].records:
             msg = f"{file.path} has {file.records} rows, {files[0].path} has {files[0].records}, but aligned=True"
             raise DatasetError(msg, hint="aligned files have the same number of rows", url=file.path)
-    return files[0]
+    return replace(files[0], stamp=joined([file.stamp for file in files]))
 
 
 def _custom_counter(dataset: Custom, beside: Path | None) -> Counter:
@@ -261,7 +301,9 @@ def _custom_counter(dataset: Custom, beside: Path | None) -> Counter:
     def count(url: str) -> TableFile:
         try:
             records = int(reader.count(url))
-        except Exception as error:  # the user's code may raise anything
+        except BaseException as error:  # the user's code may raise anything
+            if is_interrupt(error):
+                raise
             msg = f"{dataset.reader}.count({url!r}) failed: {type(error).__name__}: {error}"
             raise DatasetError(msg, hint="fix the reader", url=url) from error
         if records < 0:

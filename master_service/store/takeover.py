@@ -19,7 +19,7 @@ from master_service.store import schema
 from master_service.store.first_write import write_first
 from master_service.store.writer import HeldLock
 from shared.checkpoints.stored import ELASTIC
-from shared.errors import Conflict, DatasetError, NotFound, StorageUnreachable
+from shared.errors import Conflict, DatasetError, NotFound, ResourceExhausted, StorageUnreachable
 from shared.etcd import Etcd, KeyValue, Put
 from shared.etcd.reading import must_read, read_below
 from shared.keys import Keys
@@ -148,6 +148,10 @@ async def _table(storage: JobStorage, source: Dataset, sizes: TaskSizes, digest:
             log.warning("file_table_missing", digest=digest, cause=error.message)
     try:
         table = await storage.count(source, sizes)
+    except (ResourceExhausted, StorageUnreachable) as error:
+        if digest:
+            raise StorageUnreachable(error.message, hint=error.hint) from error
+        raise DatasetError(error.message, hint=error.hint) from error
     except DatasetError as error:
         cause = error.__cause__
         if digest and isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError | NotADirectoryError):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.datasets.custom_reader import load_named
-from shared.errors import DatasetError
+from shared.errors import DatasetError, is_interrupt
 from shared.records.datasets import IterableStyle, MapStyle
 
 
@@ -17,7 +17,9 @@ def load_object(dataset: MapStyle | IterableStyle, beside: Path | None = None) -
     if isinstance(found, type) or (callable(found) and not all(hasattr(found, name) for name in needed)):
         try:
             found = found()
-        except Exception as error:  # the user's code may raise anything
+        except BaseException as error:  # the user's code may raise anything
+            if is_interrupt(error):
+                raise
             msg = f"{dataset.reader}() failed: {type(error).__name__}: {error}"
             raise DatasetError(msg, hint="correct the function that makes the dataset", url=dataset.reader) from error
     if not all(hasattr(found, name) for name in needed):
@@ -34,6 +36,8 @@ def count_object(dataset: MapStyle | IterableStyle, beside: Path | None = None) 
     found = load_object(dataset, beside)
     try:
         return len(found)
-    except Exception as error:  # the user's code may raise anything
+    except BaseException as error:  # the user's code may raise anything
+        if is_interrupt(error):
+            raise
         msg = f"{dataset.reader} has no length: {type(error).__name__}: {error}"
         raise DatasetError(msg, hint="give records=N", url=dataset.reader) from error

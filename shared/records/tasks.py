@@ -57,6 +57,10 @@ class Task(Record):
     first: int = 0
     count: int = 0
     offset: int | None = None
+    stamp: str = Field(
+        default="",
+        description="What the file was when its records were counted: its size, and a digest of its content or its ETag; empty: that is not known.",
+    )
     timeline: int = 0
 
 

@@ -25,8 +25,10 @@ from shared.records.datasets import (
     TFRecord,
     WebDataset,
 )
+from shared.storage.stamps import CountedFiles
 from trainer_agent.data.arrays import BytesReader, NpyReader
 from trainer_agent.data.collate import default_collate
+from trainer_agent.data.column_types import TypedByFirstRecord
 from trainer_agent.data.custom import CustomReader
 from trainer_agent.data.formats.frames import RecordIOReader, TFRecordReader
 from trainer_agent.data.formats.image_folder import ImageFolderReader
@@ -34,10 +36,11 @@ from trainer_agent.data.formats.in_code import IterableStyleReader, MapStyleRead
 from trainer_agent.data.formats.tars import WebDatasetReader
 from trainer_agent.data.lines import LineReader
 from trainer_agent.data.order import evaluation_seed, minibatch_indices, minibatches_in
-from trainer_agent.data.reader import Reader
+from trainer_agent.data.reader import Blaming, Reader
 from trainer_agent.data.shard import Minibatch, Shard
 
 __all__ = [
+    "Blaming",
     "Minibatch",
     "Reader",
     "Shard",
@@ -49,8 +52,15 @@ __all__ = [
 ]
 
 
-def open_dataset(dataset: Dataset) -> Reader:
+def open_dataset(dataset: Dataset) -> Blaming:
     """The reader of a dataset. Nothing is opened yet. Raises DatasetError if a Custom reader cannot be imported."""
+    reader = _reader_of(dataset)
+    if isinstance(dataset, Custom | MapStyle | IterableStyle):
+        reader = TypedByFirstRecord(dataset, reader)
+    return Blaming(reader, CountedFiles(dataset))
+
+
+def _reader_of(dataset: Dataset) -> Reader:
     match dataset:
         case Parquet():
             from trainer_agent.data.parquet import ParquetReader  # noqa: PLC0415  pyarrow only where it is needed

@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import islice
 
 from shared.datasets.custom_reader import load_custom
-from shared.errors import DatasetError
+from shared.errors import DatasetError, is_interrupt
 from shared.records.datasets import Custom
+from shared.storage.trouble import trouble_in_user_code
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import RecordShard, Shard
 
@@ -19,7 +20,11 @@ class CustomReader:
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:  # noqa: ARG002
         try:
             records = list(islice(self._reader.read(file, first, count), count))
-        except Exception as error:  # the user's code may raise anything
+        except BaseException as error:  # the user's code may raise anything
+            if is_interrupt(error):
+                raise
+            if (trouble := trouble_in_user_code(error, file)) is not None:
+                raise trouble from error
             msg = f"{self._name}.read({file!r}, {first}, {count}) failed: {type(error).__name__}: {error}"
             raise DatasetError(msg, hint="correct the reader", url=file) from error
         if len(records) < count:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from shared.errors import DatasetError, InvalidArgument, UserCodeError
+from shared.errors import InvalidArgument, UserCodeError
 from shared.logged_metrics import Logged, add, collected, loss_in, metrics_beside
 from shared.metric_names import LOSS
 from shared.records.job_spec import Precision
@@ -251,10 +251,7 @@ class MinibatchRunner:
         if self._user.has("collate"):
             batch = self._user.call("collate", records)
         else:
-            try:
-                batch = default_collate(records)
-            except DatasetError as error:
-                raise self._user.error_of(error) from error
+            batch = self._user.guard(default_collate, records)  # columns of the user's own kinds run the user's code
         return batch if self._device.type == "cpu" else on_device(batch, self._device)
 
     def _checked(self, loss: Any) -> torch.Tensor:

@@ -13,18 +13,18 @@ import dataclasses
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, cast, get_args
 
-from shared.errors import InvalidArgument, TriremeError, UserCodeError
+from shared.errors import InvalidArgument, UserCodeError, is_interrupt
 from shared.records.datasets import Dataset, IterableStyle, MapStyle
 from trainer_agent.own_loop.prepared import Prepared, is_function
 from trainer_agent.own_loop.source import FromSource, has_own_loop, run_as_main
 from trainer_agent.own_loop.turns import OwnLoop
+from trainer_agent.script.tracebacks import message_of, traceback_of
 
 DATASETS = get_args(get_args(Dataset)[0])
 REQUIRED = {
@@ -36,8 +36,6 @@ REQUIRED = {
 OPTIONAL = ("collate", "ids", "scheduler", "evaluation_dataset", "evaluate", "metrics")
 ARGUMENTS = {"model": 0, "dataset": 0, "loss": 2, "optimizer": 1, "collate": 1, "ids": 1, "scheduler": 1}
 ARGUMENTS |= {"evaluation_dataset": 0, "evaluate": 2, "metrics": 1}
-_PACKAGES = Path(__file__).resolve().parents[2]
-_OURS = ("shared", "trainer_agent", "trireme")
 
 
 class UserModule:
@@ -74,10 +72,13 @@ class UserModule:
         return self.guard(self._hooks[hook], *arguments)
 
     def guard(self, code: Callable[..., Any], *arguments: Any) -> Any:
-        """Run the user's code, or code that may call it (backward, a scheduler's step)."""
+        """Run the user's code, or code that may call it (backward, a scheduler's step). Whatever it raises is its error, SystemExit
+        and KeyboardInterrupt too: only a real Ctrl-C ends this process."""
         try:
             return code(*arguments)
-        except Exception as error:
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
             raise self.error_of(error) from error
 
     def dataset(self, hook: str = "dataset") -> Dataset:
@@ -108,7 +109,7 @@ class UserModule:
     def error_of(self, error: BaseException, *, fatal: bool = False) -> UserCodeError:
         """`error` as UserCodeError, with the traceback cut down to the frames below the script's folder. If there are none, it
         has the frames of libraries, never ours. `fatal`: see UserFailure."""
-        return _user_code_error(error, _message(error), self.path.parent, fatal=fatal)
+        return _user_code_error(error, message_of(error), self.path.parent, fatal=fatal)
 
 
 class LoopModule(UserModule):
@@ -182,8 +183,10 @@ def load(script: str | Path) -> UserModule:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except BaseException as error:
         del sys.modules[name]
+        if is_interrupt(error):
+            raise
         raise _user_code_error(error, str(error), path.parent, f"{path.name} cannot be loaded: ") from error
     return UserModule(path, module)
 
@@ -234,44 +237,6 @@ def _user_code_error(
         f"{prefix}{type(error).__name__}: {message}",
         error_type=type(error).__name__,
         error_message=message,
-        traceback="".join(_trimmed(error, folder)),
+        traceback=traceback_of(error, folder),
         fatal=fatal,
     )
-
-
-def _message(error: BaseException) -> str:
-    if isinstance(error, TriremeError) and error.hint:
-        return f"{error.message}; {error.hint}"
-    return str(error)
-
-
-def _trimmed(error: BaseException, folder: Path) -> list[str]:
-    frames = [
-        frame
-        for frame in traceback.extract_tb(_first_frame_below(error.__traceback__, folder))
-        if not _is_of_trireme(frame.filename)
-    ]
-    users = [frame for frame in frames if _is_below(frame.filename, folder)]
-    lines = traceback.format_exception_only(type(error), error)
-    if type(error).__module__.partition(".")[0] in _OURS:
-        lines = [f"{type(error).__name__}: {_message(error)}\n"]
-    if not frames or (isinstance(error, SyntaxError) and not users):  # the message of a SyntaxError has the place
-        return lines
-    return ["Traceback (most recent call last):\n", *traceback.format_list(users or frames), *lines]
-
-
-def _first_frame_below(trace: TracebackType | None, folder: Path) -> TracebackType | None:
-    walk = trace
-    while walk is not None and not _is_below(walk.tb_frame.f_code.co_filename, folder):
-        walk = walk.tb_next
-    return walk if walk is not None else trace
-
-
-def _is_of_trireme(filename: str) -> bool:
-    path = Path(filename)
-    return path.is_relative_to(_PACKAGES) and path.relative_to(_PACKAGES).parts[0] in _OURS
-
-
-def _is_below(filename: str, folder: Path) -> bool:
-    path = Path(filename)
-    return path.is_relative_to(folder) and "site-packages" not in path.parts

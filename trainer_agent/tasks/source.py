@@ -8,18 +8,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from shared.errors import CallerError, DatasetError, StaleAttempt, TriremeError
+from shared.errors import CallerError, DatasetError, DeadlineExceeded, PeerError, StaleAttempt, TriremeError
 from shared.records import AcquireTask, CompleteTask, FailTask, JobSpec, TakeNext, Task, TaskAnswer
 from shared.records.step import LanePosition
 from shared.runtime import ids, telemetry
-from trainer_agent.data import Reader, Shard, minibatch_indices, open_dataset
+from trainer_agent.data import Blaming, Shard, minibatch_indices, open_dataset
 from trainer_agent.model.compute import Records
+from trainer_agent.script.tracebacks import traceback_of
 from trainer_agent.tasks.master import MasterPort, failure_of
-from trainer_agent.waiting.retry import retry
+from trainer_agent.waiting.retry import Backoff, retry
 
 WAIT_S = 10.0  # the master answers as soon as there is a task
+READ_LIMIT_S = 120.0
 
 T = TypeVar("T")
 log = telemetry.logger("tasks")
@@ -57,7 +60,7 @@ class TaskSource:
     def __init__(self, spec: JobSpec, master: MasterPort, trainer: str, offload: Offload) -> None:
         self.spec, self.trainer = spec, trainer
         self._master, self.offload = master, offload
-        self._readers: dict[str, Reader] = {}
+        self._readers: dict[str, Blaming] = {}
 
     async def acquire(
         self,
@@ -115,11 +118,21 @@ class TaskSource:
         return (await self._master.acquire_task(ask)).task
 
     async def read(self, task: Task) -> Shard:
-        """The records of a task. Raises TaskFailed."""
-        try:
-            return await self.offload(self._read, task)
-        except DatasetError as error:
-            raise TaskFailed(task, error) from error
+        """The records of a task. Raises TaskFailed; ResourceExhausted, StorageUnreachable if this machine or the dataset's storage has
+        not let it read for READ_LIMIT_S: that is no failure of the task, and another trainer may be able to read it."""
+        backoff = Backoff(f"reading {described(task)}", READ_LIMIT_S)
+        while True:
+            try:
+                return await self.offload(self._read, task)
+            except DatasetError as error:
+                if error.__cause__ is not None:
+                    error.details["traceback"] = traceback_of(error.__cause__, Path(self.spec.script).parent)
+                raise TaskFailed(task, error) from error
+            except PeerError as error:
+                try:
+                    await backoff.failed(error)
+                except DeadlineExceeded:
+                    raise error from None
 
     def _read(self, task: Task) -> Shard:
         reader = self._readers.get(task.kind)
@@ -128,7 +141,7 @@ class TaskSource:
             dataset = self.spec.evaluation_dataset if evaluation else self.spec.dataset
             assert dataset is not None
             reader = self._readers[task.kind] = open_dataset(dataset)
-        return reader.read(task.file, task.first, task.count, task.offset)
+        return reader.read(task.file, task.first, task.count, task.offset, task.stamp)
 
     def minibatch(self, loaded: LoadedTask, number: int) -> Records:
         """Minibatch `number` of a task, in the order of (seed, epoch, task)."""

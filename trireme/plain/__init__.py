@@ -34,6 +34,7 @@ from shared.records import EvaluationSums, JobSpec
 from shared.records.datasets import Dataset
 from shared.records.job_spec import Precision
 from shared.records.tasks import BestEvaluation
+from shared.runtime.service import allow_open_files
 from shared.storage import files
 from trainer_agent.data import (
     Minibatch,
@@ -94,6 +95,7 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
     SystemExit(2) for invalid settings.
     """
     options = _parser().parse_args(arguments)
+    allow_open_files()
     try:
         user = UserModule(Path(str(sys.modules[module].__file__)), sys.modules[module])
         flags = {
@@ -282,7 +284,7 @@ def epoch_minibatches(spec: JobSpec, table: FileTable, epoch: int) -> Iterator[M
     for position in range(table.tasks):
         task = order.task_at(position)
         place = table.locate(task)
-        shard = reader.read(place.file, place.first, place.count, place.offset)
+        shard = reader.read(place.file, place.first, place.count, place.offset, place.stamp)
         for number in range(minibatches_in(place.count, spec.minibatch_size)):
             yield shard.minibatch(
                 minibatch_indices(
@@ -302,7 +304,7 @@ def _evaluate(
     with torch.no_grad():
         for task in range(table.tasks):
             place = table.locate(task)
-            shard = reader.read(place.file, place.first, place.count, place.offset)
+            shard = reader.read(place.file, place.first, place.count, place.offset, place.stamp)
             sums: dict[str, float] = {}
             for number in range(minibatches_in(place.count, size)):
                 seed_everything(evaluation_seed(spec.seed, task, number))

@@ -18,30 +18,36 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class TableFile:
-    """`offsets[k]`: byte at which the file's k-th task starts, in formats of lines; else empty."""
+    """`offsets[k]`: byte at which the file's k-th task starts, in formats of lines; else empty. `stamp`: what the file was when it was
+    counted (shared/storage/stamps.py); "": that is not known."""
 
     path: str
     records: int
     offsets: tuple[int, ...] = ()
+    stamp: str = ""
 
     def to_map(self) -> dict[str, Any]:
         """JSON types."""
-        return {"path": self.path, "records": self.records, "offsets": list(self.offsets)}
+        found = {"path": self.path, "records": self.records, "offsets": list(self.offsets)}
+        return found | ({"stamp": self.stamp} if self.stamp else {})
 
     @classmethod
     def from_map(cls, value: dict[str, Any]) -> TableFile:
         """Raises KeyError, TypeError or ValueError if `value` is not what `to_map` gives."""
-        return cls(str(value["path"]), int(value["records"]), tuple(map(int, value["offsets"])))
+        offsets = tuple(map(int, value["offsets"]))
+        return cls(str(value["path"]), int(value["records"]), offsets, str(value.get("stamp", "")))
 
 
 @dataclass(frozen=True, slots=True)
 class ShardLocation:
-    """Records [first, first + count) of `file`; `offset`: the byte where record `first` starts, None where unknown."""
+    """Records [first, first + count) of `file`; `offset`: the byte where record `first` starts, None where unknown; `stamp`: see
+    TableFile."""
 
     file: str
     first: int
     count: int
     offset: int | None = None
+    stamp: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,7 @@ class FileTable:
         within = task - (self.task_ends[place - 1] if place else 0)
         first = within * self.task_records
         count = min(self.task_records, file.records - first)
-        return ShardLocation(file.path, first, count, file.offsets[within] if file.offsets else None)
+        return ShardLocation(file.path, first, count, file.offsets[within] if file.offsets else None, file.stamp)
 
     def to_map(self) -> dict[str, Any]:
         """JSON types, without the digest (which is computed from them)."""

@@ -153,6 +153,7 @@ class Streams:
             first=place.first if place else 0,
             count=place.count if place else 0,
             offset=place.offset if place else None,
+            stamp=place.stamp if place else "",
         )
 
 

@@ -7,8 +7,9 @@ from threading import Lock
 from typing import Any
 
 from shared.datasets.in_code import load_object
-from shared.errors import DatasetError
+from shared.errors import DatasetError, is_interrupt
 from shared.records.datasets import IterableStyle, MapStyle
+from shared.storage.trouble import trouble_in_user_code
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Record, RecordShard, Shard
 
@@ -34,7 +35,11 @@ class MapStyleReader:
                     item = self._object[number]
                 except IndexError as error:
                     raise too_short(file, first, count, number) from error
-                except Exception as error:  # the user's code may raise anything
+                except BaseException as error:  # the user's code may raise anything
+                    if is_interrupt(error):
+                        raise
+                    if (trouble := trouble_in_user_code(error, f"item {number} of {file}")) is not None:
+                        raise trouble from error
                     msg = f"item {number} of {file} cannot be read: {type(error).__name__}: {error}"
                     raise DatasetError(msg, hint="correct the dataset's __getitem__", url=file) from error
                 found.append(as_record(item, self._dataset.columns, file, number))
@@ -68,7 +73,11 @@ class IterableStyleReader:
         made = load_object(self._dataset)
         try:
             self._iterator, self._next = iter(made), 0
-        except Exception as error:  # the user's code may raise anything
+        except BaseException as error:  # the user's code may raise anything
+            if is_interrupt(error):
+                raise
+            if (trouble := trouble_in_user_code(error, file)) is not None:
+                raise trouble from error
             msg = f"{file} cannot be iterated: {type(error).__name__}: {error}"
             raise DatasetError(msg, hint="correct the dataset's __iter__", url=file) from error
 
@@ -76,8 +85,12 @@ class IterableStyleReader:
         assert self._iterator is not None
         try:
             item = next(self._iterator, _END)
-        except Exception as error:  # the user's code may raise anything
+        except BaseException as error:  # the user's code may raise anything
             self._iterator = None
+            if is_interrupt(error):
+                raise
+            if (trouble := trouble_in_user_code(error, f"item {number} of {file}")) is not None:
+                raise trouble from error
             msg = f"item {number} of {file} cannot be read: {type(error).__name__}: {error}"
             raise DatasetError(msg, hint="correct the dataset's __iter__", url=file) from error
         self._next = number + 1
