@@ -175,6 +175,10 @@ class TinyCompute:
         self.use_current()
 
     @property
+    def by_columns(self) -> bool:
+        return False
+
+    @property
     def may_initialise(self) -> bool:
         return True
 

@@ -187,7 +187,7 @@ class AsyncLoop:
             raise TrainingOver
         if answer.task.kind is not TaskKind.TRAIN:
             return answer.task
-        return LoadedTask(answer.task, await self._source.read(answer.task))
+        return await self._source.load(answer.task)
 
     async def _ahead(self) -> LoadedTask | Task | TaskFailed | None:
         """None if anything fails: then `_fetch` asks again, and gets the error."""

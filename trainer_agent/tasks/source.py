@@ -15,7 +15,8 @@ from shared.errors import CallerError, DatasetError, DeadlineExceeded, PeerError
 from shared.records import AcquireTask, CompleteTask, FailTask, JobSpec, TakeNext, Task, TaskAnswer
 from shared.records.step import LanePosition
 from shared.runtime import ids, telemetry
-from trainer_agent.data import Blaming, Shard, minibatch_indices, open_dataset
+from trainer_agent.data import Blaming, Shard, minibatch_in, open_dataset
+from trainer_agent.data.order import Indices, record_order
 from trainer_agent.model.compute import Records
 from trainer_agent.script.tracebacks import traceback_of
 from trainer_agent.tasks.master import MasterPort, failure_of
@@ -48,16 +49,20 @@ class TaskFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoadedTask:
-    """A task with its records in memory."""
+    """A task with its records in memory. `order`: in which they are trained; None: as they are."""
 
     task: Task
     shard: Shard
+    order: Indices | None = None
 
 
 class TaskSource:
-    """All of it is retried until the master or the reader answers."""
+    """All of it is retried until the master or the reader answers. `by_columns`: nobody asks for records one by one."""
 
-    def __init__(self, spec: JobSpec, master: MasterPort, trainer: str, offload: Offload) -> None:
+    def __init__(
+        self, spec: JobSpec, master: MasterPort, trainer: str, offload: Offload, *, by_columns: bool = False
+    ) -> None:
+        self._by_columns = by_columns
         self.spec, self.trainer = spec, trainer
         self._master, self.offload = master, offload
         self._readers: dict[str, Blaming] = {}
@@ -117,13 +122,13 @@ class TaskSource:
         )
         return (await self._master.acquire_task(ask)).task
 
-    async def read(self, task: Task) -> Shard:
-        """The records of a task. Raises TaskFailed; ResourceExhausted, StorageUnreachable if this machine or the dataset's storage has
+    async def load(self, task: Task) -> LoadedTask:
+        """A task with its records. Raises TaskFailed; ResourceExhausted, StorageUnreachable if this machine or the dataset's storage has
         not let it read for READ_LIMIT_S: that is no failure of the task, and another trainer may be able to read it."""
         backoff = Backoff(f"reading {described(task)}", READ_LIMIT_S)
         while True:
             try:
-                return await self.offload(self._read, task)
+                return await self.offload(self._load, task)
             except DatasetError as error:
                 if error.__cause__ is not None:
                     error.details["traceback"] = traceback_of(error.__cause__, Path(self.spec.script).parent)
@@ -133,6 +138,15 @@ class TaskSource:
                     await backoff.failed(error)
                 except DeadlineExceeded:
                     raise error from None
+
+    def _load(self, task: Task) -> LoadedTask:
+        shard = self._read(task)
+        if self._by_columns:
+            shard.keep_columns()
+        if not self.spec.shuffle or task.kind != "TRAIN":
+            return LoadedTask(task, shard)
+        number = int(task.task_id.rpartition("-")[2])
+        return LoadedTask(task, shard, record_order(self.spec.seed, task.epoch, number, len(shard)))
 
     def _read(self, task: Task) -> Shard:
         reader = self._readers.get(task.kind)
@@ -145,16 +159,7 @@ class TaskSource:
 
     def minibatch(self, loaded: LoadedTask, number: int) -> Records:
         """Minibatch `number` of a task, in the order of (seed, epoch, task)."""
-        task, spec = loaded.task, self.spec
-        indices = minibatch_indices(
-            spec.seed,
-            task.epoch,
-            int(task.task_id.rpartition("-")[2]),
-            len(loaded.shard),
-            spec.minibatch_size,
-            number,
-            shuffle=spec.shuffle and task.kind == "TRAIN",
-        )
+        indices = minibatch_in(loaded.order, len(loaded.shard), self.spec.minibatch_size, number)
         return loaded.shard.minibatch(indices)
 
     def completion(self, task: Task, **more: Any) -> CompleteTask:
