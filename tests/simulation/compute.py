@@ -109,7 +109,7 @@ def names_of(records: Records | None) -> tuple[int, ...]:
 class TinyCompute:
     """trainer_agent.model.compute.Compute on numpy."""
 
-    is_finished = False
+    is_finished = by_columns = False
     places: Sequence[Any] = ()
 
     def __init__(
@@ -173,10 +173,6 @@ class TinyCompute:
     def swap(self) -> None:
         self._vectors.reverse()
         self.use_current()
-
-    @property
-    def by_columns(self) -> bool:
-        return False
 
     @property
     def may_initialise(self) -> bool:
