@@ -57,23 +57,39 @@ class Shard:
     def minibatch(self, indices: Indices) -> Minibatch:
         return Minibatch(self, indices)
 
+    def keep_columns(self) -> None:
+        """In place: nobody will ask for `records`, so memory is for columns alone."""
+
+
+MakeColumns = Callable[[Sequence[Record]], Mapping[str, "Column | DatasetError"]]
+
 
 class RecordShard(Shard):
-    """Records of a format without columns. Their fields may differ: a missing one is None in `columns`. `columns`: the same records, where
-    their types are known (trainer_agent/data/column_types.py); else they are made when somebody asks for them."""
+    """Records of a format without columns. Their fields may differ: a missing one is None in `columns`, which are made when somebody asks
+    for them. `make`: how, where their types are known (trainer_agent/data/column_types.py)."""
 
-    def __init__(self, records: Sequence[Record], columns: Mapping[str, Column | DatasetError] | None = None) -> None:
-        self._records, self._known = records, columns is not None
-        super().__init__(columns or {}, len(records))
+    def __init__(self, records: Sequence[Record], make: MakeColumns | None = None) -> None:
+        self._records: Sequence[Record] | None = records
+        self._make: MakeColumns | None = make or columns_of
+        super().__init__({}, len(records))
 
     def columns(self, indices: Indices) -> dict[str, Column]:
-        if not self._known:
-            super().__init__(columns_of(self._records), len(self._records))
-            self._known = True
+        self._made()
         return super().columns(indices)
 
     def records(self, indices: Indices) -> list[Record]:
+        assert self._records is not None, "a shard that keeps columns is asked for records"
         return [self._records[i] for i in indices]
+
+    def keep_columns(self) -> None:
+        self._made()
+        self._records = None
+
+    def _made(self) -> None:
+        if self._make is not None:
+            assert self._records is not None
+            super().__init__(self._make(self._records), len(self._records))
+            self._make = None
 
 
 class Minibatch(Sequence[Record]):

@@ -125,6 +125,10 @@ class Compute(Protocol):
         ...
 
     @property
+    def by_columns(self) -> bool:
+        """Whether minibatches are made of the columns of records: the script has no collate of its own."""
+
+    @property
     def is_finished(self) -> bool:
         """Whether the script has gone on behind its own loop: then there are no more gradients, and only a new process can train."""
 

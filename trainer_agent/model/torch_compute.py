@@ -94,6 +94,7 @@ class TorchCompute:
         vars(self.optimizer)["_opt_called"] = True  # the servers step; without it schedulers warn about their order
         self._bind_parameters()
         self._initial_states: BlockStates | None = None
+        self.by_columns = not user.has("collate")
         self.may_initialise = not (spec.init_optimizer and initial)
         if spec.init_optimizer and not initial:  # else the parameter servers have it
             load_start_state(self.model, self.optimizer, self._schedule.scheduler, spec)

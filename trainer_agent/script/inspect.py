@@ -27,8 +27,8 @@ from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.evaluations import check_criteria
 from shared.records import JobSpec
 from shared.records.datasets import Dataset
+from trainer_agent.own_loop.job_steps import UNCOUNTED, JobSteps, telling
 from trainer_agent.script.sample_records import first_records
-from trainer_agent.script.steps import UNCOUNTED, JobSteps, telling
 from trainer_agent.script.user_module import UserModule, load
 
 if TYPE_CHECKING:

@@ -19,8 +19,9 @@ from shared.records.begun import BegunWork
 from shared.records.datasets import IterableStyle, MapStyle
 from shared.records.step import LanePosition
 from shared.runtime import begun, ids, telemetry
-from trainer_agent.data import Blaming, Shard, minibatch_indices, open_dataset
+from trainer_agent.data import Blaming, Shard, minibatch_in, open_dataset
 from trainer_agent.data.drawing import EVALUATION, reading
+from trainer_agent.data.order import Indices, record_order
 from trainer_agent.model.compute import Records
 from trainer_agent.script.tracebacks import traceback_of
 from trainer_agent.tasks.master import MasterPort, failure_of
@@ -53,14 +54,16 @@ class TaskFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoadedTask:
-    """A task with its records in memory."""
+    """A task with its records in memory. `order`: in which they are trained; None: as they are."""
 
     task: Task
     shard: Shard
+    order: Indices | None = None
 
 
 class TaskSource:
-    """All of it is retried until the master or the reader answers. `alone`: runs work while nothing is computed; None: as `offload`."""
+    """All of it is retried until the master or the reader answers. `alone`: runs work while nothing is computed; None: as `offload`.
+    `by_columns`: nobody asks for records one by one."""
 
     def __init__(
         self,
@@ -70,8 +73,11 @@ class TaskSource:
         offload: Offload,
         alone: Offload | None = None,
         warn: Callable[[str], object] = log.info,
+        *,
+        by_columns: bool = False,
     ) -> None:
         """`warn`: tells the user a sentence."""
+        self._by_columns = by_columns
         self.spec, self.trainer = spec, trainer
         self._warn = warn
         self._changed = deque[str]()  # what readers, in their threads, say of files that are trained all the same
@@ -133,17 +139,17 @@ class TaskSource:
         )
         return (await self._master.acquire_task(ask)).task
 
-    async def read(self, task: Task) -> Shard:
-        """The records of a task. Raises TaskFailed; ResourceExhausted, StorageUnreachable if this machine or the dataset's storage has
+    async def load(self, task: Task) -> LoadedTask:
+        """A task with its records. Raises TaskFailed; ResourceExhausted, StorageUnreachable if this machine or the dataset's storage has
         not let it read for READ_LIMIT_S: that is no failure of the task, and another trainer may be able to read it."""
         backoff = Backoff(f"reading {described(task)}", READ_LIMIT_S)
         offload = self._alone if task.alone else self.offload
         while True:
             try:
-                shard = await offload(self._read, task)
+                loaded = await offload(self._load, task)
                 while self._changed:
                     self._warn(self._changed.popleft())
-                return shard
+                return loaded
             except DatasetError as error:
                 if error.__cause__ is not None:
                     error.details["traceback"] = traceback_of(error.__cause__, Path(self.spec.script).parent)
@@ -173,6 +179,15 @@ class TaskSource:
             )
         return reader
 
+    def _load(self, task: Task) -> LoadedTask:
+        shard = self._read(task)
+        if self._by_columns:
+            shard.keep_columns()
+        if not self.spec.shuffle or task.kind != "TRAIN":
+            return LoadedTask(task, shard)
+        number = int(task.task_id.rpartition("-")[2])
+        return LoadedTask(task, shard, record_order(self.spec.seed, task.epoch, number, len(shard)))
+
     def _read(self, task: Task) -> Shard:
         evaluates = task.kind in ("EVALUATE", "VALIDATE")
         reader = self._reader(held_out=evaluates and self.spec.evaluation_dataset is not None)
@@ -181,18 +196,9 @@ class TaskSource:
 
     def minibatch(self, loaded: LoadedTask, number: int) -> Records:
         """Minibatch `number` of a task, in the order of (seed, epoch, task)."""
-        task, spec = loaded.task, self.spec
-        indices = minibatch_indices(
-            spec.seed,
-            task.epoch,
-            int(task.task_id.rpartition("-")[2]),
-            len(loaded.shard),
-            spec.minibatch_size,
-            number,
-            shuffle=spec.shuffle and task.kind == "TRAIN",
-        )
+        indices = minibatch_in(loaded.order, len(loaded.shard), self.spec.minibatch_size, number)
         found = loaded.shard.minibatch(indices)
-        found.work = BegunWork.of(task, number).to_bytes()
+        found.work = BegunWork.of(loaded.task, number).to_bytes()
         return found
 
     def completion(self, task: Task, **more: Any) -> CompleteTask:

@@ -185,9 +185,9 @@ async def test_what_a_machine_lacks_is_waited_for_and_is_never_a_tasks_failure(t
     monkeypatch.setattr("trainer_agent.waiting.retry.FIRST_S", 0.001)
     monkeypatch.setattr("trainer_agent.tasks.source.open_dataset", lambda *_: failing)
     source = TaskSource(spec, None, ME, at_once)
-    assert len(await source.read(task)) == 2
+    assert len((await source.load(task)).shard) == 2
     assert failing.reads == 4
     monkeypatch.setattr("trainer_agent.tasks.source.READ_LIMIT_S", 0.002)
     failing.failures = 1000
     with pytest.raises(PeerError, match="no"):
-        await source.read(task)
+        await source.load(task)
