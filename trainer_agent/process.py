@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from shared import etcd as etcd_client
-from shared.errors import CallerError, DeadlineExceeded, InvalidArgument, TriremeError
+from shared.errors import CallerError, DeadlineExceeded, InvalidArgument, NotReady, TriremeError
 from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.membership.local_script import LocalScripts
@@ -33,8 +33,10 @@ from trainer_agent.data_plane.http import HttpPserver, PserverPort, socket_of
 from trainer_agent.data_plane.silence import call_limit_s
 from trainer_agent.data_plane.stream import StreamPserver
 from trainer_agent.membership.initialise import followed
+from trainer_agent.membership.life import Life
 from trainer_agent.model.devices import number_of
 from trainer_agent.model.torch_compute import TorchCompute
+from trainer_agent.own_loop.job_steps import JobSteps, telling
 from trainer_agent.script.user_module import load
 from trainer_agent.settings import Settings
 from trainer_agent.status_pages import StatusPages
@@ -150,6 +152,12 @@ async def _train(
 ) -> int:
     spec = followed(spec, context.directory.layout)
     computing = stack.enter_context(ThreadPoolExecutor(1, "compute"))
+    loop = asyncio.get_running_loop()
+
+    def find_steps() -> JobSteps:  # in a thread of the script
+        return asyncio.run_coroutine_threadsafe(_steps(context.directory), loop).result()
+
+    stack.enter_context(telling(find_steps))
     reading = stack.enter_context(ThreadPoolExecutor(READER_THREADS, "read"))
     try:
         scripts = LocalScripts(context.etcd, settings.root, settings.sources)
@@ -190,6 +198,8 @@ async def _train(
     async def alone(work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(computing, work, *arguments)
 
+    life = Life(context.etcd, context.trainer, master)
+    stack.callback(life.close)
     connections = await stack.enter_async_context(Connections(settings, call_limit_s(spec, settings.stall_s)))
     agent = Agent(
         spec,
@@ -202,12 +212,22 @@ async def _train(
         offload=offload,
         stopping=stopping,
         alone=alone,
+        life=life,
         collective=collective.with_peers(connections.keep) if collective is not None else None,
     )
     if collective is None:
         context.directory.observers.append(lambda: connections.follow(context.directory))
     pages.agent = agent
     return await agent.run()
+
+
+async def _steps(directory: Directory) -> JobSteps:
+    """What the job makes, as soon as its dataset is counted. Raises NotReady if that cannot be known any more."""
+    while directory.plan is None or directory.spec is None:
+        if directory.known_state.phase.final:
+            raise NotReady("the job has ended before its dataset was counted")
+        await directory.changed(directory.revision, NEW_SPEC_S)
+    return JobSteps(directory.plan.steps, directory.spec.epochs)
 
 
 async def find_script(directory: Directory, scripts: LocalScripts) -> Path:

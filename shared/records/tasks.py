@@ -12,6 +12,7 @@ from shared.records.record import Id, Int64, Message, Name, Record, Traceback
 from shared.records.step import LanePosition
 
 WAITS_FOR_CHARACTERS = 300
+MOST_WARNINGS = 8  # of a report
 
 
 class UserFailure(Record):
@@ -57,6 +58,10 @@ class Task(Record):
     first: int = 0
     count: int = 0
     offset: int | None = None
+    stamp: str = Field(
+        default="",
+        description="What the file was when its records were counted: its size, and a digest of its content or its ETag; empty: that is not known.",
+    )
     timeline: int = 0
     alone: bool = Field(
         default=False,
@@ -272,6 +277,12 @@ class MetricBatch(Record):
     whole: bool = False
     lost_before: Int64 | None = None
     store: bool = False
+    warnings: Annotated[
+        tuple[Message, ...],
+        Field(
+            max_length=MOST_WARNINGS, description="Sentences for the user; they become events of the job, each once."
+        ),
+    ] = ()
 
 
 class MetricsTaken(Record):

@@ -95,6 +95,7 @@ class Journal:
         self._free = list(range(_FIRST, _SIZE, SLOT_BYTES))
         self._numbers = count(1)
         self._busy: dict[int, int] = {}  # slot -> the number of its work
+        self._rested: dict[int, float] = {}  # slot -> when its last work ended or waited
         self._of_thread = threading.local()
         self._watching: threading.Thread | None = None
         self._closed = threading.Event()
@@ -146,6 +147,16 @@ class Journal:
     def _rest(self, slot: int) -> None:
         self._memory[slot] = IDLE
         self._busy.pop(slot, None)
+        self._rested[slot] = clock.monotonic()
+
+    def overlapping(self, seconds: float) -> tuple[bytes, ...]:
+        """The works that some thread was at in the last `seconds`, also those that have ended since; of each slot the last one."""
+        since = clock.monotonic() - seconds
+        slots = [
+            *self._busy,
+            *(slot for slot, at in list(self._rested.items()) if at >= since and slot not in self._busy),
+        ]
+        return tuple(dict.fromkeys(self._memory[slot + 1 : slot + SLOT_BYTES].rstrip(b"\0") for slot in slots))
 
     def pardon(self) -> None:
         """This process was told to stop: its end says nothing of its work."""
@@ -233,6 +244,11 @@ def close_journal() -> None:
 def at(work: bytes) -> contextlib.AbstractContextManager[None]:
     """See Journal.at; where this process keeps no journal, nothing."""
     return contextlib.nullcontext() if _journal is None else _journal.at(work)
+
+
+def overlapping(seconds: float) -> tuple[bytes, ...]:
+    """See Journal.overlapping; where this process keeps no journal, nothing."""
+    return () if _journal is None else _journal.overlapping(seconds)
 
 
 def waiting() -> contextlib.AbstractContextManager[None]:

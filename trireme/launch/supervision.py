@@ -21,6 +21,7 @@ from typing import Any, Generic, Self, TypeVar
 from shared.errors import DeadlineExceeded
 from shared.etcd import Fatal
 from shared.etcd.embedded import EmbeddedEtcd
+from shared.membership import life_sign
 from shared.membership.etcd_access import EtcdAccess
 from shared.runtime import begun, clock
 from shared.runtime.service import READY_FILE
@@ -114,10 +115,10 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         name = f"{role}-{self._numbers[role]}"
         self._numbers[role] += 1
         ready = (self.folder / "logs" / f"{name}.ready").absolute()
-        journal = ready.with_suffix(".begun")
-        for file in (ready, journal):
+        journal, life = ready.with_suffix(".begun"), ready.with_suffix(".life")
+        for file in (ready, journal, life):
             file.unlink(missing_ok=True)  # of an earlier run
-        told = {"TRIREME_NAME": name, READY_FILE: str(ready), begun.FILE: str(journal)}
+        told = {"TRIREME_NAME": name, READY_FILE: str(ready), begun.FILE: str(journal), life_sign.FILE: str(life)}
         variables = {**inherited_environment(), **told, **settings}
         log = self.folder / "logs" / f"{name}.log"
         child = self.children[name] = Child(name, [*PYTHON_MODULE, module], variables, log, self._start_child)

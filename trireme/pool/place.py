@@ -21,6 +21,7 @@ from shared.errors import PeerError, TriremeError
 from shared.etcd import Etcd
 from shared.etcd.reading import read_record
 from shared.keys import ClusterKeys, Keys
+from shared.membership import life_sign
 from shared.records import JobSpec, JobState
 from shared.records.cluster import Assignment, PoolMember
 from shared.records.job_spec import RestartPolicy as Kind
@@ -122,7 +123,7 @@ class Place:
 
     def _forget_child(self) -> None:
         if self.child is not None:
-            for name in (READY_FILE, begun.FILE):
+            for name in (READY_FILE, begun.FILE, life_sign.FILE):
                 Path(self.child.environment[name]).unlink(missing_ok=True)
         self.child = None
 
@@ -210,14 +211,15 @@ class Place:
     def _child_of(self, work: Assignment) -> Child:
         path = self._host.folder.log_of(work.job, self.member, work.epoch)
         ready = path.with_suffix(".ready")
-        journal = path.with_suffix(".begun")
-        for file in (ready, journal):
+        journal, life = path.with_suffix(".begun"), path.with_suffix(".life")
+        for file in (ready, journal, life):
             file.unlink(missing_ok=True)  # of an earlier agent
         settings = {
             "TRIREME_JOB": work.job,
             "TRIREME_NAME": self.member,
             READY_FILE: str(ready),
             begun.FILE: str(journal),
+            life_sign.FILE: str(life),
         }
         argv = [*PYTHON_MODULE, MODULES[self.kind]]
         return Child(self.short_name, argv, {**self._host.environment, **settings}, path, self._host.start)

@@ -26,7 +26,7 @@ from master_service.core.decisions.evaluations import evaluation, lost_evaluatio
 from master_service.core.queue.task_queue import WAIT_S, Closing, TaskQueue
 from master_service.core.state.job import BESIDE, Job
 from shared.errors import InvalidArgument, StaleAttempt, StaleGeneration, TooLarge, TriremeError
-from shared.evaluations import EvaluationStatus
+from shared.evaluations import EvaluationStatus, why_unreported
 from shared.records import (
     AcquireTask,
     Completed,
@@ -158,7 +158,11 @@ def complete(job: Job, task_id: str, report: CompleteTask) -> Decision[None]:
     stopped = evaluation.stopping(job, task_id) if queue.kind is TaskKind.TRAIN and not closing.last else None
     if stopped is not None:
         return Decision(None, changes) + stopped
-    return Decision(None, changes) + lifecycle.advance_stage(job, changes, last=closing.last, report=report)
+    ended = Decision(None, changes) + lifecycle.advance_stage(job, changes, last=closing.last, report=report)
+    unreported = why_unreported(job.spec, report.sums) if queue.kind is TaskKind.EXPORT and not report.best else ""
+    if unreported and job.spec.keep_best is not None:
+        ended += Decision(None, (), (Event("best_unknown", f"{unreported}: the last model alone is exported", {}),))
+    return ended
 
 
 def fail_task(job: Job, task_id: str, report: FailTask) -> Decision[UserFailure | None]:

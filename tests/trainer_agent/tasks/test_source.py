@@ -9,7 +9,7 @@ import pytest
 
 from shared.records import Task, TaskKind
 from shared.records.begun import READING, BegunWork
-from shared.records.datasets import Custom
+from shared.records.datasets import Custom, MapStyle
 from shared.runtime import begun
 from tests.trainer_agent.tasks.test_last_end import SPEC
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource
@@ -54,6 +54,32 @@ async def test_a_task_at_which_a_process_died_is_read_while_nothing_is_computed(
     await made.read(TASK)
     await made.read(TASK.model_copy(update={"alone": True}))
     assert threads == ["reading", "computing"]
+
+
+async def test_objects_of_the_script_are_made_ahead_and_once_and_what_fails_there_is_told_with_a_task(monkeypatch):
+    calls: list[str] = []
+
+    def made(name: str) -> Any:
+        def make() -> list[dict[str, int]]:
+            calls.append(name)
+            if name == "broken":
+                raise ValueError("no such folder")
+            return [{"n": number} for number in range(100)]
+
+        monkeypatch.setitem(globals(), name, make)
+        return MapStyle(f"{__name__}:{name}", records=100)
+
+    its = source([])
+    its.spec = SPEC.model_copy(update={"dataset": made("training"), "evaluation_dataset": made("held_out")})
+    its.make_datasets()
+    assert calls == ["training", "held_out"]
+    await its.read(TASK)
+    assert calls == ["training", "held_out"]
+    failing = source([])
+    failing.spec = SPEC.model_copy(update={"dataset": made("broken")})
+    failing.make_datasets()
+    with pytest.raises(TaskFailed, match="no such folder"):
+        await failing.read(TASK)
 
 
 async def test_errors_of_the_environment_are_tried_again_and_those_of_records_are_not():
