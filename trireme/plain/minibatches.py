@@ -12,6 +12,7 @@ from master_service.core.queue.file_table import FileTable
 from shared.records import JobSpec
 from trainer_agent.data import Blaming, Minibatch, default_collate, minibatch_indices, minibatches_in, open_dataset
 from trainer_agent.data.drawing import reading
+from trainer_agent.data.reader import blaming
 from trainer_agent.model.devices import on_device
 from trainer_agent.script.user_module import UserModule
 
@@ -37,5 +38,9 @@ def epoch_minibatches(
 
 def batch_of(user: UserModule, minibatch: Minibatch, device: torch.device) -> Any:
     """What the script's loss gets."""
-    batch = user.call("collate", list(minibatch)) if user.has("collate") else default_collate(minibatch)
+    if user.has("collate"):
+        batch = user.call("collate", list(minibatch))
+    else:
+        with blaming("the minibatch:", 0, len(minibatch)):
+            batch = default_collate(minibatch)
     return batch if device.type == "cpu" else on_device(batch, device)
