@@ -25,7 +25,9 @@ from unittest.mock import patch
 
 import structlog
 import torch
+from torch.optim import optimizer
 
+from master_service.core.queue.task_sizes import TaskSizes
 from master_service.storage.counting import count_records
 from shared.datasets.random_state import seed_everything
 from shared.errors import TriremeError, UserCodeError
@@ -57,7 +59,7 @@ class Outcome:
 def reference(script: Script) -> State:
     """By plain PyTorch. Raises what the script raises."""
     module: dict[str, Any] = {"__name__": "plain"}
-    with _own_warnings():
+    with _own_warnings(), _no_hooks_left():
         exec(compile(script.plain(), "plain.py", "exec"), module)
         torch.set_num_threads(1)
         return dict(module["train"](_batches(script, module.get("collate"))).state_dict())
@@ -66,7 +68,7 @@ def reference(script: Script) -> State:
 def _batches(script: Script, collate: Callable[[Any], Any] | None) -> Iterator[Any]:
     """Seeded before each, as a lane is."""
     spec = spec_of(script, script.folder / "script.py", "ps")
-    table, step = count_records(spec.dataset, spec.task_records), 0
+    table, step = count_records(spec.dataset, TaskSizes.of(spec), seed=spec.seed), 0
     for epoch in range(spec.epochs):
         for minibatch in epoch_minibatches(spec, table, epoch):
             seed_everything(step_seed(spec.seed, step, 0))
@@ -155,7 +157,7 @@ def surfaces_of(script: Script) -> dict[str, Callable[[Script], Outcome]]:
 def _outcome(train: Callable[[], Outcome]) -> Outcome:
     modules, threads = set(sys.modules), set(threading.enumerate())
     try:
-        with _own_warnings(), _single_error():
+        with _own_warnings(), _single_error(), _no_hooks_left():
             return train()
     except UserCodeError as error:
         return _refusal(f"{error.message} {error.hint}", str(error.details.get("traceback", "")))
@@ -200,6 +202,19 @@ def _single_error() -> Iterator[None]:
         while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
             error = error.exceptions[0]
         raise error from None
+
+
+@contextmanager
+def _no_hooks_left() -> Iterator[None]:
+    """Of all optimizers: those of a script would also be called in the next one."""
+    hooks = [vars(optimizer)[f"_global_optimizer_{place}_hooks"] for place in ("pre", "post")]
+    before = [dict(each) for each in hooks]
+    try:
+        yield
+    finally:
+        for each, kept in zip(hooks, before, strict=True):
+            each.clear()
+            each.update(kept)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from trainer_agent.data.formats.image_folder import ImageFolderReader
 from trainer_agent.data.formats.in_code import IterableStyleReader, MapStyleReader
 from trainer_agent.data.formats.tars import WebDatasetReader
 from trainer_agent.data.lines import LineReader
-from trainer_agent.data.order import evaluation_seed, minibatch_indices, minibatches_in
+from trainer_agent.data.order import evaluation_seed, minibatch_in, minibatch_indices, minibatches_in
 from trainer_agent.data.reader import Blaming, Reader
 from trainer_agent.data.shard import Minibatch, Shard
 
@@ -47,6 +47,7 @@ __all__ = [
     "Shard",
     "default_collate",
     "evaluation_seed",
+    "minibatch_in",
     "minibatch_indices",
     "minibatches_in",
     "open_dataset",

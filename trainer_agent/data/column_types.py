@@ -8,6 +8,7 @@ Without this a column's dtype would be that of the values that happen to be in a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -48,7 +49,7 @@ class ColumnTypes:
         records do not make are told to who asks for columns: a script's own collate takes records as they are."""
         if not all(isinstance(record, Mapping) for record in records):
             columns_of(records)  # raises
-        return RecordShard(records, self._columns(records, file, number) if self._kinds else None)
+        return RecordShard(records, partial(self._columns, file=file, number=number) if self._kinds else None)
 
     def _columns(self, records: Sequence[Record], file: str, number: int) -> dict[str, Column | DatasetError]:
         names = {name: None for record in records for name in record}
@@ -125,6 +126,8 @@ class TypedByFirstRecord:
         return f"<TypedByFirstRecord {self._reader!r}>"
 
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:
+        if not count:  # only the user's object is to be made
+            return self._reader.read(file, first, count, offset)
         with self._lock:
             if self._types is None:
                 self._types = self._found()

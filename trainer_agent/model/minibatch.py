@@ -21,7 +21,7 @@ from shared.datasets.random_state import START_SEED, seed_everything, seeded
 from shared.errors import InvalidArgument
 from shared.logged_metrics import Logged, add, collected, loss_in, metrics_beside
 from shared.metric_names import LOSS
-from shared.records.job_spec import Precision
+from shared.records import JobSpec, Mode
 from shared.tables.grouping import Grouped
 from trainer_agent.data.collate import default_collate
 from trainer_agent.data.ready_batch import ReadyBatch
@@ -30,11 +30,13 @@ from trainer_agent.model.compute import Ready, Records
 from trainer_agent.model.devices import autocast, on_device
 from trainer_agent.model.finite import LeftOutError, check_gradients, check_loss
 from trainer_agent.model.flat import Plan, Vector
-from trainer_agent.model.unshared_state import UnsharedState, digest
 from trainer_agent.model.watch.averaged_buffers import AveragedBuffers
 from trainer_agent.model.watch.backward_guard import BackwardGuard, UserCode
 from trainer_agent.model.watch.missing_gradients import MissingGradients
 from trainer_agent.model.watch.modes import Modes, evaluating
+from trainer_agent.model.watch.own_state import Watch
+from trainer_agent.model.watch.unshared_state import UnsharedState, digest
+from trainer_agent.own_loop.gradients import notices
 
 CHANGED_LATE = (
     "a hook changed the gradient of {name} after backward had computed it, when it was on its way already; change it in a hook of the parameter "
@@ -43,8 +45,7 @@ CHANGED_LATE = (
 
 
 class MinibatchRunner:
-    """Runs in one thread. `parameters`: those of `plan`, in its order. `finite`: losses and norms that are not are refused.
-    `counts`: see LiveBuffers. `lanes`: over so many the mean of buffers is taken."""
+    """Runs in one thread. `parameters`: those of `plan`, in its order."""
 
     def __init__(
         self,
@@ -53,19 +54,16 @@ class MinibatchRunner:
         plan: Plan,
         parameters: list[nn.Parameter],
         optimizer: torch.optim.Optimizer,
-        clip_lane_norm: float | None,
-        *,
-        lanes: int = 1,
-        finite: bool = True,
-        counts: bool = False,
-        precision: Precision = "fp32",
+        spec: JobSpec,
     ) -> None:
         self._user, self._model, self._plan, self._parameters = user, model, plan, parameters
-        self._device, self._clip_norm, self._finite = parameters[0].device, clip_lane_norm, finite
-        self._forward = partial(autocast, precision, self._device)
+        self._device, self._clip_norm = parameters[0].device, spec.clip_lane_norm
+        self._finite = spec.on_nonfinite != "ignore"
+        self._forward = partial(autocast, spec.precision, self._device)
         self._unshared, self._without = UnsharedState(model, plan, optimizer), MissingGradients(plan)
-        self.averaged = AveragedBuffers(model, plan, lanes)
-        self.buffers = LiveBuffers(model, plan, counts=counts)
+        self._lanes = spec.lanes if spec.mode is Mode.SYNC else spec.push_every
+        self.averaged = AveragedBuffers(model, plan, self._lanes)
+        self.buffers = LiveBuffers(model, plan, counts=spec.mode is Mode.ASYNC)
         self._views: weakref.WeakKeyDictionary[Vector, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         self.gradient_views: list[torch.Tensor] = []  # by parameter: where this backward's gradients belong
         self.loss_sum = 0.0  # loss x records, and what was logged, once the loss is known: before any block is finished
@@ -75,6 +73,7 @@ class MinibatchRunner:
         self._missing: list[int] | None = None  # by block: gradients not made yet; None: not counted in this backward
         self._may_overlap = False
         self._guard = BackwardGuard(user)
+        self._told, self._own_state = set[str](), Watch(user.path, model)
         self._modules = list(model.modules())
         self.modes = Modes(model, own_loop=user.loop is not None)
         self._sums: dict[int, torch.Tensor] = {}  # by parameter: digests of views, where it is looked
@@ -131,7 +130,7 @@ class MinibatchRunner:
         self.modes.set_training()
         with collected() as self.logged:
             batch = self._batch(records) if ready is None else ready.batch.begin(self.logged)
-            self._unshared.begin(again=self._user.loop is not None)
+            self._unshared.begin(current if self._device.type == "cpu" else None, again=self._user.loop is not None)
             with self._forward():
                 found = self._guard.call("loss", self._model, batch)
         loss = checked_loss(self._user, found)
@@ -146,10 +145,9 @@ class MinibatchRunner:
             loss_to_report = loss_to_report.clone()
         self._takes_at_end = self._user.loop is not None or self._has_later_hooks()
         stepped = self._guard.run(loss)
-        if self._user.loop is not None:
-            self._unshared.check(self._user)
-            if not stepped:
-                raise LeftOutError
+        self._unshared.check(self._user)  # hooks run in backward, and a loop goes on to its step
+        if not stepped:
+            raise LeftOutError
         if self._takes_at_end:
             self._take_gradients()
         else:
@@ -197,7 +195,20 @@ class MinibatchRunner:
 
     def warnings(self) -> tuple[str, ...]:
         """What the user should hear of the minibatches since the last call."""
-        return (*self._without.told(), *self.averaged.told())
+        loop = self._user.loop
+        found = [self.modes.notice]
+        if loop is not None:
+            found = notices(
+                scales=loop.scaling.is_used,
+                changes=loop.changes_gradients,
+                buffer=loop.undone_buffer,
+                lanes=self._lanes,
+                tables=bool(self._plan.layout.tables),
+            )
+        found = [*found, self._own_state.after_minibatch()]
+        new = [text for text in found if text and text not in self._told]
+        self._told.update(new)
+        return (*new, *self._without.told(), *self.averaged.told())
 
     def check_gradients(self) -> None:
         """Of the last backward. Raises NonFiniteError, which names a parameter."""
@@ -218,7 +229,7 @@ class MinibatchRunner:
     def _between_passes(self, current: Vector) -> None:
         """What the script does between two batches sees buffers and parameters of `current`."""
         self.buffers.load(current)
-        self._unshared.begin()
+        self._unshared.begin(current if self._device.type == "cpu" else None)
         self._guard.begin()
         self._unshared.check(self._user)
 

@@ -150,10 +150,8 @@ def _plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and name != "lr":  # torch would compute with it in another precision
+    if isinstance(value, torch.Tensor):  # torch computes with it in the tensor's precision, with other roundings
         raise InvalidArgument(f"optimizer option {name} is a tensor, {value!r:.60}", hint="give it as a number")
-    if isinstance(value, torch.Tensor):
-        value = value.item()
     if value is None or isinstance(value, bool) or _is_number(value):
         return value
     if isinstance(value, tuple | list):

@@ -1,4 +1,7 @@
-"""Gradients that a loop of one's own has between trireme.backward and optimizer.step(): they are the script's, as in plain PyTorch."""
+"""Gradients that a loop of one's own has between trireme.backward and optimizer.step(): they are the script's, as in plain PyTorch.
+
+And what the user is told of a loop that means something else in a job than in one process.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,14 @@ SCALES = (
     "which trainer computed them; a batch whose step the scaler leaves out is left out of the job's step, with its buffers"
 )
 CHANGES = (
-    "the loop changes the gradients before optimizer.step(): in a job with {lanes} lanes it does so to the minibatch of each lane, before the mean "
-    "over the lanes is taken; the gradient of the whole step is clipped by the setting clip_grad_norm"
+    "the loop changes gradients before optimizer.step(): a step takes the mean over {lanes} minibatches, and the gradient of each is changed before "
+    "that; to clip the gradient of a whole step, use the setting clip_grad_norm"
 )
-ROWS = "the loop changes the gradients before optimizer.step(); those of rows of embedding tables stay as they are"
+BUFFERS = (
+    "the loop changes the buffer {name} behind optimizer.step(), and that is undone, since the next batch may be one of another lane: change buffers "
+    "before optimizer.step()"
+)
+ROWS = "the loop changes gradients before optimizer.step(); those of rows of embedding tables stay as they are"
 
 
 def marks(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int, float]]:
@@ -42,7 +49,12 @@ def forget_those_of_others(model: nn.Module, held: Iterable[torch.Tensor]) -> No
             parameter.grad = None
 
 
-def notices(*, scales: bool, changes: bool, lanes: int, tables: bool) -> list[str]:
-    """What the loop does to gradients that means something else in a job than in one process."""
-    told = ((SCALES, scales), (CHANGES.format(lanes=lanes), changes and lanes > 1), (ROWS, changes and tables))
+def notices(*, scales: bool, changes: bool, buffer: str, lanes: int, tables: bool) -> list[str]:
+    """What the loop does that means something else in a job than in one process. `buffer`: the name of one that it changed behind optimizer.step()."""
+    told = (
+        (SCALES, scales),
+        (CHANGES.format(lanes=lanes), changes and lanes > 1),
+        (ROWS, changes and tables),
+        (BUFFERS.format(name=buffer), bool(buffer)),
+    )
     return [sentence for sentence, holds in told if holds]

@@ -29,6 +29,7 @@ from torch import nn
 from shared.errors import InvalidArgument, UserCodeError
 from shared.logged_metrics import Logged, collect_in, collector, loss_in
 from trainer_agent.own_loop.autocast import enabled
+from trainer_agent.own_loop.buffers import noted, put_back
 from trainer_agent.own_loop.grad_scaler import Scaling, unscale_for_kernel
 from trainer_agent.own_loop.gradients import check_none_is_left, forget_those_of_others, marks
 from trainer_agent.own_loop.places import GOES_ON, Place
@@ -92,6 +93,7 @@ class OwnLoop:
         self._loss: Any = None
         self._left_out = False  # in this pass, by the script's GradScaler
         self.changes_gradients = False  # the first pass did, between trireme.backward and optimizer.step
+        self.undone_buffer = ""  # the name of one that the script changed behind optimizer.step()
         self.scaling = Scaling(self._scaler_stepped)
         self.true_loss: torch.Tensor | None = None  # of this pass, before a GradScaler scaled it
         self._failure: BaseException | None = None
@@ -208,14 +210,14 @@ class OwnLoop:
         self._check_there()
 
     def _go_to_top(self) -> None:
-        """To where the script asks for a batch. What it does on its way to the model's buffers is undone: the next batch may be that of
-        another lane. Raises UserCodeError."""
-        before = [buffer.clone() for buffer in self.prepared.model.buffers()]
+        """To where the script asks for a batch. What it does on its way to the model's buffers is undone, and told: the next batch may be that
+        of another lane. Raises UserCodeError."""
+        before = noted(self.prepared.model)
         while self._place is not Place.ASKS:
             self._resume()
-        with torch.no_grad():
-            for buffer, value in zip(self.prepared.model.buffers(), before, strict=False):
-                buffer.copy_(value)
+        changed = put_back(self.prepared.model, before)
+        if not self.undone_buffer:
+            self.undone_buffer = changed
 
     def _check_there(self) -> None:
         """Raises UserCodeError if the script has ended, and should not."""

@@ -11,8 +11,8 @@ from shared.errors import InvalidArgument
 from shared.records import JobSpec, Mode
 from trainer_agent.model.compute import LaneResult, Records
 from trainer_agent.model.torch_compute import TorchCompute
-from trainer_agent.model.unshared_state import digest
-from trainer_agent.script.own_state import Snapshot, Verdict, difference_of, judged, snapshot
+from trainer_agent.model.watch.own_state import Snapshot, Verdict, difference_of, judged, snapshot
+from trainer_agent.model.watch.unshared_state import digest
 
 T = TypeVar("T")
 

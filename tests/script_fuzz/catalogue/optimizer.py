@@ -87,6 +87,7 @@ OPTIMIZERS += [
     ),
     Mutation(
         "a group with names of its own",
+        ("option name",),
         optimizer="torch.optim.SGD([{'params': m.parameters(), 'name': 'all', 'lr_mult': 2.0}], lr=0.1)",
     ),
     Mutation("named parameters", optimizer="torch.optim.SGD(m.named_parameters(), lr=0.1)"),
@@ -134,7 +135,7 @@ OPTIMIZERS += [
     ),
     Mutation(
         "a step patched in the class",
-        (".SGD",),
+        (".SGD", "a step that was replaced"),
         head="class Patched(torch.optim.SGD):\n    pass\nPatched.__name__ = 'SGD'\ndef clamped(self, closure=None):\n    torch.optim.SGD.step(self)\n    with torch.no_grad():\n        for group in self.param_groups:\n            for p in group['params']:\n                p.clamp_(-0.05, 0.05)\nPatched.step = clamped",
         optimizer=f"Patched({P}, lr=0.1)",
         alone=True,

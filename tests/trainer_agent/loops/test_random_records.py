@@ -135,3 +135,13 @@ async def test_a_loop_of_ones_own_draws_between_its_batches_what_the_step_says(t
     alone = await trained(spec, 1)
     held_out = MapStyle("random_items:Seeding", records=HELD_OUT)
     assert differing(alone, await trained_while_evaluating(spec, held_out)) == []
+
+
+async def test_a_generator_of_ones_own_is_an_event_of_a_job_that_nobody_tried_before(tmp_path):
+    loss = "def loss(model, batch):\n    return F.cross_entropy(model(batch['x'] + RNG.random()), batch['y'])\n"
+    script = write_script(tmp_path, "random_untried", own="import random\nRNG = random.Random(0)\n", loss=loss)
+    async with cluster(spec_for(script), 1) as made:
+        assert (await made.ended()).phase is Phase.COMPLETED
+        told = [event.message for event in made.master.events.after(0, 1000) if event.name == "warning"]
+    assert len(told) == 1
+    assert "RNG of random_untried.py is a random generator of the script's own; each trainer of a job" in told[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from functools import partial
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ from tests.trainer_agent.collective.cluster import trained as trained_collective
 from tests.trainer_agent.own_loop.scripts import PARTS, write_loop
 from tests.trainer_agent.scripts import differing, lane_batches, spec_for
 from trainer_agent.own_loop.source import run_as_main
-from trainer_agent.script.inspect import inspect_script
 from trainer_agent.script.user_module import LoopModule
 from trireme.plain import run
 
@@ -205,16 +203,24 @@ async def test_a_batch_that_a_scaler_leaves_out_is_counted_and_changes_nothing(t
 @pytest.mark.parametrize(
     ("name", "lanes", "said"),
     [
-        ("a norm", 4, ["in a job with 4 lanes it does so to the minibatch of each lane"]),
-        ("through data", 4, ["in a job with 4 lanes"]),
+        ("a norm", 2, ["a step takes the mean over 2 minibatches, and the gradient of each is changed before that"]),
+        ("through data", 2, ["a step takes the mean over 2 minibatches"]),
         ("a norm", 1, []),
-        ("set to zero in place", 4, []),
+        ("set to zero in place", 2, []),
         ("scaled", 1, ["each trainer has a GradScaler of its own"]),
+        (
+            "buffers behind the step",
+            1,
+            ["changes the buffer 1.num_batches_tracked behind optimizer.step(), and that is undone"],
+        ),
     ],
 )
-def test_before_a_job_begins_it_is_told_what_means_something_else_in_it(tmp_path, capsys, name, lanes, said):
-    script = write_loop(tmp_path, loop=LOOPS[name])
-    assert inspect_script(str(script), check=True, settings=[f"lanes={lanes}", "global_batch_size=8"]) == 0
-    notice = json.loads(capsys.readouterr().out).get("notice", "")
-    assert len(notice.splitlines()) == len(said)
-    assert all(part in notice for part in said)
+async def test_what_means_something_else_in_a_job_is_an_event_of_it(tmp_path, name, lanes, said):
+    behind = CHANGED.replace("CHANGE", "") + "        model(batch['x'])\n"
+    spec = spec_for(write_loop(tmp_path, loop=LOOPS.get(name, behind)), lanes=lanes, epochs=1)
+    async with cluster(spec, lanes) as made:
+        state = await made.ended()
+        assert state.phase is Phase.COMPLETED, state
+        told = {event.message for event in made.master.events.after(0, 1000) if event.name == "warning"}
+    assert len(told) == len(said)
+    assert all(part in text for part, text in zip(said, told, strict=True)), told

@@ -7,11 +7,12 @@ import re
 import sys
 
 import pytest
+import torch
 
 from tests.trainer_agent.own_loop.scripts import write_loop
 from tests.trainer_agent.scripts import write_script
+from trainer_agent.model.watch.own_state import Watch
 from trainer_agent.script.inspect import inspect_script
-from trainer_agent.script.own_state import Watch, snapshot
 
 HEAD = """
     import collections, random, time
@@ -208,12 +209,12 @@ def test_a_process_of_the_users_own_is_watched_and_told(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     import watched
 
-    watch, told = Watch(lambda: snapshot(tmp_path / "watched.py", {})), []
+    watch, told = Watch(tmp_path / "watched.py", torch.nn.Identity()), []
     for _ in range(4):
         watched.RNG.random()
         watched.FIXED.seed(3)
         told.append(watch.after_minibatch())
     del sys.modules["watched"]
-    assert [bool(text) for text in told] == [False, True, False, False]
-    assert "RNG of watched.py is a random generator of the script's own" in told[1]
-    assert "FIXED" not in told[1]
+    assert [bool(text) for text in told] == [False, False, True, False]
+    assert "RNG of watched.py is a random generator of the script's own" in told[2]
+    assert "FIXED" not in told[2]

@@ -197,11 +197,11 @@ async def test_what_a_machine_lacks_is_waited_for_and_is_never_a_tasks_failure(t
     monkeypatch.setattr("trainer_agent.waiting.retry.FIRST_S", 0.001)
     monkeypatch.setattr("trainer_agent.tasks.source.open_dataset", lambda *_: failing)
     source = TaskSource(spec, master := WaitingMaster(), ME, at_once)
-    assert len(await source.read(task)) == 2
+    assert len((await source.load(task)).shard) == 2
     assert failing.reads == 4
     assert [heard[:2] for heard in master.heard] == [("1", 1), ("1", 2), ("1", 3)]  # it grows: the task is not late
     assert "no" in master.heard[0][2]
     monkeypatch.setattr("trainer_agent.tasks.source.READ_LIMIT_S", 0.002)
     failing.failures = 1000
     with pytest.raises(PeerError, match="no"):
-        await source.read(task)
+        await source.load(task)

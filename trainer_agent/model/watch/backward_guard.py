@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,9 @@ from trainer_agent.own_loop.turns import OwnLoop
 class UserCode(Protocol):
     """The functions of the user's script; see trainer_agent.script.user_module.UserModule. What they raise arrives as
     UserCodeError. `loop`: of a script with a loop of its own, whose body is called as `loss`."""
+
+    @property
+    def path(self) -> Path: ...
 
     @property
     def loop(self) -> OwnLoop | None: ...

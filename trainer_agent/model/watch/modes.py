@@ -43,15 +43,15 @@ class Modes:
         self._modules = [module for _, module in modules]
         # A whole model in evaluation mode is how libraries load pretrained ones. It is trained all the same.
         self._evaluating = [module for module in self._modules if not module.training] if model.training else []
+        #: A sentence if the modes that the script left are no plain training mode, else "".
+        self.notice = "" if own_loop else self._notice()
         self._first: list[bool] | None = None
 
     def __repr__(self) -> str:
         return f"<Modes: {len(self._evaluating)} of {len(self._modules)} modules stay in evaluation mode>"
 
-    @property
-    def notice(self) -> str:
-        """A sentence if the modes that the script left are no plain training mode, else ""."""
-        if self._own_loop or all(module.training for module in self._modules):
+    def _notice(self) -> str:
+        if all(module.training for module in self._modules):
             return ""
         if not self._evaluating:
             return (

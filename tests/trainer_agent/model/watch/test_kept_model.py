@@ -10,7 +10,7 @@ from shared.records import Phase
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.collective.cluster import cluster as collective_cluster
 from tests.trainer_agent.scripts import records, spec_for, write_script
-from trainer_agent.model.unshared_state import FIRST_LOOKS
+from trainer_agent.model.watch.unshared_state import FIRST_LOOKS
 from trainer_agent.script.user_module import load
 from trireme import plain
 
@@ -36,6 +36,9 @@ def loss(model, batch):
         CHANGE
     return F.cross_entropy(model(batch["x"]), batch["y"])
 """
+COUNTED = "seen = []\n" + LOSS.replace("model.steps += 1", "seen.append(1)").replace(
+    "model.steps > AFTER", "len(seen) > 1"
+)
 THAWED = r"changed requires_grad of the parameter body\.weight: it was False when training began, and now it is True; .*in a second job"
 CHANGES = {
     "thawed": ("model.body.requires_grad_(True)", THAWED),
@@ -64,13 +67,12 @@ CHANGES = {
 @pytest.mark.parametrize("name", list(CHANGES))
 async def test_what_the_script_changes_of_its_model_is_refused_with_the_name(build, tmp_path, name):
     change, message = CHANGES[name]
-    loss = LOSS.replace("AFTER", "1").replace("CHANGE", change)
+    loss = COUNTED.replace("CHANGE", change)
     compute = build(model=MODEL, loss=loss)
     with pytest.raises(UserCodeError, match=message) as caught:
         for number in range(FIRST_LOOKS):
             compute.forget_nodes()
             await compute.gradient((0, 1), 0, number, records(8, number), bool)
-            compute.minibatch.buffers.store(compute._current, compute._current)  # the step's count
     assert caught.value.details["fatal"]
     script = write_script(tmp_path, "alone", model=MODEL, loss=loss)
     with pytest.raises(UserCodeError, match=message):

@@ -15,7 +15,7 @@ import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,13 +24,15 @@ import numpy as np
 import torch
 from torch import nn
 
+from shared.datasets.in_code import made_objects
+
 MOST_OBJECTS = 20_000
 MOST_ITEMS = 1_000  # of one container
 MOST_BYTES = 1 << 20  # of one array
 DEPTH = 8
 SHOWN = 3
-WATCHED = 3  # looks: before the first minibatch and after the first two
-OF_A_JOB = "in a job each trainer would have its own copy, so `trireme run` refuses it unless it is seeded anew before each use (docs/script.md)"
+WATCHED = 3  # minibatches
+OF_A_JOB = "each trainer of a job has its own copy, so results depend on which one computes what, unless it is seeded anew before each use (docs/script.md)"
 MOST_COMPARED = 1 << 32
 
 GENERATOR_HINT = (
@@ -140,23 +142,23 @@ def snapshot(script: Path, roots: Mapping[str, object]) -> Snapshot:
 
 
 class Watch:
-    """Generators of the script's own that move with each of its first minibatches, where nothing is computed twice: the script is the user's own
-    process. It is told, since a job refuses most of them."""
+    """Generators of the script's own that move with each of its first minibatches, where nothing is computed twice: in a trainer, and in the user's
+    own process. It is told: one that is seeded anew before each use moves, too."""
 
-    def __init__(self, look: Callable[[], Snapshot]) -> None:
-        self._look = look
-        self._seen = [look()]
+    def __init__(self, script: Path, model: nn.Module) -> None:
+        self._script, self._model = script, model
+        self._seen: list[Snapshot] = []
 
     def after_minibatch(self) -> str:
         """A sentence for the user, "" if there is nothing to tell."""
         if len(self._seen) == WATCHED:
             return ""
-        self._seen.append(self._look())
+        self._seen.append(snapshot(self._script, {"the model": self._model, **made_objects()}))
         if len(self._seen) < WATCHED:
             return ""
         before, between, after = self._seen
         moved = [name for name in before.moved(between) if name in between.moved(after)]
-        return f"warning: {_named(moved)} is a random generator of the script's own: {OF_A_JOB}" if moved else ""
+        return f"{_named(moved)} is a random generator of the script's own; {OF_A_JOB}" if moved else ""
 
 
 def _file_below(module: types.ModuleType, folder: Path) -> str:
