@@ -61,10 +61,11 @@ def count_records(
     progress: Progress | None = None,
     partial: PartialCounts | None = None,
     beside: Path | None = None,
+    seed: int = 0,
 ) -> FileTable:
     """The file table of a dataset; `sizes`: how large its tasks are, or records of each. `progress(files counted, files)` is called in the calling thread. With `partial` it goes on
     where an earlier count was stopped, and can be stopped itself. `beside`: the folder of the job's script, where the module of a
-    Custom dataset may lie.
+    Custom dataset may lie. `seed`: of the job, for objects of the script.
 
     Raises DatasetError if no file matches, one cannot be read, or there is no record at all; CountingStopped.
     """
@@ -75,7 +76,7 @@ def count_records(
         _check_names(dataset, files)
     check = partial.check if partial is not None else lambda: None
     heads = Heads(dataset)
-    count = _stamped(dataset, _counter(dataset, sizes, check, beside, heads))
+    count = _stamped(dataset, _counter(dataset, sizes, check, beside, heads, seed))
     if partial is not None:
         partial.load()
     counted: list[TableFile] = []
@@ -175,7 +176,7 @@ def _kept(partial: PartialCounts | None, count: Counter) -> Counter:
 
 
 def _counter(
-    dataset: Dataset, sizes: TaskSizes, check: Callable[[], None], beside: Path | None, heads: Heads
+    dataset: Dataset, sizes: TaskSizes, check: Callable[[], None], beside: Path | None, heads: Heads, seed: int
 ) -> Counter:
     """`check` is called often, and raises when counting shall stop."""
     match dataset:
@@ -188,7 +189,7 @@ def _counter(
         case Custom():
             return _custom_counter(dataset, beside)
         case MapStyle() | IterableStyle():
-            return lambda name: TableFile(name, count_object(dataset, beside))
+            return lambda name: TableFile(name, count_object(dataset, beside, seed))
         case TFRecord() | RecordIO() | WebDataset():
             return lambda file: count_framed(file, dataset, sizes, check)
         case HuggingFace():

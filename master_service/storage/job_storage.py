@@ -69,7 +69,7 @@ class FileStorage:
     script lies on this host; asked for datasets that name a module of it (shared/membership/local_script.py)."""
 
     def __init__(self, spec: JobSpec, find_script: Callable[[str], Awaitable[Path]] = _as_it_is) -> None:
-        self._storage, self._job, self._script = spec.storage, spec.job, spec.script
+        self._storage, self._job, self._script, self._seed = spec.storage, spec.job, spec.script, spec.seed
         self._find_script = find_script
         self.series: SeriesFiles | None = StoredSeries(spec.storage)
 
@@ -95,7 +95,7 @@ class FileStorage:
     ) -> FileTable:
         """Blocks. Raises DatasetError, CountingStopped."""
         try:
-            table = counting.count_records(source, sizes, None, partial, beside)
+            table = counting.count_records(source, sizes, None, partial, beside, self._seed)
         except CountingStopped:
             partial.keep(now=True)
             raise

@@ -12,6 +12,7 @@ from shared.records.record import Id, Int64, Message, Name, Record, Traceback
 from shared.records.step import LanePosition
 
 WAITS_FOR_CHARACTERS = 300
+MOST_WARNINGS = 8  # of a report
 
 
 class UserFailure(Record):
@@ -256,7 +257,8 @@ class MetricBatch(Record):
     """`lane_s`: how many seconds a lane's minibatch takes at this trainer; null: not known, or asynchronous. `least_lane_s`: it takes
     at least so long, which is all that lanes without records tell. `times`: null if it ended no step since its report before. `whole`
     (synchronous): the owner of lane 0 reports steps of all lanes, in order. `lost_before`: the results of steps before this one are kept
-    nowhere. `store`: the answer waits until the metrics are stored."""
+    nowhere. `store`: the answer waits until the metrics are stored. `warnings`: sentences for the user, which become events of the job, each
+    once."""
 
     trainer: str
     steps: tuple[StepMetrics, ...]
@@ -266,6 +268,7 @@ class MetricBatch(Record):
     whole: bool = False
     lost_before: Int64 | None = None
     store: bool = False
+    warnings: Annotated[tuple[Message, ...], Field(max_length=MOST_WARNINGS)] = ()
 
 
 class MetricsTaken(Record):

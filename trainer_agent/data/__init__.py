@@ -53,15 +53,16 @@ __all__ = [
 ]
 
 
-def open_dataset(dataset: Dataset) -> Blaming:
-    """The reader of a dataset. Nothing is opened yet. Raises DatasetError if a Custom reader cannot be imported."""
-    reader = _reader_of(dataset)
+def open_dataset(dataset: Dataset, seed: int = 0) -> Blaming:
+    """The reader of a dataset. `seed`: of the job, for random numbers that the user's own readers and objects draw. Nothing is opened yet. Raises
+    DatasetError if a Custom reader cannot be imported."""
+    reader = _reader_of(dataset, seed)
     if isinstance(dataset, Custom | MapStyle | IterableStyle):
         reader = TypedByFirstRecord(dataset, reader)
     return Blaming(reader, CountedFiles(dataset))
 
 
-def _reader_of(dataset: Dataset) -> Reader:
+def _reader_of(dataset: Dataset, seed: int) -> Reader:
     match dataset:
         case Parquet():
             from trainer_agent.data.parquet import ParquetReader  # noqa: PLC0415  pyarrow only where it is needed
@@ -78,11 +79,11 @@ def _reader_of(dataset: Dataset) -> Reader:
         case Npy():
             return NpyReader(dataset)
         case Custom():
-            return CustomReader(dataset)
+            return CustomReader(dataset, seed)
         case MapStyle():
-            return MapStyleReader(dataset)
+            return MapStyleReader(dataset, seed)
         case IterableStyle():
-            return IterableStyleReader(dataset)
+            return IterableStyleReader(dataset, seed)
         case TFRecord():
             return TFRecordReader(dataset)
         case RecordIO():

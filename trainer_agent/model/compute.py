@@ -48,12 +48,14 @@ NOTHING_BEFORE = BeforeStep()
 @dataclass(frozen=True, slots=True)
 class LaneResult:
     """Of one minibatch: loss x records, and the number of records. `skipped`: records that were left out, because the loss or a
-    gradient was not finite. `metrics`: what the script reported with `trireme.log_metrics`."""
+    gradient was not finite. `metrics`: what the script reported with `trireme.log_metrics`. `warnings`: what the user
+    should hear, each once."""
 
     loss_sum: float
     records: int
     skipped: int = 0
     metrics: Mapping[str, Logged] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,9 @@ class Compute(Protocol):
 
     def begin_step(self, before: BeforeStep = NOTHING_BEFORE) -> LaneZero:
         """Once per step, before its gradients: the options of this step, and the scheduler's state after it."""
+
+    def skip_step(self, before: BeforeStep = NOTHING_BEFORE) -> None:
+        """Instead of `begin_step`, for a step that others make: the scheduler goes on, in a tenth of the time."""
 
     def initial_lane_zero(self) -> LaneZero:
         """What version 0 carries: the options the optimizer groups start with and the scheduler's first state."""

@@ -13,9 +13,11 @@ from typing import Any
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from shared.errors import InvalidArgument, UserCodeError
+from shared.optimizers.own_step import check_scheduler_step
 from shared.records import JobSpec, Mode
 from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.optimizer import rate_scale
+from trainer_agent.model.optimizer_spec import encode
 from trainer_agent.own_loop.job_steps import known_steps
 
 Guard = Callable[..., Any]
@@ -66,8 +68,11 @@ class Schedule:
 
 
 def check_scheduler(scheduler: Any, spec: JobSpec) -> None:
-    """Raises InvalidArgument for one that the job's settings do not fit."""
+    """Raises InvalidArgument for one that the job's settings do not fit, or whose state trainers cannot share."""
     rate_scale.check_scheduler(scheduler, spec)
+    if scheduler is not None:
+        check_scheduler_step(scheduler)
+        encode(scheduler.state_dict())
     metric = spec.plateau_metric
     if not isinstance(scheduler, ReduceLROnPlateau):
         if metric is not None:

@@ -16,6 +16,7 @@ from shared.records import AcquireTask, CompleteTask, FailTask, JobSpec, TakeNex
 from shared.records.step import LanePosition
 from shared.runtime import ids, telemetry
 from trainer_agent.data import Blaming, Shard, minibatch_in, open_dataset
+from trainer_agent.data.drawing import EVALUATION, reading
 from trainer_agent.data.order import Indices, record_order
 from trainer_agent.model.compute import Records
 from trainer_agent.script.tracebacks import traceback_of
@@ -149,13 +150,14 @@ class TaskSource:
         return LoadedTask(task, shard, record_order(self.spec.seed, task.epoch, number, len(shard)))
 
     def _read(self, task: Task) -> Shard:
-        reader = self._readers.get(task.kind)
+        evaluates = task.kind in ("EVALUATE", "VALIDATE")
+        held_out = self.spec.evaluation_dataset if evaluates else None
+        kind = "TRAIN" if held_out is None else "EVALUATE"
+        reader = self._readers.get(kind)
         if reader is None:
-            evaluation = task.kind in ("EVALUATE", "VALIDATE") and self.spec.evaluation_dataset is not None
-            dataset = self.spec.evaluation_dataset if evaluation else self.spec.dataset
-            assert dataset is not None
-            reader = self._readers[task.kind] = open_dataset(dataset)
-        return reader.read(task.file, task.first, task.count, task.offset, task.stamp)
+            reader = self._readers[kind] = open_dataset(held_out or self.spec.dataset, self.spec.seed)
+        with reading(EVALUATION if evaluates else task.epoch):
+            return reader.read(task.file, task.first, task.count, task.offset, task.stamp)
 
     def minibatch(self, loaded: LoadedTask, number: int) -> Records:
         """Minibatch `number` of a task, in the order of (seed, epoch, task)."""

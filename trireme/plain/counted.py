@@ -22,7 +22,7 @@ class Counted(NamedTuple):
 
 def count(spec: JobSpec, report: Callable[[str], object]) -> Counted:
     """Of a job with one lane. Raises DatasetError."""
-    table = count_records(spec.dataset, TaskSizes.of(spec))
+    table = count_records(spec.dataset, TaskSizes.of(spec), seed=spec.seed)
     plan = plan_of(spec, Streams(TaskKind.TRAIN, table, 1, spec.seed, spec.shuffle, spec.minibatch_size))
     for event in news_of(spec, table, plan):
         report(event.message)

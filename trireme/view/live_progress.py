@@ -44,6 +44,7 @@ SHOWN_EVENTS = {
     "stopped_early",
     "stage_changed",
     "user_failure",
+    "warning",
     "steps_are_short",
     "records_left_out",
 }
