@@ -18,10 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from master_service.core.queue.file_table import FileTable
-from master_service.core.queue.task_sizes import TaskSizes
 from master_service.core.state.series import Value
-from master_service.storage.counting import count_records
 from shared.datasets.random_state import START_SEED, drawing, seed_everything
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.lanes import step_seed
