@@ -44,8 +44,7 @@ class Task(Record):
     METRICS, the number of the evaluation.
 
     `timeline`: the job's when the task was dispatched; reports carry it back. `index`: position in `stream` (of `stream_length` tasks) in
-    this epoch. `offset`: the byte at which record `first` starts, if the format has lines. `stamp`: what the file was when its records
-    were counted (shared/storage/stamps.py).
+    this epoch. `offset`: the byte at which record `first` starts, if the format has lines.
     """
 
     task_id: str
@@ -59,8 +58,16 @@ class Task(Record):
     first: int = 0
     count: int = 0
     offset: int | None = None
-    stamp: str = ""
+    stamp: str = Field(
+        default="",
+        description="What the file was when its records were counted: its size, and a digest of its content or its ETag; empty: that is not known.",
+    )
     timeline: int = 0
+    alone: bool = Field(
+        default=False,
+        description="A process has died at this task: its records are to be read while the trainer computes nothing, so that it is known at "
+        "what it dies if it dies again.",
+    )
 
 
 class AcquireTask(Record):
@@ -175,6 +182,11 @@ class FailTask(Record):
     failure: UserFailure
     epoch: Int64 | None = None
     timeline: Int64 | None = None
+    died_at: Int64 | None = Field(
+        default=None,
+        description="The trainer's process has died while it computed this minibatch of the task, or (-1) read its records; its successor "
+        "reports that. `attempt` does not matter then. After some deaths at one place the task is discarded.",
+    )
 
 
 class HeldTask(Record):

@@ -9,18 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from master_service.core.queue.file_table import FileTable
 from master_service.core.queue.task_sizes import TaskSizes
 from master_service.storage.counting import count_records
 from shared.datasets.random_state import START_SEED, seed_everything, seeded
-from shared.evaluations import Evaluation, Patience, better, patience_after
+from shared.evaluations import Evaluation, Patience, better, check_criteria, patience_after, why_unreported
 from shared.records import EvaluationSums, JobSpec
 from shared.records.datasets import Dataset
 from shared.records.job_spec import Precision
 from trainer_agent.data import Minibatch, evaluation_seed, minibatch_indices, minibatches_in, open_dataset
 from trainer_agent.model.devices import autocast
 from trainer_agent.model.minibatch import means_of, sums_of
-from trainer_agent.model.schedule import check_plateau_metric
 from trainer_agent.model.watch.modes import evaluating
 from trainer_agent.script.user_module import UserModule
 from trireme.plain.minibatches import batch_of
@@ -31,7 +29,10 @@ def evaluate(
     user: UserModule, spec: JobSpec, dataset: Dataset, model: nn.Module, device: torch.device
 ) -> dict[str, float]:
     """Task by task, as trainers do it, so the numbers are the same. The model's buffers stay as they are."""
-    reader, table = open_dataset(dataset, spec.seed), count_records(dataset, TaskSizes.evaluated(spec), seed=spec.seed)
+    reader, table = (
+        open_dataset(dataset, spec.seed),
+        count_records(dataset, TaskSizes.evaluated(spec), seed=spec.seed),
+    )
     size = spec.minibatch_size
     buffers = [buffer.clone() for buffer in model.buffers()]
     total = EvaluationSums()
@@ -70,9 +71,8 @@ class Evaluations:
     """While the model trains, as `evaluate_every`, `keep_best` and `stop_early` say. `stopped`: training ends here. `plateau_value`: see
     BeforeStep.metric, for the next step."""
 
-    def __init__(self, user: UserModule, spec: JobSpec, table: FileTable, device: torch.device, report: Any) -> None:
+    def __init__(self, user: UserModule, spec: JobSpec, per_epoch: int, device: torch.device, report: Any) -> None:
         self._user, self._spec, self._device, self._report = user, spec, device, report
-        per_epoch = sum(minibatches_in(table.locate(task).count, spec.minibatch_size) for task in range(table.tasks))
         self._per_epoch, self._steps = per_epoch, per_epoch * spec.epochs
         self._patience: Patience | None = None
         self.stopped = False
@@ -93,7 +93,7 @@ class Evaluations:
             self.plateau_value = result.evaluations[-1].metrics.get(self._spec.plateau_metric, math.nan)
         assert self._spec.evaluation_dataset is not None
         metrics = evaluate(self._user, self._spec, self._spec.evaluation_dataset, result.model, self._device)
-        check_plateau_metric(self._spec, metrics)
+        check_criteria(self._spec, metrics)
         self._note(result, step // int(steps), metrics)
         self._patience = patience_after(self._patience, result.evaluations[-1].metrics, self._spec.stop_early)
         shown = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
@@ -103,6 +103,8 @@ class Evaluations:
     def note_last(self, result: PlainResult) -> None:
         """In place: the evaluation after training may be the best one."""
         if self._spec.keep_best is not None:
+            if why := why_unreported(self._spec, result.metrics):
+                self._report(f"{why}: the last model alone is kept")
             self._note(result, len(result.evaluations) + 1, result.metrics)
             del result.evaluations[-1]
 

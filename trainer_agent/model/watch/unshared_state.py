@@ -85,8 +85,8 @@ class UnsharedState:
 
     def change(self) -> str:
         """What was done, or "" if nothing was changed."""
-        for (name, _), marked, found in zip(self._parameters, self._before, self._marks(), strict=True):
-            if marked != found:
+        for (name, _), marked, now in zip(self._parameters, self._before, self._marks(), strict=True):
+            if marked != now:
                 return self._of_parameter(name)
         for (name, _), old, new in zip(
             self._parameters, self._digests, self._look() if self._digests else [], strict=False
