@@ -33,6 +33,11 @@ def make(maker: Callable[[], Any], seed: int, *, alone: bool = True) -> Any:
     return found
 
 
+def made_objects() -> dict[str, Any]:
+    """What `make` has kept in this process, by the name of its maker: `dataset()`."""
+    return {f"{maker.__name__}()": found for maker, (_, found) in _made.items()}
+
+
 def load_object(dataset: MapStyle | IterableStyle, beside: Path | None = None, seed: int = 0) -> Any:
     """What the name stands for; a function or class is called, see `make`. `beside`: see `load_named`. `seed`: of the job. Raises DatasetError."""
     found = load_named(dataset.reader, beside)

@@ -19,8 +19,6 @@ from functools import cache
 from threading import RLock
 from typing import Any, TypeVar
 
-import numpy as np
-
 from shared.lanes import step_seed
 
 T = TypeVar("T")
@@ -53,7 +51,7 @@ class Generators:
         torch = _torch()
         host = torch.get_rng_state() if torch is not None else None
         devices = tuple(torch.cuda.get_rng_state_all()) if torch is not None and torch.cuda.is_initialized() else ()
-        return cls(host, devices, random.getstate(), np.random.get_state(legacy=False))  # noqa: NPY002  user code uses the global generator
+        return cls(host, devices, random.getstate(), _numpy().random.get_state(legacy=False))
 
     def restore(self) -> None:
         torch = _torch()
@@ -62,7 +60,7 @@ class Generators:
         if torch is not None and self.devices:
             torch.cuda.set_rng_state_all(self.devices)
         random.setstate(self.python)
-        np.random.set_state(self.numpy)  # noqa: NPY002
+        _numpy().random.set_state(self.numpy)
 
     def differs(self) -> str:
         """The first generator whose state is another one now: `torch`, `numpy.random` or `random`; "" if none is."""
@@ -74,7 +72,7 @@ class Generators:
         if self.python != now.python:
             return "random"
         mine, theirs = ({**state.numpy, **state.numpy["state"], "state": 0} for state in (self, now))
-        same = all(bool(np.all(value == theirs.get(name))) for name, value in mine.items())
+        same = all(bool(_numpy().all(value == theirs.get(name))) for name, value in mine.items())
         return "" if same else "numpy.random"
 
 
@@ -92,7 +90,7 @@ def seed_everything(seed: int) -> None:
     elif torch is not None:
         torch.default_generator.manual_seed(seed)  # as torch.manual_seed, which asks for devices each time: 0.5 ms
     random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  user code uses the global generator
+    _numpy().random.seed(seed & 0xFFFFFFFF)
 
 
 @contextmanager
@@ -125,6 +123,13 @@ def _torch() -> Any:
     """torch, if this process has imported it."""
     module = sys.modules.get("torch")
     return module if hasattr(module, "default_generator") else None
+
+
+@cache
+def _numpy() -> Any:
+    import numpy as np  # noqa: PLC0415  whoever imports this module need not run code of a script
+
+    return np
 
 
 @cache

@@ -89,7 +89,7 @@ class JobState(Record):
 
 
 class TaskSummary(Record):
-    """Counts of the current epoch (`stage` says which queue)."""
+    """Counts of the current epoch (`stage` says which queue). `steps_per_epoch`, `total_steps`: of training, see EpochPlan.steps."""
 
     epoch: int
     epochs: int
@@ -101,3 +101,7 @@ class TaskSummary(Record):
     discarded: int
     records_total: int
     records_done: int
+    task_records: int = 0
+    steps_per_epoch: int | None = None
+    total_steps: int | None = None
+    records_left_out: int = 0

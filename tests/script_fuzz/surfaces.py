@@ -206,7 +206,7 @@ def _single_error() -> Iterator[None]:
 @contextmanager
 def _no_hooks_left() -> Iterator[None]:
     """Of all optimizers: those of a script would also be called in the next one."""
-    hooks = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
+    hooks = [vars(optimizer)[f"_global_optimizer_{place}_hooks"] for place in ("pre", "post")]
     before = [dict(each) for each in hooks]
     try:
         yield

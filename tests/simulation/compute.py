@@ -194,9 +194,6 @@ class TinyCompute:
             self._least = min(before.metric, self._least)
         return self._lane_zero()
 
-    def skip_step(self, before: BeforeStep = NOTHING_BEFORE) -> None:
-        self.begin_step(before)
-
     def restore(self, lane_zero: LaneZero) -> None:
         self._steps_begun, self._rate, least = (lane_zero.scheduler[name] for name in ("steps", "rate", "least"))
         self._least = float(least)

@@ -67,6 +67,7 @@ HOMES = {
     "random": (
         "shared/runtime/ids.py",
         "shared/datasets/random_state.py",  # seeds what the user's code draws
+        "trainer_agent/script/own_state.py",  # knows generators of the user's
     ),
     "secrets": ("shared/runtime/ids.py",),
     "uuid": ("shared/runtime/ids.py",),

@@ -6,6 +6,7 @@ shard.minibatch(minibatch_indices(seed, epoch, task, len(shard), size, number, s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import assert_never
 
 from shared.records.datasets import (
@@ -25,8 +26,10 @@ from shared.records.datasets import (
     TFRecord,
     WebDataset,
 )
+from shared.storage.stamps import CountedFiles
 from trainer_agent.data.arrays import BytesReader, NpyReader
 from trainer_agent.data.collate import default_collate
+from trainer_agent.data.column_types import TypedByFirstRecord
 from trainer_agent.data.custom import CustomReader
 from trainer_agent.data.formats.frames import RecordIOReader, TFRecordReader
 from trainer_agent.data.formats.image_folder import ImageFolderReader
@@ -38,6 +41,7 @@ from trainer_agent.data.reader import Blaming, Reader
 from trainer_agent.data.shard import Minibatch, Shard
 
 __all__ = [
+    "Blaming",
     "Minibatch",
     "Reader",
     "Shard",
@@ -49,10 +53,14 @@ __all__ = [
 ]
 
 
-def open_dataset(dataset: Dataset, seed: int = 0) -> Reader:
-    """The reader of a dataset. `seed`: of the job, for random numbers that the user's own readers and objects draw. Nothing is opened yet. Raises
-    DatasetError if a Custom reader cannot be imported."""
-    return Blaming(_reader_of(dataset, seed))
+def open_dataset(dataset: Dataset, seed: int = 0, changed: Callable[[str], object] | None = None) -> Blaming:
+    """The reader of a dataset. `seed`: of the job, for random numbers that the user's own readers and objects draw. `changed`: is told of a file
+    that is not the counted one, which is then read all the same; None: it is refused. Nothing is opened yet. Raises DatasetError if a Custom reader
+    cannot be imported."""
+    reader = _reader_of(dataset, seed)
+    if isinstance(dataset, Custom | MapStyle | IterableStyle):
+        reader = TypedByFirstRecord(dataset, reader)
+    return Blaming(reader, CountedFiles(dataset), changed)
 
 
 def _reader_of(dataset: Dataset, seed: int) -> Reader:

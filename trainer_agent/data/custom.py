@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from itertools import takewhile
 
 from shared.datasets.custom_reader import load_custom
-from shared.errors import DatasetError, InvalidArgument, is_interrupt, is_of_the_environment
+from shared.errors import DatasetError, InvalidArgument, is_interrupt
 from shared.records.datasets import Custom
+from shared.storage.trouble import trouble_in_user_code
 from trainer_agent.data.drawing import Drawing
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Record, RecordShard, Shard
@@ -34,8 +35,10 @@ class CustomReader:
             made = self._drawing.each(file, range(first, first + count), record)
             records = [found for found in takewhile(lambda found: found is not None, made) if found is not None]
         except BaseException as error:  # the user's code may raise anything
-            if is_interrupt(error) or is_of_the_environment(error) or isinstance(error, InvalidArgument):
+            if is_interrupt(error) or isinstance(error, InvalidArgument):
                 raise
+            if (trouble := trouble_in_user_code(error, file)) is not None:
+                raise trouble from error
             msg = f"{self._name}.read({file!r}, {first}, {count}) failed: {type(error).__name__}: {error}"
             raise DatasetError(msg, hint="correct the reader", url=file) from error
         if len(records) < count:

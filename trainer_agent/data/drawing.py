@@ -55,13 +55,9 @@ class Drawing:
     def each(self, file: str, numbers: range, read: Callable[[int], T]) -> Iterator[T]:
         """`read(number)` of each record of `file`. Raises what it raises, and InvalidArgument if a record draws although those before it did not."""
         seed = seed_of(self._seed, _epoch.get() if self._by_epoch else EVALUATION, file)
+        self._check()
         done = 0
         while done < len(numbers):
-            if self._late:
-                raise InvalidArgument(
-                    self._late,
-                    hint="let each record draw, or none: draw a number that is not used where none is needed",
-                )
             if self._generator or self._read < PROBED or done == 1:
                 for value in self._alone(seed, numbers[done:], read):
                     done += 1
@@ -87,9 +83,16 @@ class Drawing:
         return found
 
     def _found(self, generator: str, number: int) -> None:
+        """Raises InvalidArgument if records were read already as if none drew."""
         self._generator = generator
         if self._read > PROBED:
             self._late = (
                 f"record {number} of {self._what} draws from the random generator of {generator}, and the first {PROBED} did not: those between were "
                 "read beside forward passes, whose random numbers they may have changed"
             )
+            self._check()
+
+    def _check(self) -> None:
+        if self._late:
+            hint = "let each record draw, or none: draw a number that is not used where none is needed"
+            raise InvalidArgument(self._late, hint=hint)

@@ -355,7 +355,9 @@ class AsyncLoop:
     def _push_number(self, task: Task, count: int, start: int) -> int:
         """The number of this push if one trainer did all of the training in order."""
         every = self._spec.push_every
-        pushes = -(-max(count, minibatches_in(self._spec.task_records, self._spec.minibatch_size)) // every)
+        plan = self._directory.plan  # known since there are tasks
+        full = minibatches_in(plan.task_records, self._spec.minibatch_size) if plan is not None else 0
+        pushes = -(-max(count, full) // every)
         return (task.epoch * task.stream_length + task.index) * pushes + start // every
 
     async def _newer_generation(self, generation: int) -> None:

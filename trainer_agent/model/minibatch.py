@@ -129,7 +129,7 @@ class MinibatchRunner:
         self.modes.set_training()
         with collected() as self.logged:
             batch = self._batch(records) if ready is None else ready.batch.begin(self.logged)
-            self._unshared.begin(again=self._user.loop is not None)
+            self._unshared.begin(current if self._device.type == "cpu" else None, again=self._user.loop is not None)
             with self._forward():
                 found = self._guard.call("loss", self._model, batch)
         loss = checked_loss(self._user, found)
@@ -201,13 +201,13 @@ class MinibatchRunner:
             found = notices(
                 scales=loop.scaling.is_used,
                 changes=loop.changes_gradients,
-                buffer=loop.undone_buffer,
                 lanes=self._lanes,
                 tables=bool(self._plan.layout.tables),
             )
         new = [text for text in found if text and text not in self._told]
         self._told.update(new)
-        return (*new, *self._without.told(), *self.averaged.told())
+        of_loop = () if loop is None else loop.told()
+        return (*new, *self._without.told(), *self.averaged.told(), *of_loop)
 
     def check_gradients(self) -> None:
         """Of the last backward. Raises NonFiniteError, which names a parameter."""
@@ -228,7 +228,7 @@ class MinibatchRunner:
     def _between_passes(self, current: Vector) -> None:
         """What the script does between two batches sees buffers and parameters of `current`."""
         self.buffers.load(current)
-        self._unshared.begin()
+        self._unshared.begin(current if self._device.type == "cpu" else None)
         self._guard.begin()
         self._unshared.check(self._user)
 

@@ -18,10 +18,6 @@ CHANGES = (
     "the loop changes gradients before optimizer.step(): a step takes the mean over {lanes} minibatches, and the gradient of each is changed before "
     "that; to clip the gradient of a whole step, use the setting clip_grad_norm"
 )
-BUFFERS = (
-    "the loop changes the buffer {name} behind optimizer.step(), and that is undone, since the next batch may be one of another lane: change buffers "
-    "before optimizer.step()"
-)
 ROWS = "the loop changes gradients before optimizer.step(); those of rows of embedding tables stay as they are"
 
 
@@ -49,12 +45,11 @@ def forget_those_of_others(model: nn.Module, held: Iterable[torch.Tensor]) -> No
             parameter.grad = None
 
 
-def notices(*, scales: bool, changes: bool, buffer: str, lanes: int, tables: bool) -> list[str]:
-    """What the loop does that means something else in a job than in one process. `buffer`: the name of one that it changed behind optimizer.step()."""
+def notices(*, scales: bool, changes: bool, lanes: int, tables: bool) -> list[str]:
+    """What the loop does that means something else in a job than in one process."""
     told = (
         (SCALES, scales),
         (CHANGES.format(lanes=lanes), changes and lanes > 1),
         (ROWS, changes and tables),
-        (BUFFERS.format(name=buffer), bool(buffer)),
     )
     return [sentence for sentence, holds in told if holds]

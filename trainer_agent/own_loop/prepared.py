@@ -50,6 +50,11 @@ def check(parts: Prepared) -> None:
         raise ValueError(msg)
 
 
+def is_function(scheduler: Any) -> bool:
+    """Whether it makes the scheduler of an optimizer, and is none itself."""
+    return callable(scheduler) and not hasattr(scheduler, "step")
+
+
 def check_loss(loss: Any) -> None:
     """Raises TypeError; InvalidArgument for a dict without a loss."""
     loss = loss_in(loss)

@@ -29,11 +29,11 @@ from torch import nn
 from shared.errors import InvalidArgument, UserCodeError
 from shared.logged_metrics import Logged, collect_in, collector, loss_in
 from trainer_agent.own_loop.autocast import enabled
-from trainer_agent.own_loop.buffers import noted, put_back
 from trainer_agent.own_loop.grad_scaler import Scaling, unscale_for_kernel
 from trainer_agent.own_loop.gradients import check_none_is_left, forget_those_of_others, marks
+from trainer_agent.own_loop.kept_buffers import KeptBuffers
 from trainer_agent.own_loop.places import GOES_ON, Place
-from trainer_agent.own_loop.prepared import Prepared, check, check_loss
+from trainer_agent.own_loop.prepared import Prepared, check, check_loss, is_function
 
 CLOSE_S = 5.0
 
@@ -93,7 +93,6 @@ class OwnLoop:
         self._loss: Any = None
         self._left_out = False  # in this pass, by the script's GradScaler
         self.changes_gradients = False  # the first pass did, between trireme.backward and optimizer.step
-        self.undone_buffer = ""  # the name of one that the script changed behind optimizer.step()
         self.scaling = Scaling(self._scaler_stepped)
         self.true_loss: torch.Tensor | None = None  # of this pass, before a GradScaler scaled it
         self._failure: BaseException | None = None
@@ -102,6 +101,8 @@ class OwnLoop:
         self._logged: dict[str, Logged] | None = None
         self._autocast: list[torch.autocast] = []
         self._passes = 0
+        self._warned: set[str] = set()
+        self._warnings: list[str] = []
 
     def __repr__(self) -> str:
         return f"<OwnLoop after {self._passes} passes, the script is {self._place.value}>"
@@ -210,14 +211,22 @@ class OwnLoop:
         self._check_there()
 
     def _go_to_top(self) -> None:
-        """To where the script asks for a batch. What it does on its way to the model's buffers is undone, and told: the next batch may be that
-        of another lane. Raises UserCodeError."""
-        before = noted(self.prepared.model)
+        """To where the script asks for a batch. What it does on its way to the model's statistics is undone: the next batch may be that of
+        another lane. Raises UserCodeError, also if it changed other buffers."""
+        kept = KeptBuffers(self.prepared.model)
         while self._place is not Place.ASKS:
             self._resume()
-        changed = put_back(self.prepared.model, before)
-        if self._passes and not self.undone_buffer:
-            self.undone_buffer = changed
+        undone, refused = kept.restore()
+        if refused:
+            self._fail(refused)
+        if undone and undone not in self._warned:
+            self._warned.add(undone)
+            self._warnings.append(undone)
+
+    def told(self) -> tuple[str, ...]:
+        """What the user should hear, since the last call."""
+        told, self._warnings = tuple(self._warnings), []
+        return told
 
     def _check_there(self) -> None:
         """Raises UserCodeError if the script has ended, and should not."""
@@ -267,7 +276,8 @@ class OwnLoop:
             raise RuntimeError("trireme.prepare was called twice; a script trains one model")
         check(parts)
         self._prepared = parts
-        self._take_over(parts.optimizer, parts.hooks.get("scheduler"))
+        scheduler = parts.hooks.get("scheduler")
+        self._take_over(parts.optimizer, None if is_function(scheduler) else scheduler)
         self._hand_over(Place.PREPARED)
         for device in {parameter.device for parameter in parts.model.parameters() if parameter.is_cuda}:
             torch.cuda.set_device(device)  # of this thread, so that the script's `.cuda()` means the same

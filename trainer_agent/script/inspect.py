@@ -24,9 +24,11 @@ from pydantic import ValidationError
 
 from shared.datasets.random_state import seeded
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
+from shared.evaluations import check_criteria
 from shared.records import JobSpec
 from shared.records.datasets import Dataset
 from trainer_agent.script.sample_records import first_records
+from trainer_agent.script.steps import UNCOUNTED, JobSteps, telling
 from trainer_agent.script.user_module import UserModule, load
 
 if TYPE_CHECKING:
@@ -95,24 +97,26 @@ def _seed(settings: Mapping[str, Any]) -> int:
 def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, settings: dict[str, Any]) -> dict[str, Any]:
     from trainer_agent.model.flat import groups_of, tensors_of  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.model.optimizer.rate_scale import sentence  # noqa: PLC0415  torch only when it is needed
-    from trainer_agent.model.schedule import check_plateau_metric  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.model.torch_compute import TorchCompute  # noqa: PLC0415  torch only when it is needed
+    from trainer_agent.script.twice import Twice  # noqa: PLC0415  torch only when it is needed
 
     spec = _spec(user, dataset, evaluation, settings)
-    with ThreadPoolExecutor(1, "compute") as executor:
+    made_up = JobSteps(UNCOUNTED, spec.epochs, counted=False)
+    with ThreadPoolExecutor(1, "compute") as executor, telling(lambda: made_up):
         compute = executor.submit(TorchCompute, user, spec, executor).result()
-        minibatch = first_records(dataset, spec.minibatch_size, spec.seed)
+        twice = Twice(user.path, spec, compute)
+        minibatch = twice.records("dataset()", lambda: first_records(dataset, spec.minibatch_size, spec.seed))
         compute.begin_step()
         with _doing("the first minibatch"):
-            asyncio.run(_with_rows(compute, lambda: _gradient(compute, minibatch)))
+            twice.minibatch(lambda: asyncio.run(_with_rows(compute, lambda: _gradient(compute, minibatch))))
         if evaluation is not None:
             held_out = first_records(evaluation, spec.minibatch_size, spec.seed)
             with _doing("the first minibatch of the evaluation"):
                 sums = asyncio.run(_with_rows(compute, lambda: compute.evaluate(held_out)))
                 metrics = asyncio.run(compute.metrics(sums))
-            check_plateau_metric(spec, metrics)
+            check_criteria(spec, metrics)
     tensors = tensors_of(compute.model, groups_of(compute.optimizer))
-    notice = "\n".join(filter(None, (compute.started.sentence, sentence(spec))))
+    notice = "\n".join(filter(None, (compute.started.sentence, sentence(spec), *twice.notices)))
     layout = compute.layout
     tables = [table.model_dump(mode="json") for table in layout.tables]
     model = {"tensors": tensors, "optimizer": layout.optimizer.model_dump(mode="json"), "tables": tables}

@@ -23,7 +23,7 @@ from shared.datasets.in_code import make
 from shared.datasets.random_state import START_SEED, seeded
 from shared.errors import InvalidArgument, TriremeError, UserCodeError, is_interrupt
 from shared.records.datasets import Dataset, IterableStyle, MapStyle
-from trainer_agent.own_loop.prepared import Prepared
+from trainer_agent.own_loop.prepared import Prepared, is_function
 from trainer_agent.own_loop.source import FromSource, has_own_loop, run_as_main
 from trainer_agent.own_loop.turns import OwnLoop
 from trainer_agent.script.tracebacks import message_of, traceback_of
@@ -155,7 +155,7 @@ class LoopModule(UserModule):
                 return getattr(prepared, hook)
             case "loss":
                 return self.loop.forward(arguments[1])
-            case "scheduler":
+            case "scheduler" if not is_function(prepared.hooks[hook]):
                 return prepared.hooks[hook]
             case "evaluation_dataset" if not callable(prepared.hooks[hook]):
                 return prepared.hooks[hook]

@@ -6,23 +6,28 @@ acquire ─► Task | end     read ─► LoadedTask ──minibatch(number)─�
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from shared.errors import CallerError, DatasetError, StaleAttempt, TriremeError
+from shared.errors import CallerError, DatasetError, DeadlineExceeded, PeerError, StaleAttempt, TriremeError
 from shared.records import AcquireTask, CompleteTask, FailTask, JobSpec, TakeNext, Task, TaskAnswer
+from shared.records.begun import BegunWork
+from shared.records.datasets import IterableStyle, MapStyle
 from shared.records.step import LanePosition
-from shared.runtime import ids, telemetry
-from trainer_agent.data import Reader, Shard, minibatch_indices, open_dataset
+from shared.runtime import begun, ids, telemetry
+from trainer_agent.data import Blaming, Shard, minibatch_indices, open_dataset
 from trainer_agent.data.drawing import EVALUATION, reading
 from trainer_agent.model.compute import Records
 from trainer_agent.script.tracebacks import traceback_of
 from trainer_agent.tasks.master import MasterPort, failure_of
-from trainer_agent.waiting.retry import retry
+from trainer_agent.waiting.retry import Backoff, retry
 
 WAIT_S = 10.0  # the master answers as soon as there is a task
+READ_LIMIT_S = 120.0
 
 T = TypeVar("T")
 log = telemetry.logger("tasks")
@@ -55,12 +60,23 @@ class LoadedTask:
 
 
 class TaskSource:
-    """All of it is retried until the master or the reader answers."""
+    """All of it is retried until the master or the reader answers. `alone`: runs work while nothing is computed; None: as `offload`."""
 
-    def __init__(self, spec: JobSpec, master: MasterPort, trainer: str, offload: Offload) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        master: MasterPort,
+        trainer: str,
+        offload: Offload,
+        alone: Offload | None = None,
+        warn: Callable[[str], object] = log.info,
+    ) -> None:
+        """`warn`: tells the user a sentence."""
         self.spec, self.trainer = spec, trainer
-        self._master, self.offload = master, offload
-        self._readers: dict[bool, Reader] = {}  # of the records that are held out, and of the others
+        self._warn = warn
+        self._changed = deque[str]()  # what readers, in their threads, say of files that are trained all the same
+        self._master, self.offload, self._alone = master, offload, alone or offload
+        self._readers: dict[bool, Blaming] = {}  # of the records that are held out, and of the others
 
     async def acquire(
         self,
@@ -118,22 +134,50 @@ class TaskSource:
         return (await self._master.acquire_task(ask)).task
 
     async def read(self, task: Task) -> Shard:
-        """The records of a task. Raises TaskFailed; DeadlineExceeded if the storage does not answer for too long."""
-        try:
-            return await retry(lambda: self.offload(self._read, task), f"reading {described(task)}")
-        except DatasetError as error:
-            if error.__cause__ is not None:
-                error.details["traceback"] = traceback_of(error.__cause__, Path(self.spec.script).parent)
-            raise TaskFailed(task, error) from error
+        """The records of a task. Raises TaskFailed; ResourceExhausted, StorageUnreachable if this machine or the dataset's storage has
+        not let it read for READ_LIMIT_S: that is no failure of the task, and another trainer may be able to read it."""
+        backoff = Backoff(f"reading {described(task)}", READ_LIMIT_S)
+        offload = self._alone if task.alone else self.offload
+        while True:
+            try:
+                shard = await offload(self._read, task)
+                while self._changed:
+                    self._warn(self._changed.popleft())
+                return shard
+            except DatasetError as error:
+                if error.__cause__ is not None:
+                    error.details["traceback"] = traceback_of(error.__cause__, Path(self.spec.script).parent)
+                raise TaskFailed(task, error) from error
+            except PeerError as error:
+                try:
+                    await backoff.failed(error)
+                except DeadlineExceeded:
+                    raise error from None
+
+    def make_datasets(self) -> None:
+        """Make the objects of the script's code (what `dataset()` gives) before this trainer is a member: that may take minutes, and keep the
+        interpreter, so that no lease could be renewed. What fails is told with the first task. Blocks."""
+        for held_out, dataset in ((False, self.spec.dataset), (True, self.spec.evaluation_dataset)):
+            if isinstance(dataset, MapStyle | IterableStyle):
+                with contextlib.suppress(TriremeError):
+                    self._reader(held_out=held_out).read(dataset.reader, 0, 0)  # no record, but the object is made
+
+    def _reader(self, *, held_out: bool) -> Blaming:
+        """The reader of the evaluation dataset, or of the one that is trained. Raises DatasetError."""
+        reader = self._readers.get(held_out)
+        if reader is None:
+            dataset = self.spec.evaluation_dataset if held_out else self.spec.dataset
+            assert dataset is not None
+            reader = self._readers[held_out] = open_dataset(
+                dataset, self.spec.seed, self._changed.append if self.spec.changed_files == "report" else None
+            )
+        return reader
 
     def _read(self, task: Task) -> Shard:
         evaluates = task.kind in ("EVALUATE", "VALIDATE")
-        held_out = self.spec.evaluation_dataset if evaluates else None
-        reader = self._readers.get(held_out is not None)
-        if reader is None:
-            reader = self._readers[held_out is not None] = open_dataset(held_out or self.spec.dataset, self.spec.seed)
-        with reading(EVALUATION if evaluates else task.epoch):
-            return reader.read(task.file, task.first, task.count, task.offset)
+        reader = self._reader(held_out=evaluates and self.spec.evaluation_dataset is not None)
+        with reading(EVALUATION if evaluates else task.epoch), begun.at(BegunWork.of(task).to_bytes()):
+            return reader.read(task.file, task.first, task.count, task.offset, task.stamp)
 
     def minibatch(self, loaded: LoadedTask, number: int) -> Records:
         """Minibatch `number` of a task, in the order of (seed, epoch, task)."""
@@ -147,7 +191,9 @@ class TaskSource:
             number,
             shuffle=spec.shuffle and task.kind == "TRAIN",
         )
-        return loaded.shard.minibatch(indices)
+        found = loaded.shard.minibatch(indices)
+        found.work = BegunWork.of(task, number).to_bytes()
+        return found
 
     def completion(self, task: Task, **more: Any) -> CompleteTask:
         """The report that `task` is done; `more`: what CompleteTask says beside that."""

@@ -12,23 +12,26 @@ import argparse
 import copy
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from master_service.core.state.series import Series, Value
+from master_service.core.queue.epoch_plan import news_of, plan_of
+from master_service.core.queue.file_table import FileTable
+from master_service.core.queue.streams import Streams
+from master_service.core.queue.task_sizes import TaskSizes
+from master_service.core.state.series import Value
 from master_service.storage.counting import count_records
+from shared.datasets.in_code import made_objects
 from shared.datasets.random_state import START_SEED, drawing, seed_everything
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
-from shared.evaluations import Evaluation
 from shared.lanes import step_seed
 from shared.logged_metrics import Logged, add, collected, metrics_beside
 from shared.metric_names import LOSS
-from shared.records import JobSpec
-from shared.records.tasks import BestEvaluation
+from shared.records import JobSpec, TaskKind
+from shared.runtime.service import allow_open_files
 from shared.storage import files
 from trainer_agent.data import open_dataset
 from trainer_agent.model.clipping import GradientClipper
@@ -43,6 +46,8 @@ from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.watch.backward_guard import BackwardGuard
 from trainer_agent.model.watch.modes import Modes
 from trainer_agent.model.watch.unshared_state import UnsharedState
+from trainer_agent.script.own_state import Watch, snapshot
+from trainer_agent.script.steps import JobSteps, telling
 from trainer_agent.script.user_module import UserModule
 from trainer_agent.start_values.load import load_start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
@@ -53,28 +58,8 @@ from trireme.plain.evaluations import Evaluations, evaluate
 from trireme.plain.minibatches import batch_of
 from trireme.plain.minibatches import epoch_minibatches as epoch_minibatches
 from trireme.plain.progress_lines import ProgressLines
+from trireme.plain.result import PlainResult as PlainResult
 from trireme.view.chart import show_chart
-
-
-@dataclass(slots=True)
-class PlainResult:
-    """`metrics` as the script's `metrics(sums)` gives them; `losses`: mean loss of each epoch; `epochs`: means of the loss and of what
-    the script logs, by epoch. `evaluations`: those while it trained; `best`, `best_state`, `best_tables`: of the best one, that after training
-    included, as `keep_best` says. `curve`: the loss by step."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    tables: OneLane
-    steps: int = 0
-    records: int = 0
-    losses: list[float] = field(default_factory=list)
-    curve: Series = field(default_factory=Series)
-    epochs: list[dict[str, float]] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
-    evaluations: list[Evaluation] = field(default_factory=list)
-    best: BestEvaluation | None = None
-    best_state: dict[str, torch.Tensor] = field(default_factory=dict)
-    best_tables: tuple[StoredTable, ...] = ()
 
 
 def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> PlainResult:
@@ -85,6 +70,7 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
     SystemExit(2) for invalid settings.
     """
     options = _parser().parse_args(arguments)
+    allow_open_files()
     try:
         script = sys.modules[module]
         user = UserModule(Path(str(script.__file__)), script)
@@ -155,7 +141,16 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     if spec.lanes != 1:
         raise InvalidArgument(f"plain training has one lane, the spec has {spec.lanes}", hint="set lanes=1")
     torch.set_num_threads(spec.threads_per_trainer)
-    table = count_records(spec.dataset, spec.task_records, seed=spec.seed)
+    table = count_records(spec.dataset, TaskSizes.of(spec), seed=spec.seed)
+    streams = Streams(TaskKind.TRAIN, table, 1, spec.seed, spec.shuffle, spec.minibatch_size)
+    epoch_plan = plan_of(spec, streams)
+    for event in news_of(spec, table, epoch_plan):
+        report(event.message)
+    with telling(lambda: JobSteps(epoch_plan.steps, spec.epochs)):
+        return _train(user, spec, table, report)
+
+
+def _train(user: UserModule, spec: JobSpec, table: FileTable, report: Any) -> PlainResult:
     device = device_of(spec.device, deterministic=spec.deterministic)
     model = checked_model(drawing(spec.seed, user.call, "model"))
     started = load_start_values(model, spec)
@@ -189,8 +184,12 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
         parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
         for parameter in trained.values()
     ]
-    result, reader = PlainResult(model, optimizer, tables), open_dataset(spec.dataset, spec.seed)
+    result, reader = (
+        PlainResult(model, optimizer, tables),
+        open_dataset(spec.dataset, spec.seed, report if spec.changed_files == "report" else None),
+    )
     progress = ProgressLines(spec, table.records, report)
+    watch = Watch(lambda: snapshot(user.path, {"the model": model, **made_objects()}))
     evaluations = Evaluations(user, spec, table, device, report)
     for epoch in range(spec.epochs):
         loss_sum, records, trained_records = 0.0, 0, 0
@@ -200,6 +199,8 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
             unshared.begin()
             guard.begin()
             unshared.check(user)
+            for warning in () if user.loop is None else user.loop.told():
+                report(warning)
             schedule.before_step(BeforeStep(epoch > 0 and number == 0, evaluations.plateau_value))
             seed_everything(step_seed(spec.seed, result.steps, 0))
             modes.set_training()
@@ -242,6 +243,8 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
                 tables.step(None)
             else:
                 raise user.error_of(error)
+            if told := watch.after_minibatch():
+                report(told)
             schedule.after_step()
             records += len(minibatch)
             result.steps += 1

@@ -10,13 +10,15 @@ import torch
 from master_service.core.queue.epoch_order import EpochOrder
 from master_service.core.queue.file_table import FileTable
 from shared.records import JobSpec
-from trainer_agent.data import Minibatch, Reader, default_collate, minibatch_indices, minibatches_in, open_dataset
+from trainer_agent.data import Blaming, Minibatch, default_collate, minibatch_indices, minibatches_in, open_dataset
 from trainer_agent.data.drawing import reading
 from trainer_agent.model.devices import on_device
 from trainer_agent.script.user_module import UserModule
 
 
-def epoch_minibatches(spec: JobSpec, table: FileTable, epoch: int, reader: Reader | None = None) -> Iterator[Minibatch]:
+def epoch_minibatches(
+    spec: JobSpec, table: FileTable, epoch: int, reader: Blaming | None = None
+) -> Iterator[Minibatch]:
     """All minibatches of an epoch, in the order in which the only lane trains them. `reader`: of the dataset, to use it for several epochs."""
     reader = reader or open_dataset(spec.dataset, spec.seed)
     order = EpochOrder(table.tasks, spec.seed, epoch, spec.shuffle)
@@ -24,7 +26,7 @@ def epoch_minibatches(spec: JobSpec, table: FileTable, epoch: int, reader: Reade
         task = order.task_at(position)
         place = table.locate(task)
         with reading(epoch):
-            shard = reader.read(place.file, place.first, place.count, place.offset)
+            shard = reader.read(place.file, place.first, place.count, place.offset, place.stamp)
         for number in range(minibatches_in(place.count, spec.minibatch_size)):
             yield shard.minibatch(
                 minibatch_indices(

@@ -55,7 +55,8 @@ def most_steps(job: Job) -> int:
     """The job has no more steps: every task of the longest stream, in every epoch."""
     streams, spec = job.training.streams, job.spec
     longest = max(streams.length(number) for number in range(streams.count))
-    return spec.epochs * longest * -(-spec.task_records // spec.minibatch_size)
+    task_records = streams.table.task_records if streams.table is not None else 0
+    return spec.epochs * longest * -(-task_records // spec.minibatch_size)
 
 
 def _impossible(job: Job, share: StepMetrics) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 
 from shared.datasets.in_code import load_object
 from shared.datasets.random_state import seeded
-from shared.errors import DatasetError, InvalidArgument, is_interrupt, is_of_the_environment
+from shared.errors import DatasetError, InvalidArgument, is_interrupt
 from shared.records.datasets import IterableStyle, MapStyle
+from shared.storage.trouble import trouble_in_user_code
 from trainer_agent.data.drawing import Drawing
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Record, RecordShard, Shard
@@ -40,8 +41,10 @@ class MapStyleReader:
                 except IndexError as error:
                     raise too_short(file, first, count, number) from error
                 except BaseException as error:  # the user's code may raise anything
-                    if is_interrupt(error) or is_of_the_environment(error):
+                    if is_interrupt(error):
                         raise
+                    if (trouble := trouble_in_user_code(error, f"item {number} of {file}")) is not None:
+                        raise trouble from error
                     msg = f"item {number} of {file} cannot be read: {type(error).__name__}: {error}"
                     raise DatasetError(msg, hint="correct the dataset's __getitem__", url=file) from error
                 return as_record(item, self._dataset.columns, file, number)
@@ -77,9 +80,7 @@ class IterableStyleReader:
                 self._begin(file)
             found = []
             numbers = range(self._next, first + count)
-            for number, item in zip(
-                numbers, self._drawing.each(file, numbers, partial(self._item, file)), strict=False
-            ):
+            for number, item in zip(numbers, self._drawing.each("", numbers, partial(self._item, file)), strict=False):
                 if item is _END:
                     self._iterator = None
                     raise too_short(file, first, count, number)
@@ -93,8 +94,10 @@ class IterableStyleReader:
             with seeded(self._seed):
                 self._iterator, self._next = iter(made), 0
         except BaseException as error:  # the user's code may raise anything
-            if is_interrupt(error) or is_of_the_environment(error):
+            if is_interrupt(error):
                 raise
+            if (trouble := trouble_in_user_code(error, file)) is not None:
+                raise trouble from error
             msg = f"{file} cannot be iterated: {type(error).__name__}: {error}"
             raise DatasetError(msg, hint="correct the dataset's __iter__", url=file) from error
 
@@ -104,8 +107,10 @@ class IterableStyleReader:
             item = next(self._iterator, _END)
         except BaseException as error:  # the user's code may raise anything
             self._iterator = None
-            if is_interrupt(error) or is_of_the_environment(error):
+            if is_interrupt(error):
                 raise
+            if (trouble := trouble_in_user_code(error, f"item {number} of {file}")) is not None:
+                raise trouble from error
             msg = f"item {number} of {file} cannot be read: {type(error).__name__}: {error}"
             raise DatasetError(msg, hint="correct the dataset's __iter__", url=file) from error
         self._next = number + 1
@@ -113,8 +118,12 @@ class IterableStyleReader:
 
 
 def as_record(item: Any, columns: tuple[str, ...] | None, file: str, number: int) -> Record:
-    """A dict as it is; a tuple's values by `columns`, else as x and y; any other value as x."""
+    """A dict as it is; a tuple's values by `columns`, else as x and y; any other value as x. Raises DatasetError."""
     if isinstance(item, Mapping):
+        if columns is not None:
+            named, given = ", ".join(map(str, item)), ", ".join(columns)
+            msg = f"item {number} of {file} is a dict with the columns {named}, and columns=({given}) name the values of tuples"
+            raise DatasetError(msg, hint="leave columns out", url=file)
         return dict(item)
     values = tuple(item) if isinstance(item, tuple | list) else (item,)
     names = columns or _PLAIN_NAMES[: len(values)]
