@@ -10,6 +10,7 @@ master, a msgpack map at the parameter servers); `from_code` turns it back into 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any, ClassVar, TypeVar
 
@@ -211,10 +212,21 @@ class StorageUnreachable(PeerError):
     code = "STORAGE_UNREACHABLE"
 
 
+class ResourceExhausted(PeerError):
+    """A machine has no descriptor, memory or disk space left for this, or its disk fails: somebody there must act."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+
 class DeadlineExceeded(PeerError):
     """A wait reached its time limit; the message says what it waited for."""
 
     code, status = "DEADLINE_EXCEEDED", 504
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether `error` is a real Ctrl-C: Python raises it in the main thread only. Elsewhere user code has raised it."""
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
 def subclasses(root: type[TriremeError]) -> dict[str, type[TriremeError]]:

@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 import aiohttp
 
 from shared import etcd as etcd_client
-from shared.errors import CallerError, DeadlineExceeded, InvalidArgument, TriremeError
+from shared.errors import CallerError, DeadlineExceeded, InvalidArgument, NotReady, TriremeError
 from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.membership.local_script import LocalScripts
 from shared.records import Dispatch, JobSpec, PserverMember, TrainerMember
-from shared.runtime import http, ids, malloc, service, telemetry
+from shared.runtime import begun, http, ids, malloc, service, telemetry
 from shared.runtime.network import own_network
 from shared.security.script_digests import ScriptChanged
 from trainer_agent.agent import FAILED, Agent
@@ -33,11 +33,14 @@ from trainer_agent.data_plane.http import HttpPserver, PserverPort, socket_of
 from trainer_agent.data_plane.silence import call_limit_s
 from trainer_agent.data_plane.stream import StreamPserver
 from trainer_agent.membership.initialise import followed
+from trainer_agent.membership.life import Life
 from trainer_agent.model.devices import number_of
 from trainer_agent.model.torch_compute import TorchCompute
+from trainer_agent.own_loop.job_steps import JobSteps, telling
 from trainer_agent.script.user_module import load
 from trainer_agent.settings import Settings
 from trainer_agent.status_pages import StatusPages
+from trainer_agent.tasks.last_end import journal_file, report_last_end
 from trainer_agent.tasks.master import HttpMaster, MasterPort, failure_of
 from trainer_agent.waiting.retry import retry
 from trainer_agent.waiting.single_error import SingleErrorGroup
@@ -106,7 +109,36 @@ async def serve(
         if spec.dispatch is not dispatch:
             raise InvalidArgument(_ANOTHER_DISPATCH[spec.dispatch].format(job=spec.job))
         service.ready(context.url)  # what fails from here on is reported to the master
+        await _keep_journal(settings, spec, trainer, master, stack, group, stopping)
         return await _train(settings, stopping, stack, context, spec, master, pages)
+
+
+async def _keep_journal(
+    settings: Settings,
+    spec: JobSpec,
+    trainer: str,
+    master: MasterPort,
+    stack: AsyncExitStack,
+    group: asyncio.TaskGroup,
+    stopping: asyncio.Event,
+) -> None:
+    """What the process before this one died at is reported; from now on the file says what this one is at."""
+    try:
+        journal = begun.open_journal(journal_file(spec.job, settings.name))
+    except OSError as error:
+        log.warning("no_journal", cause=str(error))
+        return
+    stack.callback(begun.close_journal)
+    if journal.left is not None:
+        await report_last_end(journal.left, spec, master)
+    journal.begin(trainer)
+    journal.watch(spec.task_timeout_ceiling_s)
+
+    async def pardon() -> None:
+        await stopping.wait()
+        journal.pardon()
+
+    stack.callback(group.create_task(pardon()).cancel)
 
 
 async def _train(
@@ -120,6 +152,12 @@ async def _train(
 ) -> int:
     spec = followed(spec, context.directory.layout)
     computing = stack.enter_context(ThreadPoolExecutor(1, "compute"))
+    loop = asyncio.get_running_loop()
+
+    def find_steps() -> JobSteps:  # in a thread of the script
+        return asyncio.run_coroutine_threadsafe(_steps(context.directory), loop).result()
+
+    stack.enter_context(telling(find_steps))
     reading = stack.enter_context(ThreadPoolExecutor(READER_THREADS, "read"))
     try:
         scripts = LocalScripts(context.etcd, settings.root, settings.sources)
@@ -157,6 +195,11 @@ async def _train(
     async def offload(work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(reading, work, *arguments)
 
+    async def alone(work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(computing, work, *arguments)
+
+    life = Life(context.etcd, context.trainer, master)
+    stack.callback(life.close)
     connections = await stack.enter_async_context(Connections(settings, call_limit_s(spec, settings.stall_s)))
     agent = Agent(
         spec,
@@ -168,12 +211,23 @@ async def _train(
         connect=connections,
         offload=offload,
         stopping=stopping,
+        alone=alone,
+        life=life,
         collective=collective.with_peers(connections.keep) if collective is not None else None,
     )
     if collective is None:
         context.directory.observers.append(lambda: connections.follow(context.directory))
     pages.agent = agent
     return await agent.run()
+
+
+async def _steps(directory: Directory) -> JobSteps:
+    """What the job makes, as soon as its dataset is counted. Raises NotReady if that cannot be known any more."""
+    while directory.plan is None or directory.spec is None:
+        if directory.known_state.phase.final:
+            raise NotReady("the job has ended before its dataset was counted")
+        await directory.changed(directory.revision, NEW_SPEC_S)
+    return JobSteps(directory.plan.steps, directory.spec.epochs)
 
 
 async def find_script(directory: Directory, scripts: LocalScripts) -> Path:

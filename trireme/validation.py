@@ -17,7 +17,16 @@ AUTO = "auto"
 _DATASET = {"kind": "text_lines", "urls": ("-",)}
 _PLACEHOLDERS = {"job": "job", "script": "-", "storage": "-", "dataset": _DATASET, "evaluation_dataset": _DATASET}
 _COLLECTIVE = ("min_members", "exchange", *OF_NATIVE)
-_SYNCHRONOUS = ("mode", "strategy", *_COLLECTIVE, "evaluate_every", "keep_best", "stop_early", "plateau_metric")
+_SYNCHRONOUS = (
+    "mode",
+    "strategy",
+    *_COLLECTIVE,
+    "evaluate_every",
+    "keep_best",
+    "stop_early",
+    "plateau_metric",
+    "drop_last",
+)
 
 
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
@@ -47,6 +56,8 @@ def field_problems(values: Mapping[str, Any], origins: Mapping[str, str] = Mappi
     if not alone.keys().isdisjoint(_COLLECTIVE):  # so may the strategy
         alone = {"strategy": "collective", **alone}
     others = {name: value for name, value in values.items() if name not in _SYNCHRONOUS}
+    if not others.keys().isdisjoint(("init_partial", "init_optimizer")):
+        others.setdefault("init_from", "values.pt")  # so may the file
     if values.get("strategy") == Strategy.COLLECTIVE and "pservers" in others:
         alone["pservers"] = others.pop("pservers")
     for candidate in (alone, {**others, "mode": "async"}):  # async: the sizes need not fit lanes that are not known yet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeVar
 
@@ -12,10 +12,10 @@ from master_service.control.evaluation_runner import note_awaited
 from master_service.control.events import EventFeed
 from master_service.control.evictions import Evictions
 from master_service.core.changes import Decision, Event, Fields
-from master_service.core.decisions import task_requests, tasks
+from master_service.core.decisions import deaths, task_requests, tasks
 from master_service.core.decisions.lifecycle import count_outside_tasks
 from master_service.core.decisions.once import Once
-from master_service.core.decisions.reports import check_failure, check_trainer, current_metrics
+from master_service.core.decisions.reports import check_failure, check_trainer, current_metrics, warnings_told
 from master_service.core.decisions.task_requests import AskedTask
 from master_service.core.state.job import BESIDE, Job
 from master_service.core.state.metrics import Metrics
@@ -70,6 +70,7 @@ class TaskService(ABC):
     metrics: Metrics = field(init=False, default_factory=Metrics)
     reported: deque[tuple[float, str, UserFailure]] = field(init=False, default_factory=lambda: deque(maxlen=REPORTED))
     _probing: set[str] = field(init=False, default_factory=set)
+    _warned: set[str] = field(init=False, default_factory=set)
 
     @property
     @abstractmethod
@@ -99,6 +100,8 @@ class TaskService(ABC):
             await writer.decide(lambda job, _: tasks.close_epoch(job, ask))
         if ask.index > 0 and not ask.look:
             self.job.budget.started = True
+        if self.job.budget.counts.deaths:
+            await writer.decide(lambda job, _: deaths.discard_deadly(job, ask))
         answer = await writer.decide(lambda job, _: tasks.acquire(job, ask))
         if ask.beside:
             note_awaited(writer.job, ask, clock.monotonic())
@@ -136,10 +139,12 @@ class TaskService(ABC):
         return completed
 
     async def fail_task(self, task_id: str, report: FailTask, once: Once[None] | None = None) -> None:
-        """Counts against the task, and before a step is known to be done against the job. Raises StaleAttempt, NotFound."""
+        """Counts against the task, and before a step is known to be done against the job; a death (`died_at`) against its place alone.
+        Raises StaleAttempt, NotFound."""
 
         def decide(job: Job, _: float) -> Decision[None]:
-            return Decision(None) + tasks.fail_task(job, task_id, report)
+            failed = tasks.fail_task if report.died_at is None else deaths.count
+            return Decision(None) + failed(job, task_id, report)
 
         await self._decide(decide, once)
         self.reported.append((clock.monotonic(), task_id, report.failure))
@@ -234,6 +239,16 @@ class TaskService(ABC):
 
     # ---------------------------------------------------------------- metrics
 
+    async def _warn(self, warnings: Sequence[str]) -> None:
+        """As events. Each once: every trainer meets the same script."""
+        new = [text for text in warnings if text not in self._warned]
+        self._warned.update(new)  # another trainer may tell it before it is written
+        try:
+            await self.writer.decide(lambda job, _: warnings_told(job, new))
+        except BaseException:
+            self._warned.difference_update(new)
+            raise
+
     async def report_metrics(self, batch: MetricBatch, once: Once[None] | None = None) -> MetricsTaken:
         """In memory of the leader; a master keeps them in storage, too. Raises NotFound, InvalidArgument."""
 
@@ -244,6 +259,8 @@ class TaskService(ABC):
         if once is not None:
             await self.writer.decide(once.in_job(check))
         current = current_metrics(self.job, batch)
+        if batch.warnings:
+            await self._warn(batch.warnings)
         if batch.steps:
             self.job.budget.started = True
         now = clock.monotonic()

@@ -62,7 +62,7 @@ class Master(TaskService):
             leading = self.current_term
             self.events.begin(lambda: leading.job.events, leading.writer.tell)
             elected = f"{self.name} leads in term {term}"
-            self.events.add([Event("master_elected", elected, {"term": term, "url": self.url})])
+            self.events.add([Event("master_elected", elected, {"term": term, "url": self.url}), *start.news])
             await leading.run()
         finally:
             self.current_term, self._leading, self._leader = None, False, ""
@@ -98,10 +98,13 @@ class Master(TaskService):
         """They are kept by step, too."""
         await super().report_metrics(batch, once)
         series = self.term.series
+        before = series.timeline
         taken = series.note(current_metrics(self.job, batch))
         if batch.whole and taken.next is not None:
             losses = {number: epoch.sums.get(LOSS) for number, epoch in series.epochs.items()}
             self.metrics.know_epochs({number: (loss.total, loss.weight) for number, loss in losses.items() if loss})
+            if series.timeline != before:
+                self.metrics.know_steps(series.step_losses())
         if batch.store:
             await series.store()
             taken = series.taken

@@ -22,6 +22,7 @@ ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
 ROWS = -1  # instead of the number of a block: the rows of all embedding tables
 TABLE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 MOST_TABLES = 256
+MOST_CONSTANTS = 64
 MOST_DIM = 4096
 MOST_ROWS = 1 << 31  # of one table at one parameter server
 MOST_STEPS = (1 << 28) - 1  # that a row's stamp can tell
@@ -178,6 +179,14 @@ def _flat(record: Record, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + name, value
 
 
+class Constant(Record):
+    """A digest of values that no parameter server has, since each trainer's `model()` makes its own: a frozen parameter, or a buffer that is neither
+    floating-point nor int64. `name`: of the tensor, or of the first and the last of several."""
+
+    name: str
+    digest: str
+
+
 class Layout(Record):
     """`digest`: SHA-256 over names, shapes, dtypes and memory formats of all parameters and buffers, in order. `device`: the kind
     of device (cpu, cuda) of the trainer that initialised the parameters; "" if it is not known. `initial`: digest of the model's values
@@ -193,6 +202,10 @@ class Layout(Record):
     initial: str = ""
     tables: tuple[TableSpec, ...] = Field(default=(), max_length=MOST_TABLES)
     values: str = ""
+    #: SHA-256 over what `digest` is made of, sorted: equal for models that differ in the order of their parts alone. "": not known.
+    unordered: str = ""
+    #: What the trainers' own constants are, in the order of the model. None: not known.
+    constants: tuple[Constant, ...] | None = Field(default=None, max_length=MOST_CONSTANTS)
 
     @property
     def offsets(self) -> tuple[int, ...]:

@@ -13,7 +13,9 @@ from shared.records.record import Record
 
 
 class TaskMeta(Record):
-    """`digest`: of the file table; `tasks`: tasks of one epoch."""
+    """`digest`: of the file table; `tasks`: tasks of one epoch. `task_records`, `evaluation_task_records`: records of a task, so a table
+    that is lost is cut again as it was; 0: the job was begun by a version that had 16 minibatches. `balanced`: lanes get equal shares;
+    that version dealt the tasks as they came."""
 
     epoch: int
     digest: str
@@ -21,6 +23,21 @@ class TaskMeta(Record):
     tasks: int
     evaluation_tasks: int = 0
     evaluation_digest: str = ""
+    task_records: int = 0
+    evaluation_task_records: int = 0
+    balanced: bool = False
+
+
+class EpochPlan(Record):
+    """What an epoch of the job is made of; trainers tell the script. `records`: those of all tasks, without `left_out`, which drop_last
+    leaves out. `steps`: synchronous: updates of the model, the same number in each epoch; None: it differs by epoch, in a job that an earlier version
+    began. Asynchronous: pushes, if one trainer did all of them. Discarded tasks make fewer."""
+
+    records: int
+    left_out: int = 0
+    tasks: int
+    task_records: int
+    steps: int | None = None
 
 
 class Attempt(Record):
@@ -132,11 +149,33 @@ def total_of(parts: Parts) -> float:
     return math.fsum(parts) if all(map(math.isfinite, parts)) else sum(parts)
 
 
+class Deaths(Record):
+    """Processes that died in a row at one place of a task: at a minibatch, or (-1) while its records were read. `trainers`: their ids, each
+    once; `cause`: how the last one died, for people."""
+
+    epoch: int
+    task_id: str
+    minibatch: int
+    trainers: tuple[str, ...]
+    cause: str
+
+
 class FailureCounts(Record):
-    """Failures of the user's code so far. `seen`: digest of an error -> how often, for the first few errors."""
+    """Failures of the user's code so far. `seen`: digest of an error -> how often, for the first few errors. `deaths`: of each
+    task at which processes died, and that no trainer has completed since, the last place; the last ones."""
 
     total: int = 0
     seen: dict[str, int] = Field(default_factory=dict)
+    deaths: tuple[Deaths, ...] = ()
+
+    def has_died_at(self, epoch: int, task_id: str) -> bool:
+        """Whether a process died at that task since a trainer completed it."""
+        return any((each.epoch, each.task_id) == (epoch, task_id) for each in self.deaths)
+
+    def without(self, epoch: int, task_id: str) -> Self:
+        """A trainer has got past all of that task: whatever died there did so by chance."""
+        left = tuple(each for each in self.deaths if (each.epoch, each.task_id) != (epoch, task_id))
+        return self.model_copy(update={"deaths": left})
 
 
 def error_digest(error_type: str, message: str) -> str:

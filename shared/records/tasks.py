@@ -12,6 +12,7 @@ from shared.records.record import Id, Int64, Message, Name, Record, Traceback
 from shared.records.step import LanePosition
 
 WAITS_FOR_CHARACTERS = 300
+MOST_WARNINGS = 8  # of a report
 
 
 class UserFailure(Record):
@@ -57,7 +58,16 @@ class Task(Record):
     first: int = 0
     count: int = 0
     offset: int | None = None
+    stamp: str = Field(
+        default="",
+        description="What the file was when its records were counted: its size, and a digest of its content or its ETag; empty: that is not known.",
+    )
     timeline: int = 0
+    alone: bool = Field(
+        default=False,
+        description="A process has died at this task: its records are to be read while the trainer computes nothing, so that it is known at "
+        "what it dies if it dies again.",
+    )
 
 
 class AcquireTask(Record):
@@ -172,6 +182,11 @@ class FailTask(Record):
     failure: UserFailure
     epoch: Int64 | None = None
     timeline: Int64 | None = None
+    died_at: Int64 | None = Field(
+        default=None,
+        description="The trainer's process has died while it computed this minibatch of the task, or (-1) read its records; its successor "
+        "reports that. `attempt` does not matter then. After some deaths at one place the task is discarded.",
+    )
 
 
 class HeldTask(Record):
@@ -262,6 +277,12 @@ class MetricBatch(Record):
     whole: bool = False
     lost_before: Int64 | None = None
     store: bool = False
+    warnings: Annotated[
+        tuple[Message, ...],
+        Field(
+            max_length=MOST_WARNINGS, description="Sentences for the user; they become events of the job, each once."
+        ),
+    ] = ()
 
 
 class MetricsTaken(Record):

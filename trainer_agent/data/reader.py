@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
-from shared.errors import DatasetError
+from shared.errors import DatasetError, TriremeError, is_interrupt
+from shared.storage.stamps import CountedFiles
+from shared.storage.trouble import trouble_in_user_code
 from trainer_agent.data.shard import Shard
 
 
@@ -23,3 +26,35 @@ def too_short(file: str, first: int, count: int, records: int) -> DatasetError:
     """The error for a file that ends after `records` records though the master counted at least `first + count`."""
     msg = f"{file} ends at record {records}, but records {first} to {first + count - 1} were counted in it"
     return DatasetError(msg, hint="the file was changed while the job ran: start a new job", url=file, records=records)
+
+
+class Blaming:
+    """A reader whose every failure says whose fault it is, so that no record ends the process that reads it: DatasetError for the
+    records, ResourceExhausted and StorageUnreachable for what the machine or the storage lacks. A file that is not the counted one is
+    refused before it is read, and that ends the job (`fatal`); with `changed` that is only told."""
+
+    def __init__(self, reader: Reader, files: CountedFiles, changed: Callable[[str], object] | None = None) -> None:
+        self._reader, self._files, self._changed = reader, files, changed
+
+    def __repr__(self) -> str:
+        return f"<Blaming {self._reader!r}>"
+
+    def read(self, file: str, first: int, count: int, offset: int | None = None, stamp: str = "") -> Shard:
+        """See Reader; `stamp`: of the file when it was counted. Raises ResourceExhausted, StorageUnreachable as well: the same read may succeed later."""
+        difference = self._files.difference(file, stamp)
+        if difference is not None and self._changed is not None:
+            self._changed(f"{difference.message}; it is trained all the same (changed_files = report)")
+        elif difference is not None:
+            raise DatasetError(difference.message, hint=difference.hint, fatal=True, **difference.details)
+        try:
+            return self._reader.read(file, first, count, offset)
+        except TriremeError:
+            raise
+        except BaseException as error:  # the user's datasets and their values may raise anything, SystemExit too
+            if is_interrupt(error):
+                raise
+            msg = f"{file} records {first}-{first + count - 1} cannot be read: {type(error).__name__}: {error}"
+            if (trouble := trouble_in_user_code(error, f"{file} records {first}-{first + count - 1}")) is not None:
+                raise trouble from error
+            hint = "correct or remove the record, or correct the code that reads it"
+            raise DatasetError(msg, hint=hint, url=file) from error

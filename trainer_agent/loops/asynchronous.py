@@ -187,7 +187,7 @@ class AsyncLoop:
             raise TrainingOver
         if answer.task.kind is not TaskKind.TRAIN:
             return answer.task
-        return LoadedTask(answer.task, await self._source.read(answer.task))
+        return await self._source.load(answer.task)
 
     async def _ahead(self) -> LoadedTask | Task | TaskFailed | None:
         """None if anything fails: then `_fetch` asks again, and gets the error."""
@@ -320,8 +320,7 @@ class AsyncLoop:
             except UserCodeError as error:
                 raise TaskFailed(task, error, f"minibatch {number}") from error
             of_rows.append(self._compute.lane_rows())
-            if skipped := results[-1].skipped:
-                log.warning("minibatch_skipped", task=task.task_id, minibatch=number, records=skipped)
+            self._reports.notice(results[-1], task=task.task_id, minibatch=number)
         if tables:
             count = sum(result.records for result in results)
             try:
@@ -356,7 +355,7 @@ class AsyncLoop:
     def _push_number(self, task: Task, count: int, start: int) -> int:
         """The number of this push if one trainer did all of the training in order."""
         every = self._spec.push_every
-        pushes = -(-max(count, minibatches_in(self._spec.task_records, self._spec.minibatch_size)) // every)
+        pushes = -(-max(count, minibatches_in(self._directory.task_records, self._spec.minibatch_size)) // every)
         return (task.epoch * task.stream_length + task.index) * pushes + start // every
 
     async def _newer_generation(self, generation: int) -> None:

@@ -172,8 +172,7 @@ class SyncLoop:
                     if portion.task is None:
                         raise
                     raise TaskFailed(portion.task, error, f"step {step.number}, lane {lane}") from error
-                if skipped := work.results[lane].skipped:
-                    log.warning("minibatch_skipped", step=step.number, lane=lane, records=skipped)
+                self._reports.notice(work.results[lane], step=step.number, lane=lane)
         work.outboxes.close()
         work.computed = True
         self._fetch_ahead(step, work)

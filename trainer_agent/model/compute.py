@@ -49,12 +49,14 @@ NOTHING_BEFORE = BeforeStep()
 @dataclass(frozen=True, slots=True)
 class LaneResult:
     """Of one minibatch: loss x records, and the number of records. `skipped`: records that were left out, because the loss or a
-    gradient was not finite. `metrics`: what the script reported with `trireme.log_metrics`."""
+    gradient was not finite. `metrics`: what the script reported with `trireme.log_metrics`. `warnings`: what the user
+    should hear, each once."""
 
     loss_sum: float
     records: int
     skipped: int = 0
     metrics: Mapping[str, Logged] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,10 @@ class Compute(Protocol):
     def places(self) -> Sequence[Place]:
         """Of the parameters in the segments, in the order of the model."""
         ...
+
+    @property
+    def by_columns(self) -> bool:
+        """Whether minibatches are made of the columns of records: the script has no collate of its own."""
 
     @property
     def is_finished(self) -> bool:

@@ -12,9 +12,9 @@ from trainer_agent.data import Reader, Shard, open_dataset
 from trainer_agent.model.compute import Records
 
 
-def first_records(dataset: Dataset, count: int) -> Records:
-    """At most `count` records from the start of the first file that has any. Raises DatasetError."""
-    reader = open_dataset(dataset)
+def first_records(dataset: Dataset, count: int, seed: int = 0) -> Records:
+    """At most `count` records from the start of the first file that has any. `seed`: of the job. Raises DatasetError."""
+    reader = open_dataset(dataset, seed)
     problem: DatasetError | None = None
     for file in files_of(dataset):
         try:

@@ -13,18 +13,20 @@ import dataclasses
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, cast, get_args
 
-from shared.errors import InvalidArgument, TriremeError, UserCodeError
+from shared.datasets.in_code import make
+from shared.datasets.random_state import START_SEED, seeded
+from shared.errors import InvalidArgument, TriremeError, UserCodeError, is_interrupt
 from shared.records.datasets import Dataset, IterableStyle, MapStyle
-from trainer_agent.own_loop.prepared import Prepared
+from trainer_agent.own_loop.prepared import Prepared, is_function
 from trainer_agent.own_loop.source import FromSource, has_own_loop, run_as_main
 from trainer_agent.own_loop.turns import OwnLoop
+from trainer_agent.script.tracebacks import message_of, traceback_of
 
 DATASETS = get_args(get_args(Dataset)[0])
 REQUIRED = {
@@ -36,8 +38,6 @@ REQUIRED = {
 OPTIONAL = ("collate", "ids", "scheduler", "evaluation_dataset", "evaluate", "metrics")
 ARGUMENTS = {"model": 0, "dataset": 0, "loss": 2, "optimizer": 1, "collate": 1, "ids": 1, "scheduler": 1}
 ARGUMENTS |= {"evaluation_dataset": 0, "evaluate": 2, "metrics": 1}
-_PACKAGES = Path(__file__).resolve().parents[2]
-_OURS = ("shared", "trainer_agent", "trireme")
 
 
 class UserModule:
@@ -74,16 +74,20 @@ class UserModule:
         return self.guard(self._hooks[hook], *arguments)
 
     def guard(self, code: Callable[..., Any], *arguments: Any) -> Any:
-        """Run the user's code, or code that may call it (backward, a scheduler's step)."""
+        """Run the user's code, or code that may call it (backward, a scheduler's step). Whatever it raises is its error, SystemExit
+        and KeyboardInterrupt too: only a real Ctrl-C ends this process."""
         try:
             return code(*arguments)
-        except Exception as error:
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
             raise self.error_of(error) from error
 
-    def dataset(self, hook: str = "dataset") -> Dataset:
+    def dataset(self, hook: str = "dataset", seed: int = 0) -> Dataset:
         """The dataset that `dataset()` or `evaluation_dataset()` describes. An object with a length, such as a
-        `torch.utils.data.Dataset`, is described by the hook's own name: each trainer calls it."""
-        found = self.call(hook)
+        `torch.utils.data.Dataset`, is described by the hook's own name: each trainer calls it. `seed`: of the job; every call of both
+        functions, in any process, draws the same random numbers, so both can take parts of one random split."""
+        found = self._made(hook, seed)
         if hasattr(found, "__len__") and not isinstance(found, str | bytes | Mapping):
             return self._described(found, hook)
         if hasattr(found, "__iter__") and not isinstance(found, (*DATASETS, str, bytes, Mapping)):
@@ -97,6 +101,9 @@ class UserModule:
             )
         return cast("Dataset", found)
 
+    def _made(self, hook: str, seed: int) -> Any:
+        return self.guard(make, self._hooks[hook], seed)
+
     def _described(self, found: Any, hook: str) -> Dataset:
         """An object of the script by the name of the hook that makes it."""
         if not self.path.stem.isidentifier():
@@ -108,7 +115,8 @@ class UserModule:
     def error_of(self, error: BaseException, *, fatal: bool = False) -> UserCodeError:
         """`error` as UserCodeError, with the traceback cut down to the frames below the script's folder. If there are none, it
         has the frames of libraries, never ours. `fatal`: see UserFailure."""
-        return _user_code_error(error, _message(error), self.path.parent, fatal=fatal)
+        fatal = fatal or (isinstance(error, TriremeError) and bool(error.details.get("fatal")))
+        return _user_code_error(error, message_of(error), self.path.parent, fatal=fatal)
 
 
 class LoopModule(UserModule):
@@ -128,6 +136,10 @@ class LoopModule(UserModule):
     def config(self) -> dict[str, Any]:
         return _config(self.path, self._prepared().config)
 
+    def _made(self, hook: str, seed: int) -> Any:
+        with seeded(seed):
+            return self.call(hook)
+
     def _described(self, found: Any, hook: str) -> Dataset:
         msg = f"{self._DATASET.format(hook=hook, path=self.path)} {type(found).__name__}, an object that trainers cannot find"
         hint = 'put it into a module beside the script: trireme.data.MapStyle("module:name") or IterableStyle'
@@ -143,7 +155,7 @@ class LoopModule(UserModule):
                 return getattr(prepared, hook)
             case "loss":
                 return self.loop.forward(arguments[1])
-            case "scheduler":
+            case "scheduler" if not is_function(prepared.hooks[hook]):
                 return prepared.hooks[hook]
             case "evaluation_dataset" if not callable(prepared.hooks[hook]):
                 return prepared.hooks[hook]
@@ -181,9 +193,12 @@ def load(script: str | Path) -> UserModule:
         sys.path.insert(0, str(path.parent))
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+        with seeded(START_SEED):
+            spec.loader.exec_module(module)
+    except BaseException as error:
         del sys.modules[name]
+        if is_interrupt(error):
+            raise
         raise _user_code_error(error, str(error), path.parent, f"{path.name} cannot be loaded: ") from error
     return UserModule(path, module)
 
@@ -234,44 +249,6 @@ def _user_code_error(
         f"{prefix}{type(error).__name__}: {message}",
         error_type=type(error).__name__,
         error_message=message,
-        traceback="".join(_trimmed(error, folder)),
+        traceback=traceback_of(error, folder),
         fatal=fatal,
     )
-
-
-def _message(error: BaseException) -> str:
-    if isinstance(error, TriremeError) and error.hint:
-        return f"{error.message}; {error.hint}"
-    return str(error)
-
-
-def _trimmed(error: BaseException, folder: Path) -> list[str]:
-    frames = [
-        frame
-        for frame in traceback.extract_tb(_first_frame_below(error.__traceback__, folder))
-        if not _is_of_trireme(frame.filename)
-    ]
-    users = [frame for frame in frames if _is_below(frame.filename, folder)]
-    lines = traceback.format_exception_only(type(error), error)
-    if type(error).__module__.partition(".")[0] in _OURS:
-        lines = [f"{type(error).__name__}: {_message(error)}\n"]
-    if not frames or (isinstance(error, SyntaxError) and not users):  # the message of a SyntaxError has the place
-        return lines
-    return ["Traceback (most recent call last):\n", *traceback.format_list(users or frames), *lines]
-
-
-def _first_frame_below(trace: TracebackType | None, folder: Path) -> TracebackType | None:
-    walk = trace
-    while walk is not None and not _is_below(walk.tb_frame.f_code.co_filename, folder):
-        walk = walk.tb_next
-    return walk if walk is not None else trace
-
-
-def _is_of_trireme(filename: str) -> bool:
-    path = Path(filename)
-    return path.is_relative_to(_PACKAGES) and path.relative_to(_PACKAGES).parts[0] in _OURS
-
-
-def _is_below(filename: str, folder: Path) -> bool:
-    path = Path(filename)
-    return path.is_relative_to(folder) and "site-packages" not in path.parts

@@ -6,20 +6,29 @@ acquire ─► Task | end     read ─► LoadedTask ──minibatch(number)─�
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from shared.errors import CallerError, DatasetError, StaleAttempt, TriremeError
+from shared.errors import CallerError, DatasetError, DeadlineExceeded, PeerError, StaleAttempt, TriremeError
 from shared.records import AcquireTask, CompleteTask, FailTask, JobSpec, TakeNext, Task, TaskAnswer
+from shared.records.begun import BegunWork
+from shared.records.datasets import IterableStyle, MapStyle
 from shared.records.step import LanePosition
-from shared.runtime import ids, telemetry
-from trainer_agent.data import Reader, Shard, minibatch_indices, open_dataset
+from shared.runtime import begun, ids, telemetry
+from trainer_agent.data import Blaming, Shard, minibatch_in, open_dataset
+from trainer_agent.data.drawing import EVALUATION, reading
+from trainer_agent.data.order import Indices, record_order
 from trainer_agent.model.compute import Records
+from trainer_agent.script.tracebacks import traceback_of
 from trainer_agent.tasks.master import MasterPort, failure_of
-from trainer_agent.waiting.retry import retry
+from trainer_agent.waiting.retry import Backoff, retry
 
 WAIT_S = 10.0  # the master answers as soon as there is a task
+READ_LIMIT_S = 120.0
 
 T = TypeVar("T")
 log = telemetry.logger("tasks")
@@ -45,19 +54,35 @@ class TaskFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoadedTask:
-    """A task with its records in memory."""
+    """A task with its records in memory. `order`: in which they are trained; None: as they are."""
 
     task: Task
     shard: Shard
+    order: Indices | None = None
 
 
 class TaskSource:
-    """All of it is retried until the master or the reader answers."""
+    """All of it is retried until the master or the reader answers. `alone`: runs work while nothing is computed; None: as `offload`.
+    `by_columns`: nobody asks for records one by one."""
 
-    def __init__(self, spec: JobSpec, master: MasterPort, trainer: str, offload: Offload) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        master: MasterPort,
+        trainer: str,
+        offload: Offload,
+        alone: Offload | None = None,
+        warn: Callable[[str], object] = log.info,
+        *,
+        by_columns: bool = False,
+    ) -> None:
+        """`warn`: tells the user a sentence."""
+        self._by_columns = by_columns
         self.spec, self.trainer = spec, trainer
-        self._master, self.offload = master, offload
-        self._readers: dict[str, Reader] = {}
+        self._warn = warn
+        self._changed = deque[str]()  # what readers, in their threads, say of files that are trained all the same
+        self._master, self.offload, self._alone = master, offload, alone or offload
+        self._readers: dict[bool, Blaming] = {}  # of the records that are held out, and of the others
 
     async def acquire(
         self,
@@ -114,35 +139,67 @@ class TaskSource:
         )
         return (await self._master.acquire_task(ask)).task
 
-    async def read(self, task: Task) -> Shard:
-        """The records of a task. Raises TaskFailed."""
-        try:
-            return await self.offload(self._read, task)
-        except DatasetError as error:
-            raise TaskFailed(task, error) from error
+    async def load(self, task: Task) -> LoadedTask:
+        """A task with its records. Raises TaskFailed; ResourceExhausted, StorageUnreachable if this machine or the dataset's storage has
+        not let it read for READ_LIMIT_S: that is no failure of the task, and another trainer may be able to read it."""
+        backoff = Backoff(f"reading {described(task)}", READ_LIMIT_S)
+        offload = self._alone if task.alone else self.offload
+        while True:
+            try:
+                loaded = await offload(self._load, task)
+                while self._changed:
+                    self._warn(self._changed.popleft())
+                return loaded
+            except DatasetError as error:
+                if error.__cause__ is not None:
+                    error.details["traceback"] = traceback_of(error.__cause__, Path(self.spec.script).parent)
+                raise TaskFailed(task, error) from error
+            except PeerError as error:
+                try:
+                    await backoff.failed(error)
+                except DeadlineExceeded:
+                    raise error from None
+
+    def make_datasets(self) -> None:
+        """Make the objects of the script's code (what `dataset()` gives) before this trainer is a member: that may take minutes, and keep the
+        interpreter, so that no lease could be renewed. What fails is told with the first task. Blocks."""
+        for held_out, dataset in ((False, self.spec.dataset), (True, self.spec.evaluation_dataset)):
+            if isinstance(dataset, MapStyle | IterableStyle):
+                with contextlib.suppress(TriremeError):
+                    self._reader(held_out=held_out).read(dataset.reader, 0, 0)  # no record, but the object is made
+
+    def _reader(self, *, held_out: bool) -> Blaming:
+        """The reader of the evaluation dataset, or of the one that is trained. Raises DatasetError."""
+        reader = self._readers.get(held_out)
+        if reader is None:
+            dataset = self.spec.evaluation_dataset if held_out else self.spec.dataset
+            assert dataset is not None
+            reader = self._readers[held_out] = open_dataset(
+                dataset, self.spec.seed, self._changed.append if self.spec.changed_files == "report" else None
+            )
+        return reader
+
+    def _load(self, task: Task) -> LoadedTask:
+        shard = self._read(task)
+        if self._by_columns:
+            shard.keep_columns()
+        if not self.spec.shuffle or task.kind != "TRAIN":
+            return LoadedTask(task, shard)
+        number = int(task.task_id.rpartition("-")[2])
+        return LoadedTask(task, shard, record_order(self.spec.seed, task.epoch, number, len(shard)))
 
     def _read(self, task: Task) -> Shard:
-        reader = self._readers.get(task.kind)
-        if reader is None:
-            evaluation = task.kind in ("EVALUATE", "VALIDATE") and self.spec.evaluation_dataset is not None
-            dataset = self.spec.evaluation_dataset if evaluation else self.spec.dataset
-            assert dataset is not None
-            reader = self._readers[task.kind] = open_dataset(dataset)
-        return reader.read(task.file, task.first, task.count, task.offset)
+        evaluates = task.kind in ("EVALUATE", "VALIDATE")
+        reader = self._reader(held_out=evaluates and self.spec.evaluation_dataset is not None)
+        with reading(EVALUATION if evaluates else task.epoch), begun.at(BegunWork.of(task).to_bytes()):
+            return reader.read(task.file, task.first, task.count, task.offset, task.stamp)
 
     def minibatch(self, loaded: LoadedTask, number: int) -> Records:
         """Minibatch `number` of a task, in the order of (seed, epoch, task)."""
-        task, spec = loaded.task, self.spec
-        indices = minibatch_indices(
-            spec.seed,
-            task.epoch,
-            int(task.task_id.rpartition("-")[2]),
-            len(loaded.shard),
-            spec.minibatch_size,
-            number,
-            shuffle=spec.shuffle and task.kind == "TRAIN",
-        )
-        return loaded.shard.minibatch(indices)
+        indices = minibatch_in(loaded.order, len(loaded.shard), self.spec.minibatch_size, number)
+        found = loaded.shard.minibatch(indices)
+        found.work = BegunWork.of(loaded.task, number).to_bytes()
+        return found
 
     def completion(self, task: Task, **more: Any) -> CompleteTask:
         """The report that `task` is done; `more`: what CompleteTask says beside that."""

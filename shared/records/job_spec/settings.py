@@ -17,6 +17,7 @@ from shared.records.job_spec.choices import (
     RENAMED,
     SNAPSHOT_BYTES,
     Backend,
+    ChangedFiles,
     Dispatch,
     EvaluateEvery,
     JobTask,
@@ -29,7 +30,9 @@ from shared.records.job_spec.choices import (
     Strategy,
     Transported,
 )
+from shared.records.job_spec.combinations import check_evaluations, check_mode, check_start_values
 from shared.records.job_spec.rates import check_rates, lr_factor
+from shared.records.job_spec.sizes import check_sizes
 from shared.records.job_spec.strategy import check_strategy
 from shared.records.record import Record
 from shared.trackers import MAX_TRACKERS, Tracker
@@ -102,6 +105,10 @@ class JobSettings(Record):
         description="A dead trainer or parameter server is started again after so many seconds at the earliest.",
     )
     records_per_task: int | None = Field(default=None, ge=1, lt=2**63)
+    drop_last: bool = Field(
+        default=False,
+        description="A minibatch that would be short, at the end of a file, is not trained; the number of records left out is told.",
+    )
     block_bytes: int = Field(default=1 << 20, ge=256, le=64 << 20)
     slot_count: int = Field(default=1024, ge=128, le=1024)
     push_every: int = Field(default=1, ge=1, lt=2**63)
@@ -155,6 +162,7 @@ class JobSettings(Record):
     max_task_failures: int = Field(default=3, ge=1, lt=2**63)
     max_discarded_fraction: float = Field(default=0.01, ge=0, le=1)
     max_user_failures: int = Field(default=3, ge=1, lt=2**63)
+    changed_files: ChangedFiles = "fail"
     checkpoint_every_steps: int | None = Field(default=None, ge=1, lt=2**63)
     checkpoint_every_epochs: int | None = Field(default=1, ge=1, lt=2**63)
     keep_checkpoints: int = Field(default=2, ge=1, le=100)
@@ -283,77 +291,15 @@ class JobSettings(Record):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         check_strategy(self)
-        if self.lanes & (self.lanes - 1):
-            below = 1 << (self.lanes.bit_length() - 1)
-            msg = f"lanes must be a power of two, got {self.lanes}; use {below} or {below * 2}"
-            raise ValueError(msg)
-        if self.mode is Mode.SYNC and self.global_batch_size < self.lanes:
-            msg = f"global_batch_size {self.global_batch_size} is less than lanes {self.lanes}: every lane needs a record; lower lanes"
-            raise ValueError(msg)
-        if self.mode is Mode.SYNC and self.global_batch_size % self.lanes:
-            msg = f"global_batch_size {self.global_batch_size} is not a multiple of lanes {self.lanes}: lanes take equal shares"
-            raise ValueError(msg)
-        for name, value, default in (
-            ("checkpoint_kind", self.checkpoint_kind, "coordinated"),
-            ("skip_after_seconds", self.skip_after_seconds, None),
-            ("error_feedback", self.error_feedback or None, None),
-            ("lr_staleness_modulation", self.lr_staleness_modulation, False),
-            ("max_staleness", self.max_staleness, None),
-        ):
-            if self.mode is Mode.SYNC and value != default:
-                msg = f"{name} is {value}, which only asynchronous jobs can have; use mode async or leave it out"
-                raise ValueError(msg)
-        if self.trackers and self.dispatch is Dispatch.ETCD:
-            msg = "trackers are set, which only jobs with a master can have; leave them out, or use dispatch master"
-            raise ValueError(msg)
-        if self.evaluate_every is not None:
-            self._check_evaluations()
-        elif self.keep_best is not None:
-            msg = (
-                f"keep_best is {self.keep_best}, but nothing is evaluated while the job trains; set evaluate_every, too"
-            )
-            raise ValueError(msg)
-        self._check_plateau_metric()
+        check_sizes(self.mode, self.lanes, self.global_batch_size, self.records_per_task, drop_last=self.drop_last)
+        check_mode(self)
+        check_evaluations(self)
         check_rates(self.lr_scale, self.lr_base_batch_size)
-        if self.init_optimizer:
-            self._check_init_optimizer()
+        check_start_values(self)
         if self.block_bytes % 64:
             msg = f"block_bytes must be a multiple of 64, got {self.block_bytes}"
             raise ValueError(msg)
         return self
-
-    def _check_plateau_metric(self) -> None:
-        if self.plateau_metric is not None and self.mode is Mode.ASYNC:
-            msg = f"plateau_metric is {self.plateau_metric}, which only synchronous jobs can have; leave it out, or use mode sync"
-            raise ValueError(msg)
-        if self.plateau_metric is not None and self.evaluate_every is None:
-            msg = f"plateau_metric is {self.plateau_metric}, but nothing is evaluated while the job trains; set evaluate_every, too"
-            raise ValueError(msg)
-
-    def _check_init_optimizer(self) -> None:
-        if self.init_from is None:
-            msg = "init_optimizer is set, but there is no init_from, whose file holds that state; give it, or leave init_optimizer out"
-            raise ValueError(msg)
-        if self.init_partial:
-            msg = "init_optimizer and init_partial are both set: the state of an optimizer fits only a whole model; leave one of them out"
-            raise ValueError(msg)
-        if self.init_from.endswith(".safetensors"):
-            msg = (
-                f"init_optimizer is set, and {self.init_from} holds parameters alone; give a job (--init-from JOB[@STEP]), or a file "
-                'of torch.save({"model": ..., "optimizer": ...})'
-            )
-            raise ValueError(msg)
-
-    def _check_evaluations(self) -> None:
-        if self.evaluation_dataset is None:
-            msg = f"evaluate_every is {self.evaluate_every}, but there is no evaluation dataset; define evaluation_dataset() in the script"
-            raise ValueError(msg)
-        if self.checkpoint_kind == "independent":
-            msg = (
-                f"evaluate_every is {self.evaluate_every} and checkpoint_kind independent: what is evaluated is one version of all "
-                "parameters, which only coordinated checkpoints hold; leave out one of both"
-            )
-            raise ValueError(msg)
 
     @property
     def named_tasks(self) -> dict[str, JobTask]:
@@ -383,11 +329,6 @@ class JobSettings(Record):
     @property
     def streams(self) -> int:
         return self.lanes if self.mode is Mode.SYNC else 1
-
-    @property
-    def task_records(self) -> int:
-        """Records per task: as given, else 16 minibatches."""
-        return self.records_per_task or 16 * self.minibatch_size
 
 
 class JobSpec(JobSettings):
