@@ -6,13 +6,13 @@ version due ─► its checkpoint is committed ─► tasks over the evaluation 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated
 
 from pydantic import Field
 
 from shared.criteria import Criterion
-from shared.errors import Gone
+from shared.errors import Gone, InvalidArgument
 from shared.records.checkpoints import CheckpointRef
 from shared.records.job_spec import JobSpec, Mode, StopEarly
 from shared.records.record import Record
@@ -91,6 +91,33 @@ def results_count(spec: JobSpec) -> bool:
     """Whether the results of evaluations change what a synchronous job gives: its steps, when training ends, or its best model."""
     uses = spec.plateau_metric is not None or spec.stop_early is not None or spec.keep_best is not None
     return uses and spec.evaluate_every is not None and spec.mode is Mode.SYNC
+
+
+def criteria(spec: JobSpec) -> dict[str, str]:
+    """By setting: the metric of evaluations that it names."""
+    best, stop = spec.keep_best, spec.stop_early
+    named = {
+        "keep_best": Criterion.parse(best).metric if best is not None else None,
+        "stop_early": Criterion.parse(stop.metric).metric if stop is not None else None,
+        "plateau_metric": spec.plateau_metric,
+    }
+    return {setting: metric for setting, metric in named.items() if metric is not None}
+
+
+def why_unreported(spec: JobSpec, metrics: Collection[str]) -> str:
+    """Which settings name a metric that an evaluation with these `metrics` does not report, as a sentence; "": none does. Values that are not finite
+    are reported, too."""
+    missing = [f"{setting} is {metric}" for setting, metric in criteria(spec).items() if metric not in metrics]
+    return f"{', '.join(missing)}, and an evaluation has the metrics {', '.join(metrics) or 'none'}" if missing else ""
+
+
+WHAT_TO_DO = "name one of those, or have metrics(sums) in the script give it"
+
+
+def check_criteria(spec: JobSpec, metrics: Collection[str]) -> None:
+    """`metrics`: the names that an evaluation reported. Raises InvalidArgument if a setting names another one."""
+    if why := why_unreported(spec, metrics):
+        raise InvalidArgument(why, hint=WHAT_TO_DO)
 
 
 def plateau_value(status: EvaluationStatus, number: int, metric: str, known: Evaluation | None = None) -> float | None:

@@ -38,6 +38,7 @@ from trainer_agent.loops.sync import SyncLoop
 from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.membership.initialise import ensure_initialised, fits
 from trainer_agent.membership.lease import Membership
+from trainer_agent.membership.life import Life
 from trainer_agent.membership.pause import PauseResponder
 from trainer_agent.model.compute import Compute
 from trainer_agent.tasks.held import Held, progress_every_s
@@ -60,7 +61,8 @@ log = telemetry.logger("agent")
 
 
 class Agent:
-    """`run` returns the process's exit code. `directory.run()` must run beside it. `collective`: of a collective job, what it is to the others."""
+    """`run` returns the process's exit code. `directory.run()` must run beside it. `collective`: of a collective job, what it is to the others.
+    `alone`: see TaskSource. `life`: of a process; a simulation has none."""
 
     def __init__(
         self,
@@ -75,8 +77,10 @@ class Agent:
         offload: Offload,
         stopping: asyncio.Event,
         collective: CollectivePorts | None = None,
+        alone: Offload | None = None,
+        life: Life | None = None,
     ) -> None:
-        self._membership, self._offload = Membership(etcd, member), offload
+        self._membership, self._offload, self._life = Membership(etcd, member), offload, life
         self._spec, self._member, self._etcd, self._directory = spec, member, etcd, directory
         self._compute, self._master, self._connect, self._stopping = compute, master, connect, stopping
         self._loop: SyncLoop | AsyncLoop | None = None
@@ -84,7 +88,7 @@ class Agent:
         self._reports = reports = Reports(
             master, member.trainer, self._held, self._pace, progress_every_s(spec.task_timeout_floor_s)
         )
-        source = TaskSource(spec, master, member.trainer, offload)
+        source = TaskSource(spec, master, member.trainer, offload, alone)
         transfer: Transfer
         self.collective: CollectiveMember | None = None
         if collective is not None:
@@ -138,6 +142,7 @@ class Agent:
             await self.collective.server.prepare_tables(self._compute.layout)
         if not await self._fits_job():
             return LEASE_LOST
+        await self._offload(self._context.source.make_datasets)
         await self._membership.register(self._directory.keys, self._spec.lease_ttl_s)
         name, view = self._member.trainer, self._directory
         view.observers.append(lambda: self._membership.follow(listed=name in view.trainers))
@@ -147,6 +152,8 @@ class Agent:
                 beside.append(group.create_task(self.collective.run()))
             if self._spec.mode is Mode.ASYNC:
                 beside.append(group.create_task(self._pauses.run()))
+            if self._life is not None:
+                beside.append(group.create_task(self._life.run(self._membership)))
             work = group.create_task(self._work())
             ends = {
                 group.create_task(self._membership.hold()): LEASE_LOST,

@@ -23,7 +23,7 @@ from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.membership.local_script import LocalScripts
 from shared.records import Dispatch, JobSpec, PserverMember, TrainerMember
-from shared.runtime import http, ids, malloc, service, telemetry
+from shared.runtime import begun, http, ids, malloc, service, telemetry
 from shared.runtime.network import own_network
 from shared.security.script_digests import ScriptChanged
 from trainer_agent.agent import FAILED, Agent
@@ -33,12 +33,14 @@ from trainer_agent.data_plane.http import HttpPserver, PserverPort, socket_of
 from trainer_agent.data_plane.silence import call_limit_s
 from trainer_agent.data_plane.stream import StreamPserver
 from trainer_agent.membership.initialise import followed
+from trainer_agent.membership.life import Life
 from trainer_agent.model.devices import number_of
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.steps import JobSteps, telling
 from trainer_agent.script.user_module import load
 from trainer_agent.settings import Settings
 from trainer_agent.status_pages import StatusPages
+from trainer_agent.tasks.last_end import journal_file, report_last_end
 from trainer_agent.tasks.master import HttpMaster, MasterPort, failure_of
 from trainer_agent.waiting.retry import retry
 from trainer_agent.waiting.single_error import SingleErrorGroup
@@ -107,7 +109,36 @@ async def serve(
         if spec.dispatch is not dispatch:
             raise InvalidArgument(_ANOTHER_DISPATCH[spec.dispatch].format(job=spec.job))
         service.ready(context.url)  # what fails from here on is reported to the master
+        await _keep_journal(settings, spec, trainer, master, stack, group, stopping)
         return await _train(settings, stopping, stack, context, spec, master, pages)
+
+
+async def _keep_journal(
+    settings: Settings,
+    spec: JobSpec,
+    trainer: str,
+    master: MasterPort,
+    stack: AsyncExitStack,
+    group: asyncio.TaskGroup,
+    stopping: asyncio.Event,
+) -> None:
+    """What the process before this one died at is reported; from now on the file says what this one is at."""
+    try:
+        journal = begun.open_journal(journal_file(spec.job, settings.name))
+    except OSError as error:
+        log.warning("no_journal", cause=str(error))
+        return
+    stack.callback(begun.close_journal)
+    if journal.left is not None:
+        await report_last_end(journal.left, spec, master)
+    journal.begin(trainer)
+    journal.watch(spec.task_timeout_ceiling_s)
+
+    async def pardon() -> None:
+        await stopping.wait()
+        journal.pardon()
+
+    stack.callback(group.create_task(pardon()).cancel)
 
 
 async def _train(
@@ -164,6 +195,11 @@ async def _train(
     async def offload(work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(reading, work, *arguments)
 
+    async def alone(work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(computing, work, *arguments)
+
+    life = Life(context.etcd, context.trainer, master)
+    stack.callback(life.close)
     connections = await stack.enter_async_context(Connections(settings, call_limit_s(spec, settings.stall_s)))
     agent = Agent(
         spec,
@@ -175,6 +211,8 @@ async def _train(
         connect=connections,
         offload=offload,
         stopping=stopping,
+        alone=alone,
+        life=life,
         collective=collective.with_peers(connections.keep) if collective is not None else None,
     )
     if collective is None:

@@ -47,6 +47,8 @@ def field_problems(values: Mapping[str, Any], origins: Mapping[str, str] = Mappi
     if not alone.keys().isdisjoint(_COLLECTIVE):  # so may the strategy
         alone = {"strategy": "collective", **alone}
     others = {name: value for name, value in values.items() if name not in _SYNCHRONOUS}
+    if not others.keys().isdisjoint(("init_partial", "init_optimizer")):
+        others.setdefault("init_from", "values.pt")  # so may the file
     if values.get("strategy") == Strategy.COLLECTIVE and "pservers" in others:
         alone["pservers"] = others.pop("pservers")
     for candidate in (alone, {**others, "mode": "async"}):  # async: the sizes need not fit lanes that are not known yet

@@ -26,7 +26,7 @@ from master_service.core.decisions.scheduling import needed
 from master_service.core.state.cluster import ClusterState, Place
 from master_service.core.state.job_tasks import run_of
 from master_service.leadership.master import Master
-from shared.records import JobState
+from shared.records import JobState, Phase
 from shared.records.cluster import ClusterJob, JobSchedule, Kind, PoolMember, Standing
 from shared.records.job_spec import JobTask
 from shared.runtime import clock
@@ -98,6 +98,7 @@ def resting(found: ClusterJob, state: JobState, leader: MasterView) -> JobView:
     spec = found.spec
     phase = str(state.phase if found.standing is Standing.ACTIVE else found.standing)
     trained = state.result.trained_records
+    total = trained if state.phase is Phase.COMPLETED else 0  # of another one the dataset is not known here
     return JobView(
         job=found.job,
         phase=phase,
@@ -106,7 +107,7 @@ def resting(found: ClusterJob, state: JobState, leader: MasterView) -> JobView:
         generation=state.generation,
         reason=found.reason or state.reason,
         failure=state.failure,
-        progress=JobProgress(epoch=0, epochs=spec.epochs, records_done=trained, records_total=trained),
+        progress=JobProgress(epoch=0, epochs=spec.epochs, records_done=trained, records_total=total),
         members=MemberCounts(
             trainers=0, trainers_desired=found.most_trainers, pservers=0, pservers_desired=found.pservers_wanted
         ),

@@ -34,9 +34,9 @@ from master_service.store.event_log import read_events
 from master_service.store.start_again import start_again
 from master_service.store.writer import HeldLock
 from shared.errors import Conflict, NotFound, NotLeader, NotReady
-from shared.etcd import Etcd, Lease
+from shared.etcd import Etcd, Get, Lease
 from shared.etcd.reading import must_read
-from shared.evaluations import Evaluation
+from shared.evaluations import Evaluation, EvaluationStatus
 from shared.keys import ClusterKeys
 from shared.records import JobSpec, JobState, MasterLock, Phase
 from shared.records.cluster import ClusterJob, JobSchedule, Kind, Source, Standing
@@ -316,8 +316,12 @@ class ClusterMaster:
     async def evaluations_of(self, name: str) -> list[Evaluation]:
         """Of a job that nobody leads now, those that were done while it trained, in their order. Raises NotFound, PeerError."""
         self.state.job(name)
-        found = await self.etcd.range(self.keys.keys_of(name).evaluations, prefix=True)
-        return [must_read(Evaluation, each.key, each.value) for each in found.kvs]
+        keys = self.keys.keys_of(name)
+        read = await self.etcd.txn([], [Get(keys.evaluations, prefix=True), Get(keys.evaluation_status)])
+        known = read.range(1).first
+        settled = must_read(EvaluationStatus, known.key, known.value).settled if known is not None else 0
+        found = [must_read(Evaluation, each.key, each.value) for each in read.range(0).kvs]
+        return [each for each in found if each.number <= settled]
 
     async def _decide(
         self, decision: Callable[[ClusterState, float], ClusterDecision[A]], once: Once[A] | None = None

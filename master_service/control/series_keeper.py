@@ -13,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
+from master_service.core.state.metrics import KEPT_STEPS
 from master_service.core.state.series import SeriesTable, Value
 from master_service.core.state.whole_steps import Epoch, WholeSteps, values_of
 from master_service.storage.series_files import SeriesFiles, add_encoded, encoded, name_of, to_read
@@ -21,6 +23,7 @@ from shared.errors import StorageUnreachable
 from shared.evaluations import Evaluation
 from shared.metric_names import EVALUATION, LOSS, SPEED, TIME
 from shared.records import MetricBatch, MetricsTaken, StepMetrics
+from shared.records.checkpoints import CheckpointRef
 from shared.runtime import clock, ids, telemetry
 from shared.runtime.waiting import Notices
 
@@ -33,9 +36,18 @@ ENDING_S = 2.0
 log = telemetry.logger("series")
 
 
+class Origin(NamedTuple):
+    """The job's timeline; the version with which it began, and the timeline of that version (None: not known); the checkpoints that are kept."""
+
+    timeline: int = 0
+    step: int | None = 0
+    before: int | None = 0
+    kept: tuple[CheckpointRef, ...] = ()
+
+
 class SeriesKeeper:
     """`files` None: metrics live as long as the term. `skips`: minibatches that are not finite are left out, and counted by step. `origin`:
-    the job's timeline, and the version with which it began (None: not known). `push_every`: so many minibatches are a step. `leads`: whether the term still
+    where the job's timeline began. `push_every`: so many minibatches are a step. `leads`: whether the term still
     holds: a file that is written later would stand before those of the next master, which has not read it. Run `run()` in a TaskGroup."""
 
     def __init__(
@@ -44,7 +56,7 @@ class SeriesKeeper:
         term: int,
         *,
         skips: bool = False,
-        origin: Callable[[], tuple[int, int | None]] = lambda: (0, 0),
+        origin: Callable[[], Origin] = Origin,
         push_every: int = 1,
         leads: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -55,7 +67,8 @@ class SeriesKeeper:
         self._steps = WholeSteps()
         self._first, self._stored = 0, 0  # the first whole step in `_fresh`; those before `_stored` are in files
         self._epochs: set[int] = set()  # that were told of since the last file
-        self._back_to: int | None = None  # the job went back while a file was being written
+        self._back_to: int | None = None  # the job went to a checkpoint while a file was being written
+        self._whole_due = False  # the job went to a checkpoint: the next file has everything
         self._writing = asyncio.Lock()
         self._obstacle = "" if files is None else "they are being read"
         self._evaluations: dict[int, Evaluation] = {}  # to be noted once it is known what is stored
@@ -92,6 +105,19 @@ class SeriesKeeper:
         """Of whole steps. Raises StorageUnreachable."""
         self.table  # noqa: B018  raises
         return self._steps.epochs
+
+    @property
+    def timeline(self) -> int:
+        """That of the whole steps that are known."""
+        return self._steps.timeline
+
+    def step_losses(self) -> dict[int, tuple[float, float]]:
+        """Loss x records and records of the last whole steps, by step; empty where steps share a bucket."""
+        series = self._all.by_name.get(LOSS)
+        if series is None or series.width > 1:
+            return {}
+        first = self._steps.next - KEPT_STEPS
+        return {bucket.step: (bucket.value.total, bucket.value.weight) for bucket in series if bucket.step >= first}
 
     @property
     def known(self) -> int:
@@ -132,19 +158,21 @@ class SeriesKeeper:
 
     def _follow(self, batch: MetricBatch) -> bool:
         """The job's timeline is another one: steps from where it began are trained again. False: where that was is not known yet."""
-        timeline, origin = self._origin()
-        if timeline == self._steps.timeline:
+        found = self._origin()
+        if found.timeline == self._steps.timeline:
             return True
-        if origin is None:  # its checkpoint is not kept any more
+        step = found.step
+        if step is None:  # its checkpoint is not kept any more
             if not batch.steps:
                 return False
-            origin = min(share.step for share in batch.steps)
-        self._fresh.rewind(origin, self._steps.next)
-        self._steps.rewind(origin, self._all)
-        self._steps.timeline = timeline
-        self._first, self._stored = min(self._first, origin), min(self._stored, origin)
+            step = min(share.step for share in batch.steps)
+        known = self._steps.next
+        cut = self._steps.follow(found.timeline, step, found.before, found.kept, self._all)
+        self._fresh.rewind(cut, known)
+        self._first, self._stored, self._whole_due = min(self._first, cut), min(self._stored, cut), True
+        self._number += 1  # the file under way may be there in part, and has another name
         self._epochs.update(self._steps.epochs)
-        self._back_to = origin if self._back_to is None else min(self._back_to, origin)
+        self._back_to = cut if self._back_to is None else min(self._back_to, cut)
         return True
 
     def _note_times(self, batch: MetricBatch) -> None:
@@ -211,7 +239,8 @@ class SeriesKeeper:
     @property
     def all_stored(self) -> bool:
         """Whether nothing is known that is in no file."""
-        return not (self._obstacle or self._fresh.by_name or self._writing.locked()) and self._first == self._steps.next
+        unwritten = self._obstacle or self._fresh.by_name or self._whole_due or self._writing.locked()
+        return not unwritten and self._first == self._steps.next
 
     async def store(self) -> None:
         """What is known now is in a file when this returns, if the storage answers."""
@@ -225,16 +254,17 @@ class SeriesKeeper:
 
     async def _write_alone(self, stored: SeriesFiles) -> None:
         known = self._steps.next
-        if (not self._fresh.by_name and self._first == known) or not self._leads():
+        if not (self._fresh.by_name or self._whole_due or self._first != known) or not self._leads():
             return
         taken, self._fresh = self._fresh, SeriesTable()
         first, self._first, self._back_to = self._first, known, None
         epochs, self._epochs = self._epochs, set()
-        everything = self._written >= FILES and not self._obstacle
+        everything = (self._written >= FILES or self._whole_due) and not self._obstacle
+        self._whole_due = False
         name = name_of(self._term, self._number, everything=everything)
         steps = None if self._obstacle else self._steps
         if everything:
-            content = encoded(self._all, steps, 0, self._steps.epochs.keys())
+            content = encoded(self._all, steps, 0, self._steps.epochs.keys(), everything=True)
         else:
             content = encoded(taken, steps, first, epochs)
         try:
@@ -244,6 +274,7 @@ class SeriesKeeper:
             if (back_to := self._went_back()) is not None:
                 taken.rewind(back_to, known)
             taken.merge(self._fresh)
+            self._whole_due = self._whole_due or everything
             self._fresh, self._first, self._epochs = taken, min(first, self._first), epochs | self._epochs
             if not isinstance(error, OSError):
                 raise

@@ -31,6 +31,7 @@ from master_service.store.writer import HeldLock, Writer
 from shared.errors import NotLeader, PeerError
 from shared.membership.own_key import may_return_s
 from shared.records import Phase, PserverMember, Strategy, TrainerMember
+from shared.records.job_spec import without_effect
 from shared.runtime import clock, ids, telemetry
 from shared.runtime.network import tells
 from shared.runtime.waiting import event_within
@@ -72,6 +73,9 @@ class Supervisor:
     async def run(self) -> None:
         """Until the writer's term ends (raises NotLeader in an ExceptionGroup) or cancelled."""
         self._changed.set()
+        job = self._writer.job
+        if not job.state.generation:  # it has not begun
+            self._events.add([Event("setting_unused", sentence, {}) for sentence in without_effect(job.spec)])
         async with asyncio.TaskGroup() as group:
             group.create_task(self._reconcile_members())
             group.create_task(self._recover())

@@ -12,7 +12,7 @@ from master_service.control.evaluation_runner import note_awaited
 from master_service.control.events import EventFeed
 from master_service.control.evictions import Evictions
 from master_service.core.changes import Decision, Event, Fields
-from master_service.core.decisions import task_requests, tasks
+from master_service.core.decisions import deaths, task_requests, tasks
 from master_service.core.decisions.lifecycle import count_outside_tasks
 from master_service.core.decisions.once import Once
 from master_service.core.decisions.reports import check_failure, check_trainer, current_metrics, warnings_told
@@ -100,6 +100,8 @@ class TaskService(ABC):
             await writer.decide(lambda job, _: tasks.close_epoch(job, ask))
         if ask.index > 0 and not ask.look:
             self.job.budget.started = True
+        if self.job.budget.counts.deaths:
+            await writer.decide(lambda job, _: deaths.discard_deadly(job, ask))
         answer = await writer.decide(lambda job, _: tasks.acquire(job, ask))
         if ask.beside:
             note_awaited(writer.job, ask, clock.monotonic())
@@ -137,10 +139,12 @@ class TaskService(ABC):
         return completed
 
     async def fail_task(self, task_id: str, report: FailTask, once: Once[None] | None = None) -> None:
-        """Counts against the task, and before a step is known to be done against the job. Raises StaleAttempt, NotFound."""
+        """Counts against the task, and before a step is known to be done against the job; a death (`died_at`) against its place alone.
+        Raises StaleAttempt, NotFound."""
 
         def decide(job: Job, _: float) -> Decision[None]:
-            return Decision(None) + tasks.fail_task(job, task_id, report)
+            failed = tasks.fail_task if report.died_at is None else deaths.count
+            return Decision(None) + failed(job, task_id, report)
 
         await self._decide(decide, once)
         self.reported.append((clock.monotonic(), task_id, report.failure))

@@ -98,10 +98,13 @@ class Master(TaskService):
         """They are kept by step, too."""
         await super().report_metrics(batch, once)
         series = self.term.series
+        before = series.timeline
         taken = series.note(current_metrics(self.job, batch))
         if batch.whole and taken.next is not None:
             losses = {number: epoch.sums.get(LOSS) for number, epoch in series.epochs.items()}
             self.metrics.know_epochs({number: (loss.total, loss.weight) for number, loss in losses.items() if loss})
+            if series.timeline != before:
+                self.metrics.know_steps(series.step_losses())
         if batch.store:
             await series.store()
             taken = series.taken

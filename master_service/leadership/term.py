@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from master_service.control.observation import Observer
-from master_service.control.series_keeper import SeriesKeeper
+from master_service.control.series_keeper import Origin, SeriesKeeper
 from master_service.control.stall import StallWatch
 from master_service.control.supervisor import Supervisor
 from master_service.control.task_service import TaskService
@@ -72,11 +72,15 @@ class Term:
         self.stall = StallWatch(master.etcd)
         self.observer = Observer(master.etcd, master.keys, self.stall)
 
-    def _origin(self) -> tuple[int, int | None]:
-        """The job's timeline, and the version with which it began, if that is known."""
-        state = self.job.state
-        ref = ref_of(self.job.members.latest, state.checkpoint)
-        return state.timeline, ref.step if ref is not None else None if state.checkpoint else 0
+    def _origin(self) -> Origin:
+        state, latest = self.job.state, self.job.members.latest
+        ref = ref_of(latest, state.checkpoint)
+        kept = latest.kept if latest is not None else ()
+        if ref is None:
+            return Origin(
+                state.timeline, None if state.checkpoint else 0, None if state.checkpoint else state.timeline, kept
+            )
+        return Origin(state.timeline, ref.step, ref.timeline, kept)
 
     def _result(self) -> dict[str, Any] | None:
         """For trackers, once the job has ended and they can read all of it."""

@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from master_service.core.state.left_steps import LeftSteps
 from master_service.core.state.series import SeriesTable, Value
 from master_service.core.state.whole_steps import Epoch, WholeSteps
 from shared.runtime import telemetry
@@ -100,9 +101,28 @@ async def read_all(
     raise OSError("the files of metrics changed whenever they were read; try again")
 
 
-def encoded(table: SeriesTable, steps: WholeSteps | None = None, first: int = 0, epochs: Collection[int] = ()) -> bytes:
-    """`steps`: which of the whole steps, from `first` on, the file holds. `epochs`: which are told."""
-    series = {
+def encoded(
+    table: SeriesTable,
+    steps: WholeSteps | None = None,
+    first: int = 0,
+    epochs: Collection[int] = (),
+    *,
+    everything: bool = False,
+) -> bytes:
+    """`steps`: which of the whole steps, from `first` on, the file holds. `epochs`: which are told. `everything`: also the steps that the job left."""
+    document: dict[str, Any] = {"version": 1, "series": _series(table)}
+    if steps is not None:
+        told = {str(number): [epoch.first, epoch.sums] for number, epoch in steps.epochs.items() if number in epochs}
+        document["steps"] = {"first": first, "next": steps.next, "timeline": steps.timeline, "epochs": told}
+        if everything:
+            left = steps.left
+            tables = {timeline: _series(kept) for timeline, kept in left.tables.items()}
+            document["left"] = {"begins": left.begins, "ends": left.ends, "epochs": left.epochs, "tables": tables}
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _series(table: SeriesTable) -> dict[str, Any]:
+    return {
         name: {
             "width": found.width,
             "buckets": [[step, timeline, *value] for step, timeline, value in found],
@@ -110,11 +130,6 @@ def encoded(table: SeriesTable, steps: WholeSteps | None = None, first: int = 0,
         }
         for name, found in table.by_name.items()
     }
-    document: dict[str, Any] = {"version": 1, "series": series}
-    if steps is not None:
-        told = {str(number): [epoch.first, epoch.sums] for number, epoch in steps.epochs.items() if number in epochs}
-        document["steps"] = {"first": first, "next": steps.next, "timeline": steps.timeline, "epochs": told}
-    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
 
 
 def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -131,21 +146,40 @@ def add_encoded(table: SeriesTable, steps: WholeSteps, content: bytes, name: str
             known = True  # it is of a master that had not read what one before it, which was frozen, wrote late
         elif held is not None and int(held["first"]) < steps.next:
             steps.rewind(int(held["first"]), table)  # an earlier master wrote them, too, or the job went back
-        for metric, found in document["series"].items():
-            part, width, ordered = SeriesTable(), int(found["width"]), bool(found.get("ordered"))
-            if ordered and known:
-                continue
-            for step, timeline, *value in found["buckets"]:
-                if all(map(math.isfinite, value)):
-                    part.add(str(metric), int(step), int(timeline), Value(*map(float, value)), ordered=ordered)
-            if (series := part.by_name.get(str(metric))) is not None:
-                series.widen(width)
-                series.covered = int(found.get("covered", 0))
-            table.merge(part)
+        _add_series(table, document["series"], whole=not known)
         if held is not None and not known:
             steps.next, steps.timeline = int(held["next"]), int(held["timeline"])
             for number, (first, sums) in held["epochs"].items():
                 values = {str(metric): Value(*map(float, value)) for metric, value in sums.items()}
                 steps.epochs[int(number)] = Epoch(int(first), values)
+            if (left := document.get("left")) is not None:
+                steps.left = _left(left)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         log.warning("metrics_unreadable", file=name, cause=repr(error))
+
+
+def _add_series(table: SeriesTable, held: Mapping[str, Any], *, whole: bool) -> None:
+    """In place. `whole`: series of whole steps, too."""
+    for metric, found in held.items():
+        part, width, ordered = SeriesTable(), int(found["width"]), bool(found.get("ordered"))
+        if ordered and not whole:
+            continue
+        for step, timeline, *value in found["buckets"]:
+            if all(map(math.isfinite, value)):
+                part.add(str(metric), int(step), int(timeline), Value(*map(float, value)), ordered=ordered)
+        if (series := part.by_name.get(str(metric))) is not None:
+            series.widen(width)
+            series.covered = int(found.get("covered", 0))
+        table.merge(part)
+
+
+def _left(held: Mapping[str, Any]) -> LeftSteps:
+    left = LeftSteps(
+        begins={int(timeline): (step, before) for timeline, (step, before) in held["begins"].items()},
+        ends={int(timeline): int(end) for timeline, end in held["ends"].items()},
+        epochs={int(number): int(first) for number, first in held["epochs"].items()},
+    )
+    for timeline, series in held["tables"].items():
+        kept = left.tables[int(timeline)] = SeriesTable()
+        _add_series(kept, series, whole=True)
+    return left

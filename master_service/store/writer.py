@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from master_service.core.changes import Change, Decision, Event, Fields, NextEpoch, RestartQueue
+from master_service.core.decisions.lifecycle import with_counts
 from master_service.core.state.job import Job
 from master_service.store.batch import Batch, check_fits
 from master_service.store.schema import compares, operations
@@ -204,7 +205,7 @@ class GroupCommit(ABC):
     ) -> tuple[Decision[Any], Sequence[Put | Delete], Exception | None]:
         """The decision and what it writes. One that fails, or that no transaction takes, changes nothing."""
         try:
-            decision = entry.decide(job, now)
+            decision = with_counts(job, entry.decide(job, now))
             writes = operations(self._keys, job, decision.changes) if decision.changes else ()
             check_fits(writes)
         except TriremeError as error:

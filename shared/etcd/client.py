@@ -22,7 +22,20 @@ from shared.etcd.errors import LeaseLost, OutcomeUnknown, Refused, Retryable, We
 from shared.etcd.lease import Lease
 from shared.etcd.operations import Compare, Delete, Get, Operation, Put, check_size, interval, txn_body
 from shared.etcd.results import KeyValue, RangeResult, Space, TxnResult, WatchBatch
-from shared.etcd.transport import COMPACT, DELETE, GRANT, PUT, RANGE, REVOKE, STATUS, TIME_TO_LIVE, TXN, Body, Transport
+from shared.etcd.transport import (
+    COMPACT,
+    DELETE,
+    GRANT,
+    KEEP_ALIVE,
+    PUT,
+    RANGE,
+    REVOKE,
+    STATUS,
+    TIME_TO_LIVE,
+    TXN,
+    Body,
+    Transport,
+)
 from shared.etcd.watch import watch
 from shared.runtime import clock
 
@@ -140,6 +153,12 @@ class Etcd:
 
     def _note_silence(self) -> None:
         self.silent_at = clock.since_boot()
+
+    async def renew(self, lease_id: int, *, timeout_s: float = TIMEOUT_S) -> None:
+        """Once, a lease that another process holds. One attempt. Raises LeaseLost if etcd does not have it any more."""
+        answer = await self.transport.call(KEEP_ALIVE, {"ID": lease_id}, timeout_s)
+        if answer.get("TTL", 0) <= 0:
+            raise LeaseLost(f"lease {lease_id:x} is over")
 
     async def revoke(self, lease_id: int, *, timeout_s: float = TIMEOUT_S) -> None:
         """Delete the lease and its keys; a lease that is gone already is no error."""

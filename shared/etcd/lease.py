@@ -20,6 +20,7 @@ from shared.runtime.waiting import event_within
 
 MARGIN = 0.1  # of the TTL: clock rates differ, and the holder needs time to stop
 ATTEMPT_LIMIT_S = 2.0
+HELD_UP_S = 1.0
 
 log = telemetry.logger("etcd.lease")
 
@@ -132,7 +133,10 @@ class Lease:
             self._set_timer()
         else:
             self._on_silence()
-            self._lose(f"no renewal succeeded within {self.ttl_s * (1 - MARGIN):g} s")
+            cause = f"no renewal succeeded within {self.ttl_s * (1 - MARGIN):g} s"
+            if (late_s := clock.since_boot() - self._deadline) > HELD_UP_S:
+                cause += f"; this process did not run for {late_s:.0f} s at least: it was frozen, or a call kept Python's interpreter"
+            self._lose(cause)
 
     def _set_timer(self) -> None:
         at = self._deadline - clock.suspended_s()

@@ -149,11 +149,33 @@ def total_of(parts: Parts) -> float:
     return math.fsum(parts) if all(map(math.isfinite, parts)) else sum(parts)
 
 
+class Deaths(Record):
+    """Processes that died in a row at one place of a task: at a minibatch, or (-1) while its records were read. `trainers`: their ids, each
+    once; `cause`: how the last one died, for people."""
+
+    epoch: int
+    task_id: str
+    minibatch: int
+    trainers: tuple[str, ...]
+    cause: str
+
+
 class FailureCounts(Record):
-    """Failures of the user's code so far. `seen`: digest of an error -> how often, for the first few errors."""
+    """Failures of the user's code so far. `seen`: digest of an error -> how often, for the first few errors. `deaths`: of each
+    task at which processes died, and that no trainer has completed since, the last place; the last ones."""
 
     total: int = 0
     seen: dict[str, int] = Field(default_factory=dict)
+    deaths: tuple[Deaths, ...] = ()
+
+    def has_died_at(self, epoch: int, task_id: str) -> bool:
+        """Whether a process died at that task since a trainer completed it."""
+        return any((each.epoch, each.task_id) == (epoch, task_id) for each in self.deaths)
+
+    def without(self, epoch: int, task_id: str) -> Self:
+        """A trainer has got past all of that task: whatever died there did so by chance."""
+        left = tuple(each for each in self.deaths if (each.epoch, each.task_id) != (epoch, task_id))
+        return self.model_copy(update={"deaths": left})
 
 
 def error_digest(error_type: str, message: str) -> str:

@@ -45,7 +45,8 @@ class Task(Record):
 
     `timeline`: the job's when the task was dispatched; reports carry it back. `index`: position in `stream` (of `stream_length` tasks) in
     this epoch. `offset`: the byte at which record `first` starts, if the format has lines. `stamp`: what the file was when its records
-    were counted (shared/storage/stamps.py).
+    were counted (shared/storage/stamps.py). `alone`: a process has died at this task, so its records are read while the trainer computes
+    nothing: if it dies again, the cause is known.
     """
 
     task_id: str
@@ -61,6 +62,7 @@ class Task(Record):
     offset: int | None = None
     stamp: str = ""
     timeline: int = 0
+    alone: bool = False
 
 
 class AcquireTask(Record):
@@ -175,6 +177,11 @@ class FailTask(Record):
     failure: UserFailure
     epoch: Int64 | None = None
     timeline: Int64 | None = None
+    died_at: Int64 | None = Field(
+        default=None,
+        description="The trainer's process has died while it computed this minibatch of the task, or (-1) read its records; its successor "
+        "reports that. `attempt` does not matter then. After some deaths at one place the task is discarded.",
+    )
 
 
 class HeldTask(Record):

@@ -45,6 +45,11 @@ def thread_seconds() -> float:
     return time.thread_time()
 
 
+def process_seconds() -> float:
+    """Processor time of all threads of this process; only differences mean anything."""
+    return time.process_time()
+
+
 def timestamp() -> str:
     """RFC 3339 UTC, for people; no decision reads it."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -98,7 +98,7 @@ class Job:
 
     async def start(self, number: Number, name: str, module: str, **settings: object) -> None:
         access = {name.removeprefix("TRIREME_").lower(): value for name, value in self.access.environment().items()}
-        common = {**access, "job": JOB, "token": TOKEN}
+        common = {**access, "job": JOB, "token": TOKEN, "begun_file": self.folder / f"{name}.begun"}
         await self.hosts.start(number, name, sys.executable, "-m", module, **(common | settings))
 
     async def seen(self, condition: Callable[[Directory], bool], what: str) -> None:

@@ -39,7 +39,7 @@ def test_each_source_can_divide_the_rate_of_late_pushes(tmp_path):
 
 
 def test_synchronous_jobs_have_no_late_pushes():
-    message = "lr_staleness_modulation is True, which only asynchronous jobs can have; use mode async or leave it out"
+    message = "lr_staleness_modulation is True, which only asynchronous jobs can have, and mode is sync; use mode async or leave it out"
     with pytest.raises(UsageError, match=message):
         spec_of(from_flags({"lr_staleness_modulation": True}))
 

@@ -6,18 +6,20 @@ shard.minibatch(indices) ──iterate──► records (dicts) for the user's c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from shared.datasets.numbers import Misfit, column_of, common_dtype, shown
 from shared.errors import DatasetError
+from shared.runtime import begun
 from trainer_agent.data.order import Indices
 
 Column = npt.NDArray[Any] | list[Any]
 Record = dict[str, Any]
+T = TypeVar("T")
 
 
 class Shard:
@@ -74,7 +76,10 @@ class RecordShard(Shard):
 
 
 class Minibatch(Sequence[Record]):
-    """The records of one minibatch; `columns` gives the same values faster."""
+    """The records of one minibatch; `columns` gives the same values faster. `work`: what it is, for the journal of the process that
+    computes it (shared.runtime.begun)."""
+
+    work = b""
 
     def __init__(self, shard: Shard, indices: Indices) -> None:
         self._shard = shard
@@ -105,6 +110,15 @@ class Minibatch(Sequence[Record]):
         if self._made is None:
             self._made = self._shard.records(self._indices)
         return self._made
+
+
+def on_record(work: Callable[..., T], *arguments: Any) -> T:
+    """`work(*arguments)`; the minibatch among them is on record meanwhile as what this process has begun."""
+    records = next((each for each in arguments if isinstance(each, Minibatch)), None)
+    if records is None or not records.work:
+        return work(*arguments)
+    with begun.at(records.work):
+        return work(*arguments)
 
 
 def columns_of(records: Sequence[Any]) -> dict[str, Column]:

@@ -7,7 +7,7 @@ ReduceLROnPlateau          a version that is evaluated ─► scheduler.step(met
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
@@ -106,12 +106,3 @@ def check_total_steps(scheduler: Any, spec: JobSpec) -> None:
                 f"OneCycleLR has total_steps {cycle.total_steps}, and the job makes {made}: it would come to its end before training does",
                 hint=MAKE_IT_SO,
             )
-
-
-def check_plateau_metric(spec: JobSpec, metrics: Mapping[str, float]) -> None:
-    """`metrics`: of an evaluation, with those that are not finite. Raises InvalidArgument."""
-    if spec.plateau_metric is not None and spec.plateau_metric not in metrics:
-        raise InvalidArgument(
-            f"plateau_metric is {spec.plateau_metric}, and an evaluation has the metrics {', '.join(metrics) or 'none'}",
-            hint="name one of those",
-        )

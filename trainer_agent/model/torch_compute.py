@@ -28,6 +28,7 @@ from shared.records.job_spec import Narrow
 from shared.records.layout import Layout
 from shared.records.step import LaneZero
 from shared.runtime.light_torch import optimizers_without_compiler
+from trainer_agent.data.shard import on_record
 from trainer_agent.model import optimizer_spec as optimizers
 from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, LaneResult, Ready, Records
 from trainer_agent.model.devices import HOST, check_precision, device_of, is_host
@@ -383,7 +384,7 @@ class TorchCompute:
         reads = work != self.minibatch.prepare  # that runs beside a forward pass
         if reads:  # not in the thread: it may be given up before it has one
             self.tables.rows.begin()
-        future = asyncio.get_running_loop().run_in_executor(self._executor, partial(alone, work, *arguments))
+        future = asyncio.get_running_loop().run_in_executor(self._executor, partial(alone, on_record, work, *arguments))
         try:
             return await asyncio.shield(future)
         except UserCodeError as error:

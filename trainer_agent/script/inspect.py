@@ -24,6 +24,7 @@ from pydantic import ValidationError
 
 from shared.datasets.random_state import seeded
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
+from shared.evaluations import check_criteria
 from shared.records import JobSpec
 from shared.records.datasets import Dataset
 from trainer_agent.script.sample_records import first_records
@@ -96,7 +97,6 @@ def _seed(settings: Mapping[str, Any]) -> int:
 def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, settings: dict[str, Any]) -> dict[str, Any]:
     from trainer_agent.model.flat import groups_of, tensors_of  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.model.optimizer.rate_scale import sentence  # noqa: PLC0415  torch only when it is needed
-    from trainer_agent.model.schedule import check_plateau_metric  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.model.torch_compute import TorchCompute  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.script.twice import Twice  # noqa: PLC0415  torch only when it is needed
 
@@ -114,7 +114,7 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
             with _doing("the first minibatch of the evaluation"):
                 sums = asyncio.run(_with_rows(compute, lambda: compute.evaluate(held_out)))
                 metrics = asyncio.run(compute.metrics(sums))
-            check_plateau_metric(spec, metrics)
+            check_criteria(spec, metrics)
     tensors = tensors_of(compute.model, groups_of(compute.optimizer))
     notice = "\n".join(filter(None, (compute.started.sentence, sentence(spec), *twice.notices)))
     layout = compute.layout

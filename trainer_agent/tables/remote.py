@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.errors import NotReady
-from shared.runtime import telemetry
+from shared.runtime import begun, telemetry
 from shared.tables.grouping import Grouped, Numbers
 
 log = telemetry.logger("remote_rows")
@@ -79,7 +79,8 @@ class RemoteRows:
             self._asked = asyncio.run_coroutine_threadsafe(_awaited(self._lookup, asked), self._loop)
             if self._given_up.is_set():  # in this moment
                 self._asked.cancel()
-            return self._asked.result()[table]
+            with begun.waiting():
+                return self._asked.result()[table]
         except concurrent.futures.CancelledError:
             raise NotReady("the minibatch was given up") from None
         except Exception as error:

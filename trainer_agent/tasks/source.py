@@ -6,6 +6,7 @@ acquire ─► Task | end     read ─► LoadedTask ──minibatch(number)─�
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,10 @@ from typing import Any, Protocol, TypeVar
 
 from shared.errors import CallerError, DatasetError, DeadlineExceeded, PeerError, StaleAttempt, TriremeError
 from shared.records import AcquireTask, CompleteTask, FailTask, JobSpec, TakeNext, Task, TaskAnswer
+from shared.records.begun import BegunWork
+from shared.records.datasets import IterableStyle, MapStyle
 from shared.records.step import LanePosition
-from shared.runtime import ids, telemetry
+from shared.runtime import begun, ids, telemetry
 from trainer_agent.data import Blaming, Shard, minibatch_indices, open_dataset
 from trainer_agent.data.drawing import EVALUATION, reading
 from trainer_agent.model.compute import Records
@@ -24,6 +27,7 @@ from trainer_agent.waiting.retry import Backoff, retry
 
 WAIT_S = 10.0  # the master answers as soon as there is a task
 READ_LIMIT_S = 120.0
+HELD_OUT = "EVALUATE", "VALIDATE"  # kinds of tasks
 
 T = TypeVar("T")
 log = telemetry.logger("tasks")
@@ -56,11 +60,13 @@ class LoadedTask:
 
 
 class TaskSource:
-    """All of it is retried until the master or the reader answers."""
+    """All of it is retried until the master or the reader answers. `alone`: runs work while nothing is computed; None: as `offload`."""
 
-    def __init__(self, spec: JobSpec, master: MasterPort, trainer: str, offload: Offload) -> None:
+    def __init__(
+        self, spec: JobSpec, master: MasterPort, trainer: str, offload: Offload, alone: Offload | None = None
+    ) -> None:
         self.spec, self.trainer = spec, trainer
-        self._master, self.offload = master, offload
+        self._master, self.offload, self._alone = master, offload, alone or offload
         self._readers: dict[str, Blaming] = {}
 
     async def acquire(
@@ -121,10 +127,11 @@ class TaskSource:
     async def read(self, task: Task) -> Shard:
         """The records of a task. Raises TaskFailed; ResourceExhausted, StorageUnreachable if this machine or the dataset's storage has
         not let it read for READ_LIMIT_S: that is no failure of the task, and another trainer may be able to read it."""
+        offload = self._alone if task.alone else self.offload
         backoff = Backoff(f"reading {described(task)}", READ_LIMIT_S)
         while True:
             try:
-                return await self.offload(self._read, task)
+                return await offload(self._read, task)
             except DatasetError as error:
                 if error.__cause__ is not None:
                     error.details["traceback"] = traceback_of(error.__cause__, Path(self.spec.script).parent)
@@ -135,14 +142,25 @@ class TaskSource:
                 except DeadlineExceeded:
                     raise error from None
 
-    def _read(self, task: Task) -> Shard:
-        evaluates = task.kind in ("EVALUATE", "VALIDATE")
-        held_out = self.spec.evaluation_dataset if evaluates else None
+    def make_datasets(self) -> None:
+        """Make the objects of the script's code (what `dataset()` gives) before this trainer is a member: that may take minutes, and keep the
+        interpreter, so that no lease could be renewed. What fails is told with the first task. Blocks."""
+        for kind, dataset in (("TRAIN", self.spec.dataset), ("EVALUATE", self.spec.evaluation_dataset)):
+            if isinstance(dataset, MapStyle | IterableStyle):
+                with contextlib.suppress(TriremeError):
+                    self._reader(kind).read(dataset.reader, 0, 0)  # no record, but the object is made
+
+    def _reader(self, kind: str) -> Blaming:
+        """One for the dataset that is trained and one for that which is held out: objects of the script are made once. Raises DatasetError."""
+        held_out = self.spec.evaluation_dataset if kind in HELD_OUT else None
         kind = "TRAIN" if held_out is None else "EVALUATE"
-        reader = self._readers.get(kind)
-        if reader is None:
-            reader = self._readers[kind] = open_dataset(held_out or self.spec.dataset, self.spec.seed)
-        with reading(EVALUATION if evaluates else task.epoch):
+        if kind not in self._readers:
+            self._readers[kind] = open_dataset(held_out or self.spec.dataset, self.spec.seed)
+        return self._readers[kind]
+
+    def _read(self, task: Task) -> Shard:
+        reader = self._reader(task.kind)
+        with begun.at(BegunWork.of(task).to_bytes()), reading(EVALUATION if task.kind in HELD_OUT else task.epoch):
             return reader.read(task.file, task.first, task.count, task.offset, task.stamp)
 
     def minibatch(self, loaded: LoadedTask, number: int) -> Records:
@@ -157,7 +175,9 @@ class TaskSource:
             number,
             shuffle=spec.shuffle and task.kind == "TRAIN",
         )
-        return loaded.shard.minibatch(indices)
+        found = loaded.shard.minibatch(indices)
+        found.work = BegunWork.of(task, number).to_bytes()
+        return found
 
     def completion(self, task: Task, **more: Any) -> CompleteTask:
         """The report that `task` is done; `more`: what CompleteTask says beside that."""

@@ -182,4 +182,5 @@ def text_of(told: Explanation) -> str:
 
 
 def _paragraph(cause: Cause) -> list[str]:
-    return [cause.summary, *(f"  {detail}" for detail in cause.details), *(f"  -> {hint}" for hint in cause.hints)]
+    details = (f"  {line}" for detail in cause.details for line in detail.splitlines())
+    return [cause.summary, *details, *(f"  -> {hint}" for hint in cause.hints)]

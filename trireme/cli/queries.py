@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shared.errors import TriremeError
-from shared.records import Phase
+from shared.records import Phase, UserFailure
 from shared.runtime import telemetry
 from trireme.cli import exit_codes
 from trireme.cli.targets import Target, job_target, local_run
@@ -23,7 +23,7 @@ from trireme.launch import resume, run_folder
 from trireme.view.job_address import AnyClient, open_client
 from trireme.view.names import without_tokens
 from trireme.view.progress import members_text, progress_of
-from trireme.view.report import evaluation_line, loss_rows, summary_text
+from trireme.view.report import evaluation_line, failure_lines, loss_rows, summary_text
 from trireme.view.stopped_run import explain_stopped
 
 COUNTS = ("trainers", "trainers_desired", "pservers", "pservers_desired")
@@ -87,6 +87,11 @@ async def show_status(client: AnyClient, console: Console | None) -> dict[str, A
             console.print(line)
         for name, text in loss_rows(job["losses"]):
             console.print(f"{name}  {text}")
+        if (result := job["result"])["discarded_tasks"]:
+            told = f"{result['discarded_tasks']} tasks, {result['discarded_records']:,} records"
+            console.print(f"discarded  {told}")
+        if job.get("failure"):
+            console.print("\n".join(failure_lines(UserFailure.model_validate(job["failure"]))), markup=False)
     return job
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from shared.errors import TriremeError
-from shared.runtime import clock
+from shared.runtime import begun, clock
 from shared.runtime.service import EXIT_CODES, READY_FILE, health_url
 from shared.security import private_files
 from trireme.launch.processes import Process, Start, spawn
@@ -67,6 +67,7 @@ class Child:
         self._start, self._group = start, group
         self.process: Process | None = None
         self._since = 0.0
+        self._last_end: Exit | None = None
 
     def __repr__(self) -> str:
         state = f"pid {self.pid}" if self.alive else "not running"
@@ -91,11 +92,22 @@ class Child:
         """Where its present process answers for its health; "": it has not said so yet."""
         return health_url(Path(self.environment.get(READY_FILE, "")), self.pid)
 
+    @property
+    def left(self) -> begun.Left | None:
+        """What its process had begun when it ended; None: nothing, or it keeps no record of that."""
+        return begun.left_by(Path(self.environment[begun.FILE])) if begun.FILE in self.environment else None
+
+    def pardon(self) -> None:
+        """Its process was ended from outside, whatever it had begun."""
+        if begun.FILE in self.environment:
+            begun.pardon(Path(self.environment[begun.FILE]))
+
     async def start(self) -> None:
         """Start the process; its output is appended to `log`."""
         assert not self.alive, f"{self!r} is started twice"
+        last_end = {begun.LAST_END: str(self._last_end)} if self._last_end is not None else {}
         with self._open_log() as out:
-            self.process = await self._start(self.argv, self.environment, out, out)
+            self.process = await self._start(self.argv, self.environment | last_end, out, out)
         self.starts += 1
         self._since = clock.monotonic()
 
@@ -107,7 +119,8 @@ class Child:
         """Wait for the end of the current process."""
         assert self.process is not None, f"{self!r} was never started"
         code = await self.process.wait()
-        return Exit(self.process.pid, code, clock.monotonic() - self._since)
+        self._last_end = Exit(self.process.pid, code, clock.monotonic() - self._since)
+        return self._last_end
 
     def send(self, number: signal.Signals) -> None:
         """Does nothing if it has ended."""

@@ -34,7 +34,7 @@ from shared.security.tls import VARIABLES
 from shared.security.token_folder import TokenFolder
 from shared.security.tokens import Role
 from trireme.launch.child import Child, Exit
-from trireme.launch.leases import LostLease, LostLeases, revoke_all_leases, revoke_leases_of
+from trireme.launch.leases import LostLease, LostLeases, Vouching, revoke_all_leases, revoke_leases_of
 from trireme.launch.member_numbers import MemberNumbers, cores, threads_for
 from trireme.launch.processes import ForkServer
 from trireme.launch.restarts import RestartPolicy
@@ -242,7 +242,15 @@ class LocalCluster(SupervisedProcesses[JobState]):
             over = _is_final(self.directory.state)
             return {name: child.pid for name, child in self.children.items() if child.alive and not over}
 
-        await self.lost_leases.follow(self.etcd, self._keys, alive, self.kill)
+        def trainers() -> dict[str, Child]:
+            return {name: child for name, child in self.children.items() if name in alive()}
+
+        def held_up(name: str, pid: int, cause: str) -> None:
+            self._record(ChildEvent(name, "held_up", cause, pid))
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(Vouching(self.etcd, held_up).run(trainers))
+            group.create_task(self.lost_leases.follow(self.etcd, self._keys, alive, self.kill))
 
     async def _is_final(self) -> bool:
         """Whether the job is over. Waits a moment for the news: a trainer may leave before it arrives here."""

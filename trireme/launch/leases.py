@@ -14,16 +14,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from shared.errors import TriremeError
 from shared.etcd import Etcd, Get
 from shared.etcd.client import TIMEOUT_S
 from shared.etcd.reading import read_record
 from shared.keys import Keys
+from shared.membership.life_sign import FILE, LifeSign, read
 from shared.records import MasterLock, PserverMember, TrainerMember
-from shared.runtime import clock
+from shared.runtime import clock, telemetry
 from shared.runtime.network import is_here
 from shared.runtime.processor_use import ProcessorUse, processor_use
+from trireme.launch.child import Child
 
 REVOKE_TIMEOUT_S = 2.0
 LOOK_S = 1.0
@@ -32,6 +35,11 @@ LEAST_GRACE_S = 3.0  # who wakes up needs some attempts to reach etcd
 # Of a trainer that works: its loop is busy, or the machine is. It registers again by itself, and a new one would take even more processor time.
 # Bounded, because its loop may never be free again.
 WORKING_GRACE_S = 60.0
+VOUCH_S = WORKING_GRACE_S  # for so long the lease of a child that is held up is renewed
+VOUCH_LOOK_S = 0.25
+VOUCH_ANSWER_S = 1.0
+
+log = telemetry.logger("leases")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +135,11 @@ class Absence:
 
 @dataclass(frozen=True, slots=True)
 class LostLease:
-    """`silent_s`: since it was last renewed. `worked`: its process did work without it."""
+    """`silent_s`: since it was last renewed. `worked`: its process did work without it. `stopped`: it was stopped by a signal."""
 
     silent_s: float
     worked: bool = False
+    stopped: bool = False
 
     def __str__(self) -> str:
         what = "working without a lease" if self.worked else "frozen or cut off"
@@ -198,4 +207,69 @@ class LostLeases:
         """Forget that process. None if it had not lost its lease."""
         self._registered.discard(pid)
         absent = self._absent.pop(pid, None)
-        return None if absent is None else LostLease(self._ttl_s + absent.gone_s, absent.worked(self.grace_s))
+        if absent is None:
+            return None
+        stopped = absent.use is not None and absent.use.stopped
+        return LostLease(self._ttl_s + absent.gone_s, absent.worked(self.grace_s), stopped)
+
+
+class Vouching:
+    """Renews the leases of children whose event loop is held up, because code of the user keeps Python's interpreter.
+
+        sign of life is fresh ─► nothing: the child renews its own lease, or etcd does not answer it
+        sign is old, the process runs, for VOUCH_S at most ─► its lease is renewed here
+        the process is stopped (SIGSTOP), has ended, or is held up for longer ─► its lease runs out
+
+    `tell`: gets the name of a child, its pid and a sentence, once each time that one is held up. `use_of`: a process by its pid."""
+
+    def __init__(
+        self,
+        etcd: Etcd,
+        tell: Callable[[str, int, str], object] = lambda *_: None,
+        use_of: Callable[[int], ProcessorUse | None] = processor_use,
+    ) -> None:
+        self._etcd, self._use_of, self._tell = etcd, use_of, tell
+        self._renewed: dict[int, float] = {}  # by pid, when its lease was renewed here last
+        self._told: set[tuple[int, bool]] = set()  # pids that were told of; for too long
+
+    def __repr__(self) -> str:
+        return f"<Vouching for {sorted(self._renewed)}>"
+
+    async def run(self, children: Callable[[], Mapping[str, Child]]) -> None:
+        """Until cancelled. `children`: those that live, by name."""
+        while True:
+            there = {name: (child.pid, Path(child.environment.get(FILE, ""))) for name, child in children().items()}
+            pids = {pid for pid, _ in there.values()}
+            self._told = {each for each in self._told if each[0] in pids}
+            self._renewed = {pid: at for pid, at in self._renewed.items() if pid in pids}
+            await asyncio.gather(*(self._look(name, *each) for name, each in there.items()))
+            await asyncio.sleep(VOUCH_LOOK_S)
+
+    async def _look(self, name: str, pid: int, path: Path) -> None:
+        sign = read(path)
+        if sign is None or sign.pid != pid or not sign.is_late:
+            self._renewed.pop(pid, None)
+            self._told.discard((pid, False))
+            self._told.discard((pid, True))
+            return
+        over, use = sign.silent_s > VOUCH_S, self._use_of(pid)
+        if use is None or use.stopped:
+            return
+        if sign.silent_s > sign.ttl_s and (pid, over) not in self._told:
+            self._told.add((pid, over))
+            self._say(name, sign, over=over)
+        if not over and clock.monotonic() - self._renewed.get(pid, float("-inf")) >= sign.ttl_s / 3:
+            self._renewed[pid] = clock.monotonic()
+            await self._renew(name, sign)
+
+    async def _renew(self, name: str, sign: LifeSign) -> None:
+        try:
+            await self._etcd.renew(sign.lease, timeout_s=min(VOUCH_ANSWER_S, sign.ttl_s / 4))
+        except TriremeError as error:
+            log.warning("not_renewed", member=name, lease=f"{sign.lease:x}", cause=str(error))
+
+    def _say(self, name: str, sign: LifeSign, *, over: bool) -> None:
+        then = "its lease runs out" if over else f"its lease is renewed for it, until {VOUCH_S:g} s are over"
+        cause = f"code of the user keeps Python's interpreter for {sign.silent_s:.0f} s now: {then}"
+        log.warning("held_up", member=name, pid=sign.pid, cause=cause)
+        self._tell(name, sign.pid, cause)

@@ -13,7 +13,9 @@ import signal
 from dataclasses import dataclass
 
 from shared.records import JobSpec
+from shared.records.begun import BegunWork
 from shared.records.job_spec import RestartPolicy as Kind
+from shared.runtime import begun
 from shared.runtime.service import LEASE_LOST
 from trireme.launch.child import Exit
 from trireme.launch.leases import LostLease
@@ -46,24 +48,33 @@ class RestartPolicy:
         """Whether the job wants a child that ended with `code` to be started again at all."""
         return self.when == "always" or (self.when == "on_failure" and code != 0)
 
-    def delay_s(self, code: int, lived_s: float, *, was_ready: bool = True) -> float | None:
+    def delay_s(self, code: int, lived_s: float, *, was_ready: bool = True, at_work: bool = False) -> float | None:
         """Seconds until the next start after an end with `code` (as of subprocess); None: give up.
 
-        `was_ready`: whether the child has ever finished its start-up.
+        `was_ready`: whether the child has ever finished its start-up. `at_work`: it has ended in the middle of a minibatch, so that is what
+        its death counts against, and not its start.
         """
         if lived_s >= EARLY_S:
             self.deaths = self.own_ends = 0
         self.deaths += 1
-        self.own_ends += code not in _FROM_OUTSIDE and not (was_ready and code == LEASE_LOST)
+        by_itself = code not in _FROM_OUTSIDE and not at_work
+        self.own_ends += by_itself and not (was_ready and code == LEASE_LOST)
         if self.own_ends >= (MAX_EARLY_ENDS if was_ready else MAX_FAILED_STARTS):
             return None
         return max(self.least_s, min(FIRST_DELAY_S * 2.0 ** (self.deaths - 1), MAX_DELAY_S))
 
 
-def death_event(name: str, end: Exit, lost: LostLease | None, *, given_up: bool) -> ChildEvent:
-    """`lost`: the lease that it had lost, if so."""
-    cause, what = str(end), "given_up" if given_up else "died"
+def death_event(
+    name: str, end: Exit, lost: LostLease | None, *, given_up: bool, left: begun.Left | None = None
+) -> ChildEvent:
+    """`lost`: the lease that it had lost, if so. `left`: what it had begun."""
+    cause, what = f"{end}{_at_work(left)}", "given_up" if given_up else "died"
     if end.code == LEASE_LOST or (lost is not None and end.code == -signal.SIGKILL):
         what = what if given_up else "lost_lease"
         cause = str(lost) if lost is not None else cause
     return ChildEvent(name, what, cause, end.pid)
+
+
+def _at_work(left: begun.Left | None) -> str:
+    works = [] if left is None else list(filter(None, map(BegunWork.from_bytes, left.works)))
+    return f" while it {' and '.join(map(str, works))}" if works else ""

@@ -21,8 +21,9 @@ from typing import Any, Generic, Self, TypeVar
 from shared.errors import DeadlineExceeded
 from shared.etcd import Fatal
 from shared.etcd.embedded import EmbeddedEtcd
+from shared.membership import life_sign
 from shared.membership.etcd_access import EtcdAccess
-from shared.runtime import clock
+from shared.runtime import begun, clock
 from shared.runtime.service import READY_FILE
 from shared.security import private_files
 from trireme.launch.child import Child, ClusterError, Exit, tail_of
@@ -114,8 +115,11 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         name = f"{role}-{self._numbers[role]}"
         self._numbers[role] += 1
         ready = (self.folder / "logs" / f"{name}.ready").absolute()
-        ready.unlink(missing_ok=True)  # of an earlier run
-        variables = {**inherited_environment(), "TRIREME_NAME": name, READY_FILE: str(ready), **settings}
+        journal, life = ready.with_suffix(".begun"), ready.with_suffix(".life")
+        for file in (ready, journal, life):
+            file.unlink(missing_ok=True)  # of an earlier run
+        told = {"TRIREME_NAME": name, READY_FILE: str(ready), begun.FILE: str(journal), life_sign.FILE: str(life)}
+        variables = {**inherited_environment(), **told, **settings}
         log = self.folder / "logs" / f"{name}.log"
         child = self.children[name] = Child(name, [*PYTHON_MODULE, module], variables, log, self._start_child)
         await child.start()
@@ -176,11 +180,11 @@ class SupervisedProcesses(ABC, Generic[Ended]):
             if child.name in self._removed or await self._is_over(child, end):
                 self._record(ChildEvent(child.name, "finished", pid=end.pid))
                 return
-            delay_s, again = (
-                policy.delay_s(end.code, end.lived_s, was_ready=child.was_ready),
-                policy.starts_again(end.code),
-            )
-            self._record(death_event(child.name, end, lost, given_up=delay_s is None or not again))
+            if lost is not None and lost.stopped:
+                child.pardon()
+            left, again = child.left, policy.starts_again(end.code)
+            delay_s = policy.delay_s(end.code, end.lived_s, was_ready=child.was_ready, at_work=left is not None)
+            self._record(death_event(child.name, end, lost, given_up=delay_s is None or not again, left=left))
             await self._mourn(child, end)
             if not again:
                 self._not_again.add(child.name)

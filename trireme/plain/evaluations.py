@@ -13,14 +13,13 @@ from master_service.core.queue.file_table import FileTable
 from master_service.core.queue.task_sizes import TaskSizes
 from master_service.storage.counting import count_records
 from shared.datasets.random_state import START_SEED, seed_everything, seeded
-from shared.evaluations import Evaluation, Patience, better, patience_after
+from shared.evaluations import Evaluation, Patience, better, check_criteria, patience_after, why_unreported
 from shared.records import EvaluationSums, JobSpec
 from shared.records.datasets import Dataset
 from shared.records.job_spec import Precision
 from trainer_agent.data import Minibatch, evaluation_seed, minibatch_indices, minibatches_in, open_dataset
 from trainer_agent.model.devices import autocast
 from trainer_agent.model.minibatch import means_of, sums_of
-from trainer_agent.model.schedule import check_plateau_metric
 from trainer_agent.model.watch.modes import evaluating
 from trainer_agent.script.user_module import UserModule
 from trireme.plain.minibatches import batch_of
@@ -93,7 +92,7 @@ class Evaluations:
             self.plateau_value = result.evaluations[-1].metrics.get(self._spec.plateau_metric, math.nan)
         assert self._spec.evaluation_dataset is not None
         metrics = evaluate(self._user, self._spec, self._spec.evaluation_dataset, result.model, self._device)
-        check_plateau_metric(self._spec, metrics)
+        check_criteria(self._spec, metrics)
         self._note(result, step // int(steps), metrics)
         self._patience = patience_after(self._patience, result.evaluations[-1].metrics, self._spec.stop_early)
         shown = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
@@ -103,6 +102,8 @@ class Evaluations:
     def note_last(self, result: PlainResult) -> None:
         """In place: the evaluation after training may be the best one."""
         if self._spec.keep_best is not None:
+            if why := why_unreported(self._spec, result.metrics):
+                self._report(f"{why}: the last model alone is kept")
             self._note(result, len(result.evaluations) + 1, result.metrics)
             del result.evaluations[-1]
 

@@ -25,6 +25,8 @@ from shared.keys import ClusterKeys
 from shared.membership.status_server import StatusServer
 from shared.records.cluster import Assignment, Kind, PoolMember
 from shared.runtime import http, ids, service, telemetry
+from trireme.launch.child import Child
+from trireme.launch.leases import Vouching
 from trireme.launch.member_numbers import cores
 from trireme.launch.processes import ForkServer, inherited_environment
 from trireme.launch.run_folder import sockets
@@ -102,6 +104,7 @@ class HostAgent:
         async with asyncio.TaskGroup() as group:
             beside = [group.create_task(self._follow(kind)) for kind in KINDS if self._count(kind)]
             beside.append(group.create_task(FrozenChildren(host, self.places).run()))
+            beside.append(group.create_task(Vouching(host.etcd).run(self._children)))
             holding = group.create_task(keys.hold())
             asked = group.create_task(stopping.wait())
             running = [(place.kind, group.create_task(place.run())) for place in self.places]
@@ -118,6 +121,11 @@ class HostAgent:
         return 0 if stopping.is_set() else service.LEASE_LOST
 
     # ------------------------------------------------------------ parts
+
+    def _children(self) -> dict[str, Child]:
+        """Of the members of jobs that run here."""
+        children = {place.member: place.child for place in self.places if place.child is not None}
+        return {member: child for member, child in children.items() if child.alive}
 
     def _count(self, kind: Kind) -> int:
         return self.settings.trainers if kind == "trainer" else self.settings.pservers

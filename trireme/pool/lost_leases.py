@@ -74,6 +74,8 @@ class FrozenChildren:
     def _end(self, lost: LostLeases, name: str) -> None:
         for place in self._places:
             if place.short_name == name and place.child is not None:
-                pid = place.child.pid
-                log.warning("child_lost_its_lease", member=place.member, pid=pid, cause=str(lost.ended(pid)))
+                pid, loss = place.child.pid, lost.ended(place.child.pid)
+                log.warning("child_lost_its_lease", member=place.member, pid=pid, cause=str(loss))
+                if loss is not None and loss.stopped:
+                    place.child.pardon()
                 place.child.send(signal.SIGKILL)

@@ -21,17 +21,18 @@ from shared.errors import PeerError, TriremeError
 from shared.etcd import Etcd
 from shared.etcd.reading import read_record
 from shared.keys import ClusterKeys, Keys
+from shared.membership import life_sign
 from shared.records import JobSpec, JobState
 from shared.records.cluster import Assignment, PoolMember
 from shared.records.job_spec import RestartPolicy as Kind
 from shared.records.record import shortened
-from shared.runtime import telemetry
+from shared.runtime import begun, telemetry
 from shared.runtime.service import READY_FILE
 from shared.runtime.waiting import event_within
 from trireme.launch.child import Child, Exit, tail_of
 from trireme.launch.leases import revoke_leases_of
 from trireme.launch.processes import PYTHON_MODULE, Start
-from trireme.launch.restarts import RestartPolicy
+from trireme.launch.restarts import RestartPolicy, death_event
 from trireme.pool.host_folder import HostFolder
 
 MODULES = {"trainer": "trainer_agent", "pserver": "pserver_service"}
@@ -122,7 +123,8 @@ class Place:
 
     def _forget_child(self) -> None:
         if self.child is not None:
-            Path(self.child.environment[READY_FILE]).unlink(missing_ok=True)
+            for name in (READY_FILE, begun.FILE, life_sign.FILE):
+                Path(self.child.environment[name]).unlink(missing_ok=True)
         self.child = None
 
     # ------------------------------------------------------------ one assignment
@@ -155,9 +157,11 @@ class Place:
                 await self._changed.wait()
                 return
             policy.when, policy.least_s = await self._restarts_of(work.job)
-            delay_s = policy.delay_s(end.code, end.lived_s, was_ready=child.was_ready)
+            left = child.left
+            delay_s = policy.delay_s(end.code, end.lived_s, was_ready=child.was_ready, at_work=left is not None)
             self.deaths += 1
-            log.warning("child_died", member=self.member, job=work.job, pid=end.pid, cause=str(end))
+            cause = death_event(child.name, end, None, given_up=False, left=left).cause
+            log.warning("child_died", member=self.member, job=work.job, pid=end.pid, cause=cause)
             await self._revoke_leases(work.job, end)
             if not policy.starts_again(end.code):
                 await self._give_up(
@@ -207,11 +211,15 @@ class Place:
     def _child_of(self, work: Assignment) -> Child:
         path = self._host.folder.log_of(work.job, self.member, work.epoch)
         ready = path.with_suffix(".ready")
-        ready.unlink(missing_ok=True)  # of an earlier agent
+        journal, life = path.with_suffix(".begun"), path.with_suffix(".life")
+        for file in (ready, journal, life):
+            file.unlink(missing_ok=True)  # of an earlier agent
         settings = {
             "TRIREME_JOB": work.job,
             "TRIREME_NAME": self.member,
             READY_FILE: str(ready),
+            begun.FILE: str(journal),
+            life_sign.FILE: str(life),
         }
         argv = [*PYTHON_MODULE, MODULES[self.kind]]
         return Child(self.short_name, argv, {**self._host.environment, **settings}, path, self._host.start)

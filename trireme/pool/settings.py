@@ -18,7 +18,7 @@ _GPU = re.compile(r"nvidia\d+")
 # settings of the agent alone; all other TRIREME_* variables of its environment reach its children
 OWN = (
     *("JOB", "SPEC", "TRAINERS", "PSERVERS", "NAME", "DATA_DIR", "PORT", "AGENT_TTL_S", "READY_FILE", "SOURCES"),
-    *("NODE", "CORES"),
+    *("NODE", "CORES", "BEGUN_FILE", "LAST_END"),
 )
 
 

@@ -17,7 +17,7 @@ EVENTS_FILE = "children.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class ChildEvent:
-    """`what`: started, died, lost_lease (ended because of that), given_up (died, and is not started again), restarted, finished,
+    """`what`: started, died, lost_lease (ended because of that), held_up (its code keeps the interpreter), given_up (died, and is not started again), restarted, finished,
     left (the job was resized), lease_left, unrecorded (the file cannot be written); of a launcher: grown, shrunk, waiting (for
     what). `cause`: how it ended."""
 

@@ -39,7 +39,10 @@ SHOWN_EVENTS = {
     "checkpoint_given_up",
     "member_dead",
     "task_discarded",
+    "setting_unused",
+    "died_at_task",
     "evaluated",
+    "best_unknown",
     "evaluation_left_out",
     "stopped_early",
     "stage_changed",
@@ -97,8 +100,11 @@ class ProgressReporter:
         self._full = False
 
     def on_child(self, event: ChildEvent) -> None:
-        (self._alive.add if event.what in ("started", "restarted") else self._alive.discard)(event.child)
+        if event.what != "held_up":
+            (self._alive.add if event.what in ("started", "restarted") else self._alive.discard)(event.child)
         match event.what:
+            case "held_up":
+                self._screen.event(f"{event.child} (pid {event.pid}): {event.cause}")
             case "died" | "lost_lease":
                 what = "died" if event.what == "died" else "lost its lease"
                 then = "; ".join([*self._consequence(event.child), "it is started again"])

@@ -71,7 +71,7 @@ def result_document(
 
 
 def summary_text(document: Mapping[str, Any], *, reason: bool = False) -> str:
-    """The summary for the user, one fact a line; with the `reason` of its end."""
+    """The summary for the user, one fact a line; with the `reason` of its end, and the traceback of the script's error."""
     restarts = ", ".join(f"{name} {count}" for name, count in document["restarts"].items()) or "none"
     discarded = document["discarded"]
     rows = [
@@ -95,7 +95,10 @@ def summary_text(document: Mapping[str, Any], *, reason: bool = False) -> str:
     rows += loss_rows(document["losses"])
     rows += [("reason", document["reason"])] if reason else []
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    failed = (
+        failure_lines(UserFailure.model_validate(document["failure"])) if reason and document.get("failure") else []
+    )
+    return "\n".join([*(f"{name:<{width}}  {value}" for name, value in rows), *failed])
 
 
 def _by_epoch(losses: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

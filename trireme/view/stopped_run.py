@@ -32,6 +32,9 @@ def explain_ended(result: Mapping[str, Any]) -> Explanation:
     if failure:
         where = f" in {failure['task']}" if failure.get("task") else ""
         details.append(f"The error{where}: {failure['error_type']}: {failure['message']}")
+        details += [failure["traceback"].rstrip()] if failure.get("traceback") else []
+    if (discarded := result["discarded"])["tasks"]:
+        details.append(f"{discarded['tasks']} tasks with {discarded['records']:,} records were left out.")
     if result.get("resumable"):
         details.append("It is resumable: started again, it goes on from its newest checkpoint.")
     else:

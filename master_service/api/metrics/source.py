@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from master_service.api.metrics.render import KeptMetrics
 from master_service.api.routes.dependencies import answered, committed
 from master_service.cluster.leader import ClusterMaster
+from master_service.core.decisions.evaluations.evaluation import in_force
 from master_service.leadership.jobs_led import JobsLed
 from master_service.leadership.master import Master
 from shared.errors import Conflict
@@ -39,8 +40,7 @@ async def metrics_of(jobs: JobsLed, job: str | None) -> KeptMetrics:
 async def evaluations_of(jobs: JobsLed, job: str | None) -> Sequence[Evaluation]:
     """In the order of their numbers. Raises PeerError as well."""
     if (master := find_led(jobs, job)) is not None:
-        found = await committed(master, lambda: master.job.evaluations)
-        return [found[number] for number in sorted(found)]
+        return await committed(master, lambda: in_force(master.job))
     assert isinstance(jobs, ClusterMaster)
     assert job is not None
     return await answered(jobs.evaluations_of(job))

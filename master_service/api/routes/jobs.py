@@ -82,7 +82,7 @@ async def explain_job(cluster: ClusterOf, job: JobName) -> Explanation:
     found = term.state.job(job)
     led = term.jobs.get(job)
     if led is None:
-        return explain_unled(term.state, found, clock.wall_time())
+        return explain_unled(term.state, found, clock.wall_time(), await answered(cluster.state_of(job)))
     told = await explain_master(led.master, len(term.state.assigned_to(job, "trainer")))
     failing = failing_places(term.state, found)
     return told if failing is None else told.model_copy(update={"also": (failing, *told.also)})

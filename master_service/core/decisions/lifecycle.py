@@ -10,7 +10,10 @@ WAITING --parameters initialised, a trainer there--> RUNNING: TRAIN -> EVALUATE 
 
 from __future__ import annotations
 
-from master_service.core.changes import Change, Decision, Event, Fields, NextEpoch, RestartQueue
+from dataclasses import replace
+from typing import TypeVar
+
+from master_service.core.changes import Change, Decision, Event, Fields, NextEpoch, PutDiscarded, RestartQueue
 from master_service.core.placement.lanes import LaneSeconds, new_list
 from master_service.core.state.job import FailureBudget, Job
 from master_service.core.state.members import Members
@@ -29,11 +32,13 @@ from shared.records import (
     TrainerList,
     UserFailure,
 )
-from shared.records.queue import FailureCounts, error_digest
+from shared.records.queue import error_digest
 from shared.records.record import MESSAGE_CHARACTERS, shortened
 from shared.records.tasks import BestEvaluation
 
 REMEMBERED_ERRORS = 64
+
+A = TypeVar("A")
 
 
 def next_stage(spec: JobSpec, stage: Stage) -> Stage:
@@ -133,6 +138,27 @@ def fail(state: JobState, reason: str, cause: FailureCause, failure: UserFailure
     return Decision(None, (failed,), (Event("job_failed", reason, fields),))
 
 
+def with_counts(job: Job, decision: Decision[A]) -> Decision[A]:
+    """`decision`, in which the result of a job that fails says what was trained and what was left out until then."""
+    if job.state.phase.final or not any(isinstance(c, JobState) and c.phase is Phase.FAILED for c in decision.changes):
+        return decision
+    discarded = [each.records for each in job.training.discarded.values()]
+    discarded += [c.records for c in decision.changes if isinstance(c, PutDiscarded) and c.task_id.isdigit()]
+    counts = {
+        "discarded_tasks": len(discarded),
+        "discarded_records": sum(discarded),
+        "trained_records": max(0, job.records_done - sum(discarded)),
+        "losses": job.losses,
+    }
+
+    def counted(change: Change) -> Change:
+        if not (isinstance(change, JobState) and change.phase is Phase.FAILED):
+            return change
+        return change.model_copy(update={"result": change.result.model_copy(update=counts)})
+
+    return replace(decision, changes=tuple(map(counted, decision.changes)))
+
+
 def count_failure(budget: FailureBudget, state: JobState, failure: UserFailure, *, in_task: bool) -> Decision[None]:
     """The counts after one more failure, and the end of the job if it was one too many.
 
@@ -149,7 +175,8 @@ def count_failure(budget: FailureBudget, state: JobState, failure: UserFailure, 
     error, total = error_digest(failure.error_type, failure.message), before.total + 1
     times = before.seen.get(error, 0) + 1
     kept = error in before.seen or len(before.seen) < REMEMBERED_ERRORS
-    counts = FailureCounts(total=total, seen={**before.seen, error: times} if kept else before.seen)
+    seen = {**before.seen, error: times} if kept else before.seen
+    counts = before.model_copy(update={"total": total, "seen": seen})
     counted: Decision[None] = Decision(None, (counts,))
     what = f"{failure.error_type}: {failure.message}"
     if not budget.started and times >= 2:

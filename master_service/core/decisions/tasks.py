@@ -26,7 +26,7 @@ from master_service.core.decisions.evaluations import evaluation, lost_evaluatio
 from master_service.core.queue.task_queue import WAIT_S, Closing, TaskQueue
 from master_service.core.state.job import BESIDE, Job
 from shared.errors import InvalidArgument, StaleAttempt, StaleGeneration, TooLarge, TriremeError
-from shared.evaluations import EvaluationStatus
+from shared.evaluations import EvaluationStatus, why_unreported
 from shared.records import (
     AcquireTask,
     Completed,
@@ -44,6 +44,7 @@ from shared.records import (
     UserFailure,
 )
 from shared.records.pauses import Losses
+from shared.records.queue import FailureCounts
 from shared.records.record import shortened
 
 REQUEUES_AT_ONCE = 40
@@ -68,9 +69,12 @@ def acquire(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:
         decision = evaluation.acquire(job, ask)
     else:
         decision = _acquire_lane(job, ask, ask.stream) if ask.stream is not None else _acquire_shared(job, ask)
-    if (task := decision.answer.task) is None or not state.timeline:
+    if (task := decision.answer.task) is None:
         return decision
-    task = task.model_copy(update={"timeline": state.timeline})
+    alone = job.budget.counts.has_died_at(task.epoch, task.task_id)
+    if not state.timeline and not alone:
+        return decision
+    task = task.model_copy(update={"timeline": state.timeline, "alone": alone})
     return replace(decision, answer=decision.answer.model_copy(update={"task": task}))
 
 
@@ -141,6 +145,8 @@ def complete(job: Job, task_id: str, report: CompleteTask) -> Decision[None]:
     if queue.kind is TaskKind.TRAIN and pserver_return.is_outdated(job.state, report.generation):
         return _put_back(queue, task_id, "a parameter server came back from a checkpoint meanwhile")
     changes = closing.changes
+    if job.budget.counts.has_died_at(queue.epoch, task_id):
+        changes = (*changes, job.budget.counts.without(queue.epoch, task_id))
     if report.skipped and queue.kind is TaskKind.TRAIN:
         changes = (*changes, job.losses.with_skipped(report.skipped))
     if queue.kind is TaskKind.EVALUATE:
@@ -152,7 +158,11 @@ def complete(job: Job, task_id: str, report: CompleteTask) -> Decision[None]:
     stopped = evaluation.stopping(job, task_id) if queue.kind is TaskKind.TRAIN and not closing.last else None
     if stopped is not None:
         return Decision(None, changes) + stopped
-    return Decision(None, changes) + lifecycle.advance_stage(job, changes, last=closing.last, report=report)
+    ended = Decision(None, changes) + lifecycle.advance_stage(job, changes, last=closing.last, report=report)
+    unreported = why_unreported(job.spec, report.sums) if queue.kind is TaskKind.EXPORT and not report.best else ""
+    if unreported and job.spec.keep_best is not None:
+        ended += Decision(None, (), (Event("best_unknown", f"{unreported}: the last model alone is exported", {}),))
+    return ended
 
 
 def fail_task(job: Job, task_id: str, report: FailTask) -> Decision[UserFailure | None]:
@@ -303,7 +313,7 @@ def _taken(job: Job, task_id: str, report: CompleteTask, done: Decision[None]) -
     """The next task, decided while `job` still holds the one that ends: its end must not matter for what is given."""
     nothing: Decision[Task | None] = Decision(None)
     if report.next is None or not all(
-        isinstance(change, DropPending | Losses | EvaluationSums) for change in done.changes
+        isinstance(change, DropPending | Losses | EvaluationSums | FailureCounts) for change in done.changes
     ):
         return nothing
     held = job.queue_of(task_id).pending.get(task_id)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from master_service.core.explanation.cause import Cause, Code, Explanation, explanation_of
+from master_service.core.explanation.obstacles import failure_details
 from master_service.core.state.cluster import ClusterState
 from master_service.core.state.job_tasks import failed, run_of, unfinished
+from shared.records import JobState
 from shared.records.cluster import ClusterJob, Kind, Standing, TaskState, in_words, spoken
 from shared.times import instant
 
 SHOWN = 5
 
 
-def explain_unled(state: ClusterState, job: ClusterJob, wall_time: float) -> Explanation:
-    """`wall_time`: seconds since 1970."""
-    return explanation_of(job.job, *_of_tasks(state, job, _cause(state, job, wall_time)))
+def explain_unled(state: ClusterState, job: ClusterJob, wall_time: float, last: JobState) -> Explanation:
+    """`wall_time`: seconds since 1970. `last`: the job's state as its last term left it."""
+    cause = _cause(state, job, wall_time)
+    if job.standing is Standing.FAILED:
+        cause = cause.model_copy(update={"details": (*cause.details, *failure_details(last))})
+    return explanation_of(job.job, *_of_tasks(state, job, cause))
 
 
 def failing_places(state: ClusterState, job: ClusterJob) -> Cause | None:

@@ -11,7 +11,7 @@ from master_service.core.explanation.cause import Cause, Code
 from master_service.core.explanation.reports import refusals, start_failures
 from master_service.core.explanation.situation import Situation, listed, seconds
 from master_service.core.state.job import Job
-from shared.records import FailureCause, Phase
+from shared.records import FailureCause, JobState, Phase
 from shared.records.members import pserver_names
 
 
@@ -37,10 +37,7 @@ def failed(now: Situation) -> Cause | None:
     if state.phase is not Phase.FAILED:
         return None
     details = [f"The cause is {state.cause or 'not recorded'}."]
-    if state.failure is not None:
-        where = f" in {state.failure.task}" if state.failure.task else ""
-        who = f" at {state.failure.trainer}" if state.failure.trainer else ""
-        details.append(f"The error{where}{who}: {state.failure.error_type}: {state.failure.message}")
+    details += failure_details(state)
     resumable = state.cause not in (None, FailureCause.SCRIPT) and _has_checkpoint(job)
     if resumable:
         details.append("It is resumable: started again, it goes on from its newest checkpoint.")
@@ -54,6 +51,20 @@ def failed(now: Situation) -> Cause | None:
         details=tuple(details),
         hints=hints,
     )
+
+
+def failure_details(state: JobState) -> list[str]:
+    """The script's error with its traceback, and what was left out, of a job that has failed."""
+    details: list[str] = []
+    if (failure := state.failure) is not None:
+        where = f" in {failure.task}" if failure.task else ""
+        who = f" at {failure.trainer}" if failure.trainer else ""
+        details.append(f"The error{where}{who}: {failure.error_type}: {failure.message}")
+        details += [failure.traceback.rstrip()] if failure.traceback else []
+    if state.result.discarded_tasks:
+        left_out = f"{state.result.discarded_tasks} tasks with {state.result.discarded_records:,} records"
+        details.append(f"{left_out} were left out.")
+    return details
 
 
 def _has_checkpoint(job: Job) -> bool:

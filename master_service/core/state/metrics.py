@@ -68,6 +68,15 @@ class Metrics:
             loss_sum, records = losses[number]
             self.epochs[number] = Sums(loss_sum, round(records), skipped.get(number, 0))
 
+    def know_steps(self, losses: Mapping[int, tuple[float, float]]) -> None:
+        """Take loss x records and records of whole steps that the job was restored to, by step. In place."""
+        for number in sorted(losses):
+            known = self.steps.get(number, Sums())
+            self.steps[number] = Sums(losses[number][0], round(losses[number][1]), known.skipped)
+            self.steps.move_to_end(number)
+        while len(self.steps) > KEPT_STEPS:
+            self.steps.popitem(last=False)
+
     def rate(self, now: float) -> float:
         """Records per second over the last WINDOW_S; 0 while unknown."""
         self._forget(now)

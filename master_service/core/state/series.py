@@ -37,7 +37,7 @@ class Value(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """Steps from `step` on, as many as its series is wide. `timeline`: in which its values were computed."""
+    """Steps from `step` on, as many as its series is wide. `timeline`: in which its values were computed (of whole steps: those of the first one)."""
 
     step: int
     timeline: int
@@ -97,8 +97,8 @@ class Series:
             return
         start = step - step % self.width
         if self._steps and self._steps[-1] == start:
-            last = len(self._steps) - 1
-            self._set(last, timeline, self._bucket(last).value.plus(value))
+            last = self._bucket(len(self._steps) - 1)
+            self._set(len(self._steps) - 1, last.timeline, last.value.plus(value))
             return
         self._steps.append(start)
         self._timelines.append(timeline)
@@ -110,12 +110,35 @@ class Series:
     def rewind(self, step: int, end: int) -> None:
         """In place: steps from `step` to `end`, where the series ends, are trained again. Those of them that share a bucket with earlier
         ones stay; the same steps give the same values."""
+        self.cut(step)
+        self.cover(step, end)
+
+    def cut(self, step: int) -> list[Bucket]:
+        """Take out the buckets that begin at `step` or later, in place."""
         place = bisect_left(self._steps, step)
+        taken = [self._bucket(each) for each in range(place, len(self._steps))]
         del self._steps[place:], self._timelines[place:]
         for column in self._columns:
             del column[place:]
-        if place and self._steps[-1] + self.width > step:
+        self.covered = min(self.covered, self._steps[-1] + self.width if self._steps else 0)
+        return taken
+
+    def cover(self, step: int, end: int) -> None:
+        """The series goes on from `step`. Steps that its last bucket has beyond it, up to `end`, are not appended again. In place."""
+        if self._steps and self._steps[-1] + self.width > step:
             self.covered = max(self.covered, min(self._steps[-1] + self.width, end))
+
+    def total(self, first: int, end: int) -> Value | None:
+        """The values of the buckets that begin in [first, end), together; None: there are none."""
+        found: Value | None = None
+        for place in range(bisect_left(self._steps, first), bisect_left(self._steps, end)):
+            value = self._bucket(place).value
+            found = found.plus(value) if found is not None else value
+        return found
+
+    def first(self) -> list[Bucket]:
+        """The first bucket, if there is one."""
+        return [self._bucket(0)] if self._steps else []
 
     def widen(self, width: int) -> None:
         """In place: buckets of at least so many steps (a power of two)."""

@@ -1,4 +1,4 @@
-"""The job's spec: settings.py; what single settings may be: choices.py."""
+"""The job's spec: settings.py; what single settings may be: choices.py; which go together: combinations.py, strategy.py, idle.py."""
 
 from shared.records.job_spec.choices import (
     INITIAL_FILES,
@@ -20,6 +20,7 @@ from shared.records.job_spec.choices import (
     Strategy,
     Transported,
 )
+from shared.records.job_spec.idle import without_effect
 from shared.records.job_spec.settings import JobSettings, JobSpec
 
 __all__ = [
@@ -43,4 +44,5 @@ __all__ = [
     "StopEarly",
     "Strategy",
     "Transported",
+    "without_effect",
 ]

@@ -29,6 +29,7 @@ from shared.records.job_spec.choices import (
     Strategy,
     Transported,
 )
+from shared.records.job_spec.combinations import check_evaluations, check_mode, check_start_values
 from shared.records.job_spec.rates import check_rates, lr_factor
 from shared.records.job_spec.strategy import check_strategy
 from shared.records.record import Record
@@ -303,67 +304,14 @@ class JobSettings(Record):
                 "minibatch, so each task would lose some; leave records_per_task out, or give a multiple"
             )
             raise ValueError(msg)
-        for name, value, default in (
-            ("checkpoint_kind", self.checkpoint_kind, "coordinated"),
-            ("skip_after_seconds", self.skip_after_seconds, None),
-            ("error_feedback", self.error_feedback or None, None),
-            ("lr_staleness_modulation", self.lr_staleness_modulation, False),
-            ("max_staleness", self.max_staleness, None),
-        ):
-            if self.mode is Mode.SYNC and value != default:
-                msg = f"{name} is {value}, which only asynchronous jobs can have; use mode async or leave it out"
-                raise ValueError(msg)
-        if self.trackers and self.dispatch is Dispatch.ETCD:
-            msg = "trackers are set, which only jobs with a master can have; leave them out, or use dispatch master"
-            raise ValueError(msg)
-        if self.evaluate_every is not None:
-            self._check_evaluations()
-        elif self.keep_best is not None:
-            msg = (
-                f"keep_best is {self.keep_best}, but nothing is evaluated while the job trains; set evaluate_every, too"
-            )
-            raise ValueError(msg)
-        self._check_plateau_metric()
+        check_mode(self)
+        check_evaluations(self)
         check_rates(self.lr_scale, self.lr_base_batch_size)
-        if self.init_optimizer:
-            self._check_init_optimizer()
+        check_start_values(self)
         if self.block_bytes % 64:
             msg = f"block_bytes must be a multiple of 64, got {self.block_bytes}"
             raise ValueError(msg)
         return self
-
-    def _check_plateau_metric(self) -> None:
-        if self.plateau_metric is not None and self.mode is Mode.ASYNC:
-            msg = f"plateau_metric is {self.plateau_metric}, which only synchronous jobs can have; leave it out, or use mode sync"
-            raise ValueError(msg)
-        if self.plateau_metric is not None and self.evaluate_every is None:
-            msg = f"plateau_metric is {self.plateau_metric}, but nothing is evaluated while the job trains; set evaluate_every, too"
-            raise ValueError(msg)
-
-    def _check_init_optimizer(self) -> None:
-        if self.init_from is None:
-            msg = "init_optimizer is set, but there is no init_from, whose file holds that state; give it, or leave init_optimizer out"
-            raise ValueError(msg)
-        if self.init_partial:
-            msg = "init_optimizer and init_partial are both set: the state of an optimizer fits only a whole model; leave one of them out"
-            raise ValueError(msg)
-        if self.init_from.endswith(".safetensors"):
-            msg = (
-                f"init_optimizer is set, and {self.init_from} holds parameters alone; give a job (--init-from JOB[@STEP]), or a file "
-                'of torch.save({"model": ..., "optimizer": ...})'
-            )
-            raise ValueError(msg)
-
-    def _check_evaluations(self) -> None:
-        if self.evaluation_dataset is None:
-            msg = f"evaluate_every is {self.evaluate_every}, but there is no evaluation dataset; define evaluation_dataset() in the script"
-            raise ValueError(msg)
-        if self.checkpoint_kind == "independent":
-            msg = (
-                f"evaluate_every is {self.evaluate_every} and checkpoint_kind independent: what is evaluated is one version of all "
-                "parameters, which only coordinated checkpoints hold; leave out one of both"
-            )
-            raise ValueError(msg)
 
     @property
     def named_tasks(self) -> dict[str, JobTask]:

@@ -247,6 +247,8 @@ def test_too_much_discarded_fails_the_job() -> None:
             )
             assert state.failure is not None
             assert state.failure.message == "no"
+            result = state.result
+            assert (result.discarded_tasks, result.discarded_records, result.trained_records) == (1, 10, 0)
 
     run_virtually(main)
 

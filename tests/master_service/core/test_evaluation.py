@@ -17,6 +17,7 @@ from shared.records import (
     AcquireTask,
     CompleteTask,
     FailTask,
+    FailureCause,
     JobSpec,
     JobState,
     Phase,
@@ -86,11 +87,11 @@ class Trained:
         )
         self.do(tasks.complete(self.job, task.task_id, report))
 
-    def evaluate(self, metric: float) -> None:
+    def evaluate(self, metric: float, name: str = "accuracy") -> None:
         assert self.do(evaluation.begin(self.job))
         for value in (1.0, 2.0):
             self.complete(self.ask(), right=value)
-        self.complete(self.ask(), accuracy=metric)
+        self.complete(self.ask(), **{name: metric})
 
 
 def test_an_evaluation_begins_with_its_checkpoint_and_gives_its_tasks_then_the_metrics():
@@ -166,11 +167,50 @@ def test_a_rollback_forgets_what_came_after_its_checkpoint():
     trained.do(Decision(None, evaluation.rewind(trained.job, 15)))
     status = trained.job.evaluation
     assert (status.timeline, status.settled, status.running) == (7, 1, None)
-    assert list(trained.job.evaluations) == [1]
+    assert [each.number for each in evaluation.in_force(trained.job)] == [1]
     assert not trained.do(evaluation.begin(trained.job)), "those of the timeline that was left do not count"
     trained.keep(ref(2, timeline=7), ref(3), ref(2), ref(1))
     trained.evaluate(0.6)
     assert trained.job.evaluations[2].timeline == 7
+
+
+@pytest.mark.parametrize("setting", ["keep_best", "stop_early"])
+def test_a_metric_that_no_evaluation_reports_fails_the_job_and_names_those_that_are(setting: str):
+    trained = Trained(ref(1), **{setting: "acuracy:max"})
+    trained.evaluate(0.5)
+    state = trained.job.state
+    assert (state.phase, state.cause) == (Phase.FAILED, FailureCause.SCRIPT)
+    assert state.reason == (
+        f"{setting} is acuracy, and an evaluation has the metrics accuracy; name one of those, or have metrics(sums) in the script give it"
+    )
+
+
+def test_a_metric_that_one_evaluation_lacks_is_no_reason_to_fail():
+    trained = Trained(ref(1), keep_best="accuracy:max")
+    trained.evaluate(0.5)
+    trained.keep(ref(2), ref(1))
+    trained.evaluate(float("nan"))
+    trained.keep(ref(3), ref(2), ref(1))
+    trained.evaluate(0.0, name="other")
+    assert trained.job.state.phase is Phase.RUNNING
+    assert trained.job.evaluation.best is not None
+    assert trained.job.evaluation.best.step == 10
+
+
+def test_a_restore_of_a_later_checkpoint_brings_the_evaluations_before_it_back():
+    trained = Trained(ref(1), keep_best="accuracy:max", stop_early="accuracy:max:patience=3")
+    for number, accuracy in enumerate([0.5, 0.7, 0.6], start=1):
+        trained.keep(*(ref(each) for each in range(number, 0, -1)))
+        trained.evaluate(accuracy)
+    before = trained.job.evaluation
+    trained.do(Decision(None, evaluation.rewind(trained.job, 15)))
+    assert trained.job.evaluation.settled == 1
+    trained.do(Decision(None, evaluation.rewind(trained.job, 35)))
+    assert trained.job.evaluation == before, "the best one and the patience, too"
+    trained.do(Decision(None, evaluation.rewind(trained.job, 15)))
+    trained.keep(ref(3), ref(1))
+    trained.do(Decision(None, evaluation.rewind(trained.job, 35)))
+    assert trained.job.evaluation.settled == 1, "the checkpoint of the best one is not kept, so it is made again"
 
 
 def test_a_rollback_forgets_evaluations_that_were_left_out_behind_its_checkpoint():

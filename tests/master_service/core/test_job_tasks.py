@@ -12,6 +12,7 @@ from master_service.core.explanation.cause import Code
 from master_service.core.explanation.in_cluster import explain_unled
 from master_service.core.state.cluster import ClusterState, PutAssignment, PutTaskRun
 from shared.errors import Conflict
+from shared.records import JobState
 from shared.records.cluster import ClusterJob, Standing, TaskRun, TaskState
 from shared.records.job_spec import JobTask, Mode
 from tests.equipment.replaced import replaced
@@ -101,7 +102,7 @@ def test_a_failed_pre_task_is_tried_again_after_a_pause_and_fails_its_job_at_las
     job, run = state.jobs["a"], run_of(state, "a", "pre-0")
     assert (run.state, run.failures, run.output) == (TaskState.FAILED, 2, "still no space")
     assert (job.standing, job.reason) == (Standing.FAILED, "its pre-task 1 failed: exit code 3")
-    told = explain_unled(state, job, WALL)
+    told = explain_unled(state, job, WALL, JobState())
     assert (told.code, told.details) == (Code.JOB_TASK_FAILED, ("still no space",))
     agents_follow(state)
     for change in submission.resume(state, "a").changes:
@@ -181,7 +182,7 @@ def test_a_task_takes_no_trainer_that_a_job_needs():
     step(state)
     assert held_by(state, "x") == ["p0", "t0", "t1"]
     assert state.jobs["a"].reason == "its pre-task 1 waits for a trainer that is idle"
-    assert explain_unled(state, state.jobs["a"], WALL).code is Code.JOB_TASK_UNFINISHED
+    assert explain_unled(state, state.jobs["a"], WALL, JobState()).code is Code.JOB_TASK_UNFINISHED
 
 
 def test_tasks_take_one_trainer_in_four_at_most():

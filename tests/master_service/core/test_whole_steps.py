@@ -9,6 +9,7 @@ from master_service.core.state.series import SeriesTable, Value
 from master_service.core.state.whole_steps import WholeSteps, values_of
 from master_service.storage.series_files import add_encoded, encoded
 from shared.records import StepMetrics
+from shared.records.checkpoints import CheckpointRef
 from tests.equipment.replaced import replaced
 
 PER_EPOCH = 10
@@ -59,6 +60,91 @@ def test_wide_buckets_count_each_step_once_after_going_back_into_the_middle_of_o
         for back, last in ((41, 44), (42, 61)):
             steps.rewind(back, table)
             take(steps, table, back, last, timeline=back)
+        assert found(table) == found(same)
+
+
+def kept(*refs: tuple[str, int, int, str]) -> list[CheckpointRef]:
+    return [
+        CheckpointRef(uuid=name, step=step, timeline=line, manifest="m", origin=of) for name, step, line, of in refs
+    ]
+
+
+def values(table: SeriesTable) -> list[tuple[int, int]]:
+    """(step, timeline) of each bucket of the loss."""
+    return [(bucket.step, bucket.timeline) for bucket in table.by_name.get("loss", ())]
+
+
+def lines(*parts: tuple[int, int, int]) -> list[tuple[int, int]]:
+    return [(step, line) for line, first, end in parts for step in range(first, end)]
+
+
+def stored(steps: WholeSteps, table: SeriesTable) -> tuple[WholeSteps, SeriesTable]:
+    """As the next master reads them."""
+    read, found = WholeSteps(), SeriesTable()
+    content = encoded(table, steps, 0, steps.epochs.keys(), everything=True)
+    add_encoded(found, read, content, "f")
+    assert (values(found), read.next, read.timeline, read.epochs) == (
+        values(table),
+        steps.next,
+        steps.timeline,
+        steps.epochs,
+    )
+    left, same = read.left, steps.left
+    assert (left.begins, left.ends, left.epochs) == (same.begins, same.ends, same.epochs)
+    assert {line: values(each) for line, each in left.tables.items()} == {
+        line: values(each) for line, each in same.tables.items()
+    }
+    return read, found
+
+
+def test_steps_that_a_restore_left_come_back_with_a_later_checkpoint_each_of_its_own_timeline() -> None:
+    steps, table = whole(50)
+    refs = kept(("u19", 19, 0, ""), ("u44", 44, 0, ""))
+    assert steps.follow(1, 19, 0, refs, table) == 19
+    take(steps, table, 19, 33, timeline=1)
+    steps, table = stored(steps, table)
+    refs += kept(("u30", 30, 1, "u19"))
+    assert steps.follow(2, 44, 0, refs, table) == 19, "those of timeline 1 lead to other parameters"
+    assert (steps.next, values(table)) == (44, lines((0, 0, 44)))
+    take(steps, table, 44, 60, timeline=2)
+    expected, same = whole(60)
+    assert (found(table), found(table, "lr.1")) == (found(same), found(same, "lr.1"))
+    assert {number: (epoch.first, epoch.sums) for number, epoch in steps.epochs.items()} == {
+        number: (epoch.first, epoch.sums) for number, epoch in expected.epochs.items()
+    }
+    steps, table = stored(steps, table)
+    steps.follow(3, 30, 1, refs, table)
+    assert (steps.next, values(table)) == (30, lines((0, 0, 19), (1, 19, 30)))
+    take(steps, table, 30, 35, timeline=3)
+    steps.follow(4, 44, 0, refs, table)
+    assert (steps.next, values(table)) == (44, lines((0, 0, 44)))
+    steps.follow(5, 19, 0, refs[:1], table)
+    assert not steps.left.tables, "no checkpoint is kept behind them"
+    assert steps.left.begins == {5: (19, 0)}
+
+
+def test_steps_that_nobody_kept_are_asked_for_and_those_of_an_unknown_timeline_count_as_the_same() -> None:
+    steps, table = whole(40)
+    steps.follow(1, 10, 0, [], table)
+    steps.follow(2, 30, 0, [], table)
+    assert (steps.next, values(table)) == (10, lines((0, 0, 10)))
+    steps, table = whole(40)
+    refs = kept(("u30", 30, 7, "gone"))
+    steps.follow(8, 10, None, refs, table)
+    take(steps, table, 10, 15, timeline=8)
+    steps.follow(9, 30, 7, refs, table)
+    assert (steps.next, values(table)) == (30, lines((0, 0, 10), (8, 10, 15), (0, 15, 30)))
+
+
+def test_wide_buckets_come_back_with_each_step_once() -> None:
+    with replaced(series_module, "MOST_BUCKETS", 16):
+        steps, table = whole(50)
+        _, same = whole(70)
+        refs = kept(("u41", 41, 0, ""), ("u46", 46, 0, ""))
+        for timeline, origin, end in ((1, 41, 43), (2, 46, 49), (3, 41, 42), (4, 46, 70)):
+            steps.follow(timeline, origin, 0, refs, table)
+            assert steps.next == origin
+            take(steps, table, origin, end, timeline=timeline)
         assert found(table) == found(same)
 
 

@@ -11,11 +11,11 @@ from pydantic import ValidationError
 
 import trireme
 from shared.errors import Gone, InvalidArgument
-from shared.evaluations import Evaluation, EvaluationStatus, plateau_value
+from shared.evaluations import Evaluation, EvaluationStatus, check_criteria, plateau_value
 from shared.records.step import LaneZero
 from tests.trainer_agent.scripts import spec_for, write_script
 from trainer_agent.model.compute import BeforeStep
-from trainer_agent.model.schedule import Schedule, check_plateau_metric
+from trainer_agent.model.schedule import Schedule
 from trireme.config import ConfigError
 
 PLATEAU = "def scheduler(optimizer):\n    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)\n"
@@ -95,12 +95,17 @@ def test_settings_that_do_not_fit_each_other_are_refused(spec):
 
 def test_a_metric_that_no_evaluation_has_is_refused(spec):
     fitting = spec(evaluate_every=2, plateau_metric="accuracy")
-    check_plateau_metric(fitting, {"accuracy": math.nan})
+    check_criteria(fitting, {"accuracy": math.nan})
     with pytest.raises(
         InvalidArgument, match="plateau_metric is accuracy, and an evaluation has the metrics loss, rate"
     ):
-        check_plateau_metric(fitting, {"loss": 1.0, "rate": 2.0})
-    check_plateau_metric(spec(), {})
+        check_criteria(fitting, {"loss": 1.0, "rate": 2.0})
+    check_criteria(spec(), {})
+    several = spec(evaluate_every=2, keep_best="acc:max", stop_early="los:min")
+    with pytest.raises(
+        InvalidArgument, match="keep_best is acc, stop_early is los, and an evaluation has the metrics loss"
+    ):
+        check_criteria(several, {"loss": 1.0})
 
 
 def test_a_scheduler_that_raises_is_the_users_error(spec):

@@ -66,6 +66,7 @@ def module(tmp_path, monkeypatch):
         "    begun.append(1)\n"
         "    return (n for n in range(10))\n"
         "nothing = 3\n"
+        "named = [{'x': 1, 'y': 2}]\n"
     )
     (tmp_path / "items_module.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
@@ -86,6 +87,8 @@ def test_items_are_records_and_errors_name_the_item():
         reader.read("items_module:Items", 2, 1)
     with pytest.raises(DatasetError, match="has 3 values, but there are 2 names: x, y"):
         reader.read("items_module:Items", 3, 1)
+    with pytest.raises(DatasetError, match=r"is a dict with the columns x, y, and columns=\(a, b\) name the values"):
+        open_dataset(MapStyle("items_module:named", columns=("a", "b"))).read("items_module:named", 0, 1)
     with pytest.raises(DatasetError, match="ends at record 5, but records 5 to 6 were counted"):
         reader.read("items_module:Items", 5, 2)
     assert count_records(MapStyle("items_module:Items"), 3).records == 4

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shared.runtime import begun
 from shared.runtime.service import EXIT_CODES
 from shared.security.script_digests import ScriptChanged
 from trireme.launch.child import Child, Exit, tail_of
@@ -38,6 +39,28 @@ async def test_a_killed_child_tells_the_signal(tmp_path):
     child.send(signal.SIGKILL)
     assert str(await child.wait()) == "SIGKILL"
     assert not child.alive
+
+
+async def test_the_next_life_learns_how_the_one_before_it_ended_and_what_it_had_begun(tmp_path):
+    journal = tmp_path / "logs" / "trainer-0.begun"
+    code = (
+        "import os, sys; from pathlib import Path; from shared.runtime import begun\n"
+        "journal = begun.open_journal(Path(os.environ[begun.FILE]))\n"
+        "print(os.environ.get(begun.LAST_END), journal.left)\n"
+        "journal.begin('trainer-0-1')\n"
+        "with begun.at(b'task 7'): os.abort()\n"
+    )
+    child = child_of(tmp_path, code)
+    child.environment[begun.FILE] = str(journal)
+    for _ in range(2):
+        await child.start()
+        await child.wait()
+        assert (child.left.process, child.left.works) == ("trainer-0-1", (b"task 7",))
+    child.pardon()
+    assert child.left is None
+    first, second = child.log.read_text().splitlines()
+    assert first == "None None"
+    assert second.startswith("SIGABRT Left(process='trainer-0-1', works=(b'task 7',)")
 
 
 async def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(tmp_path):

@@ -148,6 +148,14 @@ def test_a_trainer_that_works_is_ended_late_and_members_that_the_job_waits_for_a
     assert {str(lost).partition(" for ")[0] for lost in ended.values()} == {"working without a lease"}
 
 
+def test_who_was_stopped_by_a_signal_is_told_from_who_is_cut_off():
+    """What a stopped process had begun is not to blame for its end."""
+    for stopped in (True, False):
+        ended = ended_in(all_lose_their_leases, working(0.01, stopped=stopped))
+        assert ended
+        assert {lost.stopped for _, lost in ended} == {stopped}
+
+
 @pytest.mark.parametrize("use_of", [working(0.01), working(1.0, stopped=True), lambda _: None])
 def test_one_that_only_asks_etcd_is_stopped_or_of_which_nothing_is_known_is_ended_soon(use_of):
     ended = dict(ended_in(all_lose_their_leases, use_of))

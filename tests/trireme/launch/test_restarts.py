@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 
 from shared.records import JobSpec
+from shared.records.begun import BegunWork
 from shared.records.datasets import TextLines
+from shared.runtime.begun import Left
 from shared.runtime.service import LEASE_LOST
 from trireme.launch.child import Exit
 from trireme.launch.leases import LostLease
@@ -81,3 +83,15 @@ def test_a_job_says_which_deaths_are_followed_by_a_start_and_how_soon():
     assert not never.starts_again(-signal.SIGKILL)
     assert always.starts_again(0)
     assert always.delay_s(1, 0.5) == 0.1
+
+
+def test_an_end_in_the_middle_of_a_minibatch_is_no_failed_start():
+    policy = RestartPolicy()
+    assert None not in [policy.delay_s(-signal.SIGSEGV, 0.5, at_work=True) for _ in range(50)]
+    assert policy.own_ends == 0
+
+
+def test_a_death_says_at_what_the_process_was():
+    work = BegunWork("7", 0, 3, "train.csv", 512, 64).to_bytes()
+    event = death_event("trainer-0", Exit(1, -11, 2.0), None, given_up=False, left=Left("trainer-0-1", (work, b"?")))
+    assert event.cause == "SIGSEGV while it computed minibatch 3 of task 7 (train.csv records 512-575)"

@@ -38,7 +38,7 @@ def test_the_events_of_a_masterless_job_are_the_log_that_its_trainers_write() ->
             following = group.create_task(client.run())
             await client.ready(10)
             first = await client.events()
-            assert [event["name"] for event in first["events"]] == ["sweeper_elected", "job_running"]
+            assert [event["name"] for event in first["events"]] == ["sweeper_elected", "setting_unused", "job_running"]
             helper = next(each for each in dispatchers.values() if not each.sweeps)
             given = await take(cluster, helper, helper.name)
             failed = FailTask(trainer=helper.name, attempt=given.attempt, epoch=0, failure=NO)

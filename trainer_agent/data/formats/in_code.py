@@ -118,8 +118,12 @@ class IterableStyleReader:
 
 
 def as_record(item: Any, columns: tuple[str, ...] | None, file: str, number: int) -> Record:
-    """A dict as it is; a tuple's values by `columns`, else as x and y; any other value as x."""
+    """A dict as it is; a tuple's values by `columns`, else as x and y; any other value as x. Raises DatasetError."""
     if isinstance(item, Mapping):
+        if columns is not None:
+            named, given = ", ".join(map(str, item)), ", ".join(columns)
+            msg = f"item {number} of {file} is a dict with the columns {named}, and columns=({given}) name the values of tuples"
+            raise DatasetError(msg, hint="leave columns out", url=file)
         return dict(item)
     values = tuple(item) if isinstance(item, tuple | list) else (item,)
     names = columns or _PLAIN_NAMES[: len(values)]

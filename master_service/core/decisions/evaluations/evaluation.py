@@ -11,7 +11,7 @@ evaluation after training follows at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from master_service.core.changes import (
@@ -30,16 +30,20 @@ from master_service.core.state.job import BESIDE, Job
 from shared.errors import CheckpointUnusable, Conflict, StorageUnreachable
 from shared.evaluations import (
     MOST_METRICS,
+    WHAT_TO_DO,
     Evaluation,
     EvaluationStatus,
     RunningEvaluation,
     better,
+    criteria,
     evaluated_point,
     patience_after,
+    why_unreported,
 )
 from shared.records import (
     AcquireTask,
     CompleteTask,
+    FailureCause,
     JobSpec,
     JobState,
     Mode,
@@ -137,7 +141,12 @@ def settle(job: Job, report: CompleteTask) -> Decision[None]:
     """The metrics of the evaluation that runs are known."""
     running = job.evaluation.running
     assert running is not None
+    if why := _nobody_reports(job, report.sums):
+        return lifecycle.fail(job.state, f"{why}; {WHAT_TO_DO}", FailureCause.SCRIPT)
     finite = {name: value for name, value in report.sums.items() if math.isfinite(value)}
+    for name in criteria(job.spec).values():
+        if name in finite:
+            finite = {name: finite[name]} | finite  # these are kept, however many there are
     metrics = dict(list(finite.items())[:MOST_METRICS])
     done = Evaluation(
         number=running.number,
@@ -227,13 +236,15 @@ def gives_up(kind: TaskKind, failure: UserFailure | None) -> bool:
 
 def rewind(job: Job, step: int) -> tuple[Change, ...]:
     """The job goes back to the version `step` (asynchronous: to its checkpoint of that number) in its present timeline: later evaluations are
-    forgotten, and come again. One that has begun begins anew: once training is over, it would not come again."""
+    not in force any more, and come again. One that has begun begins anew: once training is over, it would not come again."""
     if job.spec.evaluate_every is None:
         return ()
     done = [job.evaluations[number] for number in sorted(job.evaluations)]
     left = [each for each in done if (each.saved or each.step) <= step]
     while left and left[-1].left_out and not left[-1].step:
         left.pop()  # its version is not known: it may be a later one
+    if left and (best := left[-1].best) is not None and not _is_kept(job, best.checkpoint):
+        left = [each for each in left if each.number < best.number]  # that one is made again, with its checkpoint
     last, running = left[-1] if left else None, job.evaluation.running
     goes_on = running is not None and job.spec.mode is Mode.ASYNC and running.ref.step <= step
     status = EvaluationStatus(
@@ -245,7 +256,16 @@ def rewind(job: Job, step: int) -> tuple[Change, ...]:
         stop_after=_stop_after(last),
         redone=job.evaluation.redone,
     )
-    return *_emptied(job), DropEvaluationsAfter(status.settled), status
+    if job.spec.mode is Mode.ASYNC:
+        return *_emptied(job), DropEvaluationsAfter(status.settled), status
+    # later results of a synchronous job stay: it may be restored to a later checkpoint, and then those before it are over
+    unknown = [DropEvaluation(each.number) for each in done if each.number > status.settled and each.left_out]
+    return *_emptied(job), *unknown, status
+
+
+def in_force(job: Job) -> list[Evaluation]:
+    """Those that are over in the job's present timeline, in their order: later ones are of steps that it left in a restore."""
+    return [job.evaluations[number] for number in sorted(job.evaluations) if number <= job.evaluation.settled]
 
 
 def started_over(spec: JobSpec, state: JobState) -> tuple[Change, ...]:
@@ -285,6 +305,18 @@ def _settled(job: Job, done: Evaluation, event: Event) -> Decision[None]:
     surplus = sorted(job.evaluations)[: max(0, len(job.evaluations) + 1 - KEPT)]
     changes: tuple[Change, ...] = (*map(RestartQueue, BESIDE), ValidationSums(), done, after)
     return Decision(None, (*changes, *map(DropEvaluation, surplus)), tuple(told))
+
+
+def _nobody_reports(job: Job, metrics: Mapping[str, float]) -> str:
+    """Which setting names a metric that neither this evaluation nor one before has; "": none does."""
+    before = {name for each in in_force(job) for name in each.metrics}
+    return why_unreported(job.spec, metrics) if why_unreported(job.spec, {**metrics, **dict.fromkeys(before)}) else ""
+
+
+def _is_kept(job: Job, uuid: str) -> bool:
+    """Whether that checkpoint may be loaded. A job without any cannot tell."""
+    latest = job.members.latest
+    return latest is None or any(ref.uuid == uuid for ref in latest.kept)
 
 
 def _saved(ref: CheckpointRef) -> int:

@@ -28,6 +28,13 @@ export function receiptsOf(events) {
       const lost = `${Number(fields.lost_minibatches ?? 0).toLocaleString("en")} minibatches of closed tasks lost`;
       if (made) Object.assign(made, { outcome: `back after ${seconds(made.time, event.event_time).toFixed(1)} s; ${lost}`, open: false });
       absent.delete(fields.pserver);
+    } else if (event.name === "task_discarded") {
+      const records = Number(fields.records ?? 0).toLocaleString("en");
+      found.push(receipt(event, event.message, `${records} records are left out${fields.epoch === undefined ? "" : ` of epoch ${fields.epoch + 1}`}; training goes on`, false));
+    } else if (event.name === "user_failure") {
+      found.push(receipt(event, event.message, "the script's code failed outside of a task; it is tried again", false));
+    } else if (event.name === "job_failed") {
+      found.push(receipt(event, event.message, "the job has ended", false));
     } else if (event.name === "generation_changed" && / is gone/.test(event.message)) {
       found.push(receipt(event, event.message, `its lanes moved at once: generation ${fields.generation}, ${fields.trainers} trainers`, false));
     } else if (event.name === "master_elected" && last) {

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from master_service.api.metrics import render
-from master_service.control.series_keeper import SeriesKeeper
+from master_service.control.series_keeper import Origin, SeriesKeeper
 from master_service.storage.series_files import StoredSeries, read_all
 from shared.errors import PeerError
 from shared.records import JobSpec, MetricBatch
@@ -164,7 +164,7 @@ class GoingBack:
     def __init__(self, back: dict[int, int], *, torn: bool) -> None:
         self._back, self._torn = dict(back), torn
         self._timeline, self._origin, self._next, self._looks = 0, 0, 0, 0
-        self._keeper = SeriesKeeper(None, 1, origin=lambda: (self._timeline, self._origin))
+        self._keeper = SeriesKeeper(None, 1, origin=lambda: Origin(self._timeline, self._origin))
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[command.Found]:

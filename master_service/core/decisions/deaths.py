@@ -1,0 +1,132 @@
+"""Records that end the process which computes them (a crash in C, exit, out of memory, a hang): found by where processes die.
+
+a process dies ─► its successor reports the minibatch that it had begun ─► counted by task, in a row at one minibatch
+a trainer completes the task ─► forgotten      LEAST_DEATHS in a row at one minibatch ─► discarded when it is to be given again
+
+Deaths from outside hit a minibatch by chance. It would take LEAST_DEATHS of them in a row at the same one, before anybody gets past it.
+What else the dead process had begun is counted too, and is read by itself from then on (`Task.alone`), so it is counted once or twice at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from master_service.core.changes import (
+    Change,
+    Decision,
+    DropPending,
+    DropRequeued,
+    Event,
+    Fields,
+    NextEpoch,
+    PutDiscarded,
+)
+from master_service.core.decisions.tasks import check_generation, ended_badly
+from master_service.core.queue.task_queue import Closing, TaskQueue
+from master_service.core.state.job import Job
+from shared.errors import InvalidArgument
+from shared.records import AcquireTask, DiscardedTask, FailTask, Phase, TaskKind, UserFailure
+from shared.records.queue import Deaths
+from shared.records.record import shortened
+
+LEAST_DEATHS = 3
+MOST_PLACES = 128
+REMEMBERED = 16  # processes that died at one place
+NAME_CHARACTERS = 200
+CAUSE_CHARACTERS = 400  # all places are in one key
+DIED = "ProcessDied"
+
+
+def count(job: Job, task_id: str, report: FailTask) -> Decision[UserFailure | None]:
+    """One more death at `report.died_at`. None if it was counted before. Nothing is discarded here: another trainer may be past that place.
+    Raises NotFound; InvalidArgument for a place that the job cannot have."""
+    assert report.died_at is not None
+    queue, counts = job.queue_of(task_id), job.budget.counts
+    epoch = queue.epoch if report.epoch is None else report.epoch
+    if report.died_at < -1 or not 0 <= epoch < queue.epochs:
+        msg = f"{report.trainer} reports a death at minibatch {report.died_at} of epoch {epoch}: the queue has {queue.epochs} epochs"
+        raise InvalidArgument(msg)
+    before = next((each for each in counts.deaths if (each.epoch, each.task_id) == (epoch, task_id)), None)
+    in_a_row = before is not None and before.minibatch == report.died_at
+    trainers = before.trainers if before is not None and in_a_row else ()
+    if report.trainer in trainers:
+        return Decision(None)
+    cause, limit = shortened(report.failure.message, CAUSE_CHARACTERS), limit_of(job, task_id, epoch)
+    trainers = (*trainers, shortened(report.trainer, NAME_CHARACTERS))[-max(limit, REMEMBERED) :]
+    now = Deaths(epoch=epoch, task_id=task_id, minibatch=report.died_at, trainers=trainers, cause=cause)
+    others = tuple(each for each in counts.deaths if each is not before)[-MOST_PLACES + 1 :]
+    fields: Fields = {"task": task_id, "minibatch": report.died_at, "deaths": len(now.trainers), "cause": cause}
+    message = f"{cause}; deaths in a row at this place: {len(now.trainers)}, its task is discarded after {limit}"
+    event = Event("died_at_task", message, fields)
+    changed = counts.model_copy(update={"deaths": (*others, now)})
+    return Decision(report.failure, (changed,), (event,))
+
+
+def limit_of(job: Job, task_id: str, epoch: int) -> int:
+    """After how many deaths in a row at one place the task is discarded: after the first one if it was discarded for that in an epoch
+    before, so that a deadly record does not cost LEAST_DEATHS restarts in each epoch."""
+    least = max(LEAST_DEATHS, job.spec.max_task_failures)
+    known = any(
+        each.task_id == task_id and each.epoch < epoch and len(each.trainers) >= least
+        for each in job.budget.counts.deaths
+    )
+    return 1 if known else least
+
+
+def discard_deadly(job: Job, ask: AcquireTask) -> Decision[None]:
+    """Discards a task at which too many processes died, before `ask` can get it. A lane's task is asked for by the lane's owner, so nobody
+    else has it; of a shared stream, one that was put back. Raises StaleGeneration."""
+    deaths = job.budget.counts.deaths
+    if not deaths or ask.look or job.state.phase is not Phase.RUNNING:
+        return Decision(None)
+    check_generation(job, ask)
+    for queue in _asked(job, ask):
+        due = queue.requeued if ask.stream is None else _of_lane(queue, ask.stream, ask)
+        for each in deaths:
+            of_queue = each.task_id in due and each.epoch == queue.epoch
+            if of_queue and len(each.trainers) >= limit_of(job, each.task_id, each.epoch):
+                return _discard(job, queue, each)
+    return Decision(None)
+
+
+def _asked(job: Job, ask: AcquireTask) -> Iterable[TaskQueue]:
+    """The queues that `ask` may get a task of."""
+    if ask.stream is not None:
+        return (job.training,) if job.training.by_lane else ()
+    return job.beside if ask.beside else tuple(filter(None, (job.due,)))
+
+
+def _of_lane(queue: TaskQueue, lane: int, ask: AcquireTask) -> tuple[str, ...]:
+    """The task that `ask` names, unless it is discarded already, or of an epoch that is over."""
+    if ask.epoch != queue.epoch or not 0 <= ask.index < queue.streams.length(lane):
+        return ()
+    task_id = queue.streams.at(ask.epoch, lane, ask.index)
+    return () if (ask.epoch, task_id) in queue.discarded else (task_id,)
+
+
+def _discard(job: Job, queue: TaskQueue, deadly: Deaths) -> Decision[None]:
+    task_id, number = deadly.task_id, len(deadly.trainers)
+    cause = f"{number} processes died at it, the last: {deadly.cause}"
+    stream, index = queue.streams.place(queue.epoch, task_id)
+    held, back = queue.pending.get(task_id), queue.requeued.get(task_id)
+    lost = DiscardedTask(
+        attempts=held.record.attempt if held is not None else back.attempts if back is not None else number,
+        failures=number,
+        cause=cause,
+        epoch=queue.epoch,
+        stream=queue.streams.name(stream),
+        index=index,
+    )
+    dropped: tuple[Change, ...] = (DropPending(task_id),) if held is not None else ()
+    dropped = (*dropped, DropRequeued(task_id)) if back is not None else dropped
+    changes: tuple[Change, ...] = (*dropped, PutDiscarded(task_id, lost, queue.streams.records_of(task_id)))
+    last = (
+        not queue.by_lane
+        and queue.dispatched == queue.total
+        and not queue.pending
+        and queue.requeued.keys() == {task_id}
+    )
+    if last and queue.kind is TaskKind.TRAIN:
+        changes = (*changes, NextEpoch(queue.epoch + 1))
+    failure = UserFailure(error_type=DIED, message=cause, task=queue.streams.describe(task_id))
+    return ended_badly(job, queue, task_id, cause, Closing(changes, last, lost), failure)
