@@ -88,7 +88,7 @@ class Agent:
         self._reports = reports = Reports(
             master, member.trainer, self._held, self._pace, progress_every_s(spec.task_timeout_floor_s)
         )
-        source = TaskSource(spec, master, member.trainer, offload, alone)
+        source = TaskSource(spec, master, member.trainer, offload, alone, reports.warn, by_columns=compute.by_columns)
         transfer: Transfer
         self.collective: CollectiveMember | None = None
         if collective is not None:

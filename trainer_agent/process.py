@@ -36,7 +36,7 @@ from trainer_agent.membership.initialise import followed
 from trainer_agent.membership.life import Life
 from trainer_agent.model.devices import number_of
 from trainer_agent.model.torch_compute import TorchCompute
-from trainer_agent.script.steps import JobSteps, telling
+from trainer_agent.own_loop.job_steps import JobSteps, telling
 from trainer_agent.script.user_module import load
 from trainer_agent.settings import Settings
 from trainer_agent.status_pages import StatusPages

@@ -13,8 +13,8 @@ from trireme.config import Config, ConfigError
 if TYPE_CHECKING:
     from shared.logged_metrics import log as log
     from shared.logged_metrics import log_metrics as log_metrics
-    from trainer_agent.script.steps import steps_per_epoch as steps_per_epoch
-    from trainer_agent.script.steps import total_steps as total_steps
+    from trainer_agent.own_loop.job_steps import steps_per_epoch as steps_per_epoch
+    from trainer_agent.own_loop.job_steps import total_steps as total_steps
     from trireme import data as data
     from trireme import nn as nn
     from trireme import optim as optim
@@ -74,8 +74,8 @@ _HOMES = {
     "log_metrics": "shared.logged_metrics",
     "prepare": "trireme.loop",
     "run": "trireme.background.run",
-    "steps_per_epoch": "trainer_agent.script.steps",
-    "total_steps": "trainer_agent.script.steps",
+    "steps_per_epoch": "trainer_agent.own_loop.job_steps",
+    "total_steps": "trainer_agent.own_loop.job_steps",
     "train": "trireme.plain",
 }
 

@@ -67,6 +67,7 @@ class Config:
     max_task_failures: int | None = None
     max_discarded_fraction: float | None = None
     max_user_failures: int | None = None
+    changed_files: str | None = None
     checkpoint_every_steps: int | None = None
     checkpoint_every_epochs: int | None = None
     keep_checkpoints: int | None = None

@@ -108,8 +108,8 @@ class Heads:
 
 
 def _csv_rows(dataset: Csv) -> Callable[[str], Head]:
-    from shared.datasets.csv_columns import CsvColumns  # noqa: PLC0415  pyarrow only where it is needed
     from shared.datasets.raw_records import read_raw  # noqa: PLC0415
+    from shared.storage.csv_columns import CsvColumns  # noqa: PLC0415  pyarrow only where it is needed
 
     columns = CsvColumns(dataset)
 
@@ -138,12 +138,10 @@ def _kind(kind: pa.DataType) -> str:
         return f"list of {_kind(kind.value_type)}"
     if types.is_struct(kind):
         return f"struct of {', '.join(f'{field.name}: {_kind(field.type)}' for field in kind)}"
-    for said, is_one in (
-        ("string", lambda: types.is_string(kind) or types.is_large_string(kind)),
-        ("binary", lambda: types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)),
-        ("timestamp", lambda: types.is_timestamp(kind)),
-        ("decimal", lambda: types.is_decimal(kind)),
-    ):
-        if is_one():
-            return said
-    return str(kind)
+    if types.is_string(kind) or types.is_large_string(kind):
+        return "string"
+    if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
+        return "binary"
+    if types.is_timestamp(kind):
+        return "timestamp"
+    return "decimal" if types.is_decimal(kind) else str(kind)

@@ -9,6 +9,7 @@ What fits into none of them without losing a digit is refused. Arrays keep their
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy.typing as npt
 DType = np.dtype[Any]
 BOOL, INT64, UINT64, FLOAT32, FLOAT64 = map(np.dtype, ("bool", "int64", "uint64", "float32", "float64"))
 NUMBERS = "biuf"
+_SCALARS, _LISTS = {bool, int, float}, {list, tuple}
 _EXACT32, _EXACT64 = float(1 << 24), float(1 << 53)
 
 
@@ -42,6 +44,8 @@ def is_python(value: Any) -> bool:
 
 def without_objects(values: Sequence[Any]) -> list[Any]:
     """Arrays of Python objects as lists: their numbers are Python's."""
+    if np.ndarray not in set(map(type, values)):
+        return list(values)
     return [value.tolist() if isinstance(value, np.ndarray) and value.dtype == object else value for value in values]
 
 
@@ -69,6 +73,8 @@ def common_dtype(values: Sequence[Any]) -> DType | None:
     """The dtype of a column with these values, arrays among them. None: not all of them are numbers. Raises Misfit; what a value's
     `__array__` raises."""
     values = without_objects(values)
+    if set(map(type, values)) <= _SCALARS:
+        return dtype_of_numbers(values)
     own = {np.asarray(value).dtype: number for number, value in enumerate(values) if not is_python(value)}
     if any(dtype.kind not in NUMBERS for dtype in own):
         return None
@@ -113,9 +119,10 @@ def fitted(value: Any, dtype: DType) -> npt.NDArray[Any]:
         if array.dtype == dtype or np.can_cast(array.dtype, dtype, "safe"):
             return array.astype(dtype, copy=False)
         raise Misfit(value, dtype, why=f"{array.dtype} does not fit {dtype}")
-    array = _array(value)
-    if array is None:
+    made = _array(value)
+    if made is None:
         raise Misfit(value, dtype)
+    array = made
     if array.dtype.kind in "fO" and (dtype.kind != "f" or array.dtype == object or _magnitude(array) >= _EXACT32):
         return _fitted_one_by_one(value, dtype)
     if array.dtype.kind in "iu":
@@ -130,8 +137,12 @@ def fitted(value: Any, dtype: DType) -> npt.NDArray[Any]:
 def column_of(values: list[Any], dtype: DType) -> npt.NDArray[Any] | list[npt.NDArray[Any]]:
     """All values with this dtype: one array, or a list of arrays if their shapes differ. Raises Misfit with the value's number."""
     values = without_objects(values)
-    if all(isinstance(value, bool | int | float) and not isinstance(value, np.generic) for value in values):
+    kinds = set(map(type, values))
+    if kinds <= _SCALARS:
         return fitted(values, dtype)
+    if kinds <= _LISTS:
+        with contextlib.suppress(Misfit):  # ragged, or a value does not fit: then it is looked for
+            return fitted(values, dtype)
     arrays = []
     for number, value in enumerate(values):
         try:

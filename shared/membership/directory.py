@@ -81,6 +81,11 @@ class Directory:
         """The newest master's; 0: there was none."""
         return self.master.term if self.master is not None else 0
 
+    @property
+    def task_records(self) -> int:
+        """Records of a full task; 0: not counted yet."""
+        return self.plan.task_records if self.plan is not None else 0
+
     async def run(self) -> None:
         """Follow etcd until cancelled."""
         first, end = self.keys.directory()

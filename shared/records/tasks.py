@@ -44,9 +44,7 @@ class Task(Record):
     METRICS, the number of the evaluation.
 
     `timeline`: the job's when the task was dispatched; reports carry it back. `index`: position in `stream` (of `stream_length` tasks) in
-    this epoch. `offset`: the byte at which record `first` starts, if the format has lines. `stamp`: what the file was when its records
-    were counted (shared/storage/stamps.py). `alone`: a process has died at this task, so its records are read while the trainer computes
-    nothing: if it dies again, the cause is known.
+    this epoch. `offset`: the byte at which record `first` starts, if the format has lines.
     """
 
     task_id: str
@@ -60,9 +58,16 @@ class Task(Record):
     first: int = 0
     count: int = 0
     offset: int | None = None
-    stamp: str = ""
+    stamp: str = Field(
+        default="",
+        description="What the file was when its records were counted: its size, and a digest of its content or its ETag; empty: that is not known.",
+    )
     timeline: int = 0
-    alone: bool = False
+    alone: bool = Field(
+        default=False,
+        description="A process has died at this task: its records are to be read while the trainer computes nothing, so that it is known at "
+        "what it dies if it dies again.",
+    )
 
 
 class AcquireTask(Record):
@@ -262,8 +267,7 @@ class MetricBatch(Record):
     """`lane_s`: how many seconds a lane's minibatch takes at this trainer; null: not known, or asynchronous. `least_lane_s`: it takes
     at least so long, which is all that lanes without records tell. `times`: null if it ended no step since its report before. `whole`
     (synchronous): the owner of lane 0 reports steps of all lanes, in order. `lost_before`: the results of steps before this one are kept
-    nowhere. `store`: the answer waits until the metrics are stored. `warnings`: sentences for the user, which become events of the job, each
-    once."""
+    nowhere. `store`: the answer waits until the metrics are stored."""
 
     trainer: str
     steps: tuple[StepMetrics, ...]
@@ -273,7 +277,12 @@ class MetricBatch(Record):
     whole: bool = False
     lost_before: Int64 | None = None
     store: bool = False
-    warnings: Annotated[tuple[Message, ...], Field(max_length=MOST_WARNINGS)] = ()
+    warnings: Annotated[
+        tuple[Message, ...],
+        Field(
+            max_length=MOST_WARNINGS, description="Sentences for the user; they become events of the job, each once."
+        ),
+    ] = ()
 
 
 class MetricsTaken(Record):

@@ -246,7 +246,6 @@ class Pserver(BlockServer):
             **progress_of(store),
             slots=store.slots.version if store.slots is not None else 0,
             ledger=store.ledger.counts() if store.mode is Mode.ASYNC else (),
-            schedules=store.schedules.kept,
         )
 
     async def ledger(self, query: LedgerQuery) -> LedgerAnswer:

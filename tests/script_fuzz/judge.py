@@ -12,7 +12,10 @@ ROUNDINGS = 1e-5
 
 def judge(script: Script) -> dict[str, str]:
     """By surface: what is wrong there. Empty: nothing is."""
-    expected = reference(script)
+    try:
+        expected = reference(script)
+    except Exception as error:
+        return {"plain PyTorch": f"{type(error).__name__}: {error}"}
     found = {name: surface(script) for name, surface in surfaces_of(script).items()}
     wrong = {name: problem for name, outcome in found.items() if (problem := problem_of(script, outcome, expected))}
     jobs = [outcome for name, outcome in found.items() if not name.startswith("python")]

@@ -27,6 +27,7 @@ import structlog
 import torch
 from torch.optim import optimizer
 
+from master_service.core.queue.task_sizes import TaskSizes
 from master_service.storage.counting import count_records
 from shared.datasets.random_state import seed_everything
 from shared.errors import TriremeError, UserCodeError
@@ -67,7 +68,7 @@ def reference(script: Script) -> State:
 def _batches(script: Script, collate: Callable[[Any], Any] | None) -> Iterator[Any]:
     """Seeded before each, as a lane is."""
     spec = spec_of(script, script.folder / "script.py", "ps")
-    table, step = count_records(spec.dataset, spec.task_records), 0
+    table, step = count_records(spec.dataset, TaskSizes.of(spec), seed=spec.seed), 0
     for epoch in range(spec.epochs):
         for minibatch in epoch_minibatches(spec, table, epoch):
             seed_everything(step_seed(spec.seed, step, 0))
@@ -206,7 +207,7 @@ def _single_error() -> Iterator[None]:
 @contextmanager
 def _no_hooks_left() -> Iterator[None]:
     """Of all optimizers: those of a script would also be called in the next one."""
-    hooks = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
+    hooks = [vars(optimizer)[f"_global_optimizer_{place}_hooks"] for place in ("pre", "post")]
     before = [dict(each) for each in hooks]
     try:
         yield

@@ -16,6 +16,7 @@ from tests.simulation.collective_settings import varied_plan
 from tests.simulation.collective_troubles import troubled_plan
 from tests.simulation.drawn import drawn_plan
 from tests.simulation.plans import plan_of
+from tests.simulation.restores import restored, stored_at_once
 from tests.simulation.run import simulate
 
 ENOUGH = 8
@@ -37,6 +38,9 @@ def main() -> int:
         action="store_true",
         help="of collective jobs, with --drawn: --moments, storage that fails at single trainers, and pauses",
     )
+    parser.add_argument(
+        "--restores", action="store_true", help="drawn jobs that are restored several times, back and forth"
+    )
     parser.add_argument("--ablate", choices=list(ABLATIONS), help="switch a safeguard off")
     options = parser.parse_args()
     mode, dispatch, failed = Mode(options.mode), Dispatch(options.dispatch), 0
@@ -47,11 +51,15 @@ def main() -> int:
         drawn = lambda seed, _, dispatch: collective(seed, dispatch)  # noqa: E731
     elif options.drawn:
         drawn = drawn_plan
+    if options.restores:
+        whole = (lambda seed, *_: varied_plan(seed)) if options.collective else drawn_plan
+        drawn = lambda seed, mode, dispatch: restored(whole(seed, mode, dispatch))  # noqa: E731
     if options.seeds == 1:
         print(drawn(options.seed, mode, dispatch))
     for seed in range(options.seed, options.seed + options.seeds):
         began = time.perf_counter()
-        with ABLATIONS[options.ablate]() if options.ablate else contextlib.nullcontext():
+        ablated = ABLATIONS[options.ablate]() if options.ablate else contextlib.nullcontext()
+        with ablated, stored_at_once() if options.restores else contextlib.nullcontext():
             plan = drawn(seed, mode, dispatch)
             outcome = simulate(seed, mode, print if options.seeds == 1 else None, plan, dispatch)
         failed += bool(outcome.violations)

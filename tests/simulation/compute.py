@@ -109,7 +109,7 @@ def names_of(records: Records | None) -> tuple[int, ...]:
 class TinyCompute:
     """trainer_agent.model.compute.Compute on numpy."""
 
-    is_finished = False
+    is_finished = by_columns = False
     places: Sequence[Any] = ()
 
     def __init__(
@@ -193,9 +193,6 @@ class TinyCompute:
             self._rate /= 1 if before.metric < self._least else 2
             self._least = min(before.metric, self._least)
         return self._lane_zero()
-
-    def skip_step(self, before: BeforeStep = NOTHING_BEFORE) -> None:
-        self.begin_step(before)
 
     def restore(self, lane_zero: LaneZero) -> None:
         self._steps_begun, self._rate, least = (lane_zero.scheduler[name] for name in ("steps", "rate", "least"))

@@ -178,7 +178,7 @@ class Job:
 @dataclass(frozen=True)
 class Plan:
     """Everything a run depends on. `slow`: trainer-0 needs so many times longer for a minibatch. `varied`: settings of a collective job were drawn,
-    too; `failing`: see collective_failures.py. `storage_s`: how long work on the storage waits at parameter servers, so that training goes on before a checkpoint's part is written.
+    too; `failing`: see collective_failures.py; `restored`: see restores.py. `storage_s`: how long work on the storage waits at parameter servers, so that training goes on before a checkpoint's part is written.
     `first_epochs`: that the job has until everything is killed."""
 
     seed: int
@@ -213,6 +213,7 @@ class Plan:
     min_members: int = 1
     varied: bool = False
     failing: bool = False
+    restored: bool = False
     storage_faults: tuple[StorageFault, ...] = ()
 
     def undisturbed(self) -> Plan:

@@ -49,6 +49,7 @@ class Outcome:
         collective = "--collective --drawn" if self.plan.varied else "--collective"
         collective += " --failures" if self.plan.failing else " --moments" if self.plan.moments else ""
         kind = collective if self.plan.strategy is Strategy.COLLECTIVE else f"--mode {mode}"
+        kind += " --restores" if self.plan.restored else ""
         return f"{lines}\nreplay: python -m tests.simulation {kind}{dispatch} --seed {self.plan.seed}"
 
 

@@ -8,15 +8,16 @@ Without this a column's dtype would be that of the values that happen to be in a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any
 
 import numpy as np
 
-from shared.datasets.first_records import from_first_file
 from shared.datasets.numbers import DType, Misfit, column_of, common_dtype, shown
 from shared.errors import DatasetError
 from shared.records.datasets import Dataset
+from shared.storage.dataset_files import from_first_file
 from trainer_agent.data.reader import Reader
 from trainer_agent.data.shard import Column, Record, RecordShard, Shard, as_column, columns_of
 
@@ -32,13 +33,13 @@ class ColumnTypes:
     ) -> None:
         self._place, self._advice = place, advice
         self._given = {name: np.dtype(kind) for name, kind in (given or {}).items() if kind != "string"}
-        texts = {name: "str" for name, kind in (given or {}).items() if kind == "string"}
+        texts: dict[str, Kind] = {name: "str" for name, kind in (given or {}).items() if kind == "string"}
         first = [record for record in first if isinstance(record, Mapping)]
         names = {name: None for record in first for name in record}
         self._needed = {name for name in names if all(record.get(name) is not None for record in first)}
         values = {name: [record[name] for record in first if record.get(name) is not None] for name in names}
         self._kinds: dict[str, Kind] = {name: self._kind_of(name, values[name]) for name in names}
-        self._kinds |= self._given | texts
+        self._kinds |= {**self._given, **texts}
 
     def __repr__(self) -> str:
         return f"<ColumnTypes of {self._place}: {self._kinds}>"
@@ -48,7 +49,7 @@ class ColumnTypes:
         records do not make are told to who asks for columns: a script's own collate takes records as they are."""
         if not all(isinstance(record, Mapping) for record in records):
             columns_of(records)  # raises
-        return RecordShard(records, self._columns(records, file, number) if self._kinds else None)
+        return RecordShard(records, partial(self._columns, file=file, number=number) if self._kinds else None)
 
     def _columns(self, records: Sequence[Record], file: str, number: int) -> dict[str, Column | DatasetError]:
         names = {name: None for record in records for name in record}
@@ -98,13 +99,15 @@ class ColumnTypes:
         """Raises Misfit."""
         if kind == "":
             return as_column(present)
-        for number, value in enumerate(present):
-            if isinstance(kind, str) and type(value).__name__ != kind:
-                raise Misfit(value, None, number, f"{self._place} have {kind} in this column")
-            if not isinstance(kind, str) and isinstance(value, str | bytes | Mapping):
-                raise Misfit(value, kind, number)
+        types = set(map(type, present))
         if isinstance(kind, str):
+            if any(each.__name__ != kind for each in types):
+                number = next(number for number, value in enumerate(present) if type(value).__name__ != kind)
+                raise Misfit(present[number], None, number, f"{self._place} have {kind} in this column")
             return present
+        if any(issubclass(each, str | bytes | Mapping) for each in types):
+            number = next(number for number, value in enumerate(present) if isinstance(value, str | bytes | Mapping))
+            raise Misfit(present[number], kind, number)
         if name in self._given and kind.kind == "f":
             return np.asarray(present, dtype=kind)  # the user's own choice: digits may be lost
         return column_of(present, kind)
@@ -123,6 +126,8 @@ class TypedByFirstRecord:
         return f"<TypedByFirstRecord {self._reader!r}>"
 
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:
+        if not count:  # only the user's object is to be made
+            return self._reader.read(file, first, count, offset)
         with self._lock:
             if self._types is None:
                 self._types = self._found()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from shared.errors import DatasetError, TriremeError, is_interrupt
@@ -30,17 +31,20 @@ def too_short(file: str, first: int, count: int, records: int) -> DatasetError:
 class Blaming:
     """A reader whose every failure says whose fault it is, so that no record ends the process that reads it: DatasetError for the
     records, ResourceExhausted and StorageUnreachable for what the machine or the storage lacks. A file that is not the counted one is
-    refused before it is read, and that ends the job (`fatal`)."""
+    refused before it is read, and that ends the job (`fatal`); with `changed` that is only told."""
 
-    def __init__(self, reader: Reader, files: CountedFiles) -> None:
-        self._reader, self._files = reader, files
+    def __init__(self, reader: Reader, files: CountedFiles, changed: Callable[[str], object] | None = None) -> None:
+        self._reader, self._files, self._changed = reader, files, changed
 
     def __repr__(self) -> str:
         return f"<Blaming {self._reader!r}>"
 
     def read(self, file: str, first: int, count: int, offset: int | None = None, stamp: str = "") -> Shard:
         """See Reader; `stamp`: of the file when it was counted. Raises ResourceExhausted, StorageUnreachable as well: the same read may succeed later."""
-        if (difference := self._files.difference(file, stamp)) is not None:
+        difference = self._files.difference(file, stamp)
+        if difference is not None and self._changed is not None:
+            self._changed(f"{difference.message}; it is trained all the same (changed_files = report)")
+        elif difference is not None:
             raise DatasetError(difference.message, hint=difference.hint, fatal=True, **difference.details)
         try:
             return self._reader.read(file, first, count, offset)

@@ -7,6 +7,7 @@ shard.minibatch(indices) ──iterate──► records (dicts) for the user's c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -56,23 +57,39 @@ class Shard:
     def minibatch(self, indices: Indices) -> Minibatch:
         return Minibatch(self, indices)
 
+    def keep_columns(self) -> None:
+        """In place: nobody will ask for `records`, so memory is for columns alone."""
+
+
+MakeColumns = Callable[[Sequence[Record]], Mapping[str, "Column | DatasetError"]]
+
 
 class RecordShard(Shard):
-    """Records of a format without columns. Their fields may differ: a missing one is None in `columns`. `columns`: the same records, where
-    their types are known (trainer_agent/data/column_types.py); else they are made when somebody asks for them."""
+    """Records of a format without columns. Their fields may differ: a missing one is None in `columns`, which are made when somebody asks
+    for them. `make`: how, where their types are known (trainer_agent/data/column_types.py)."""
 
-    def __init__(self, records: Sequence[Record], columns: Mapping[str, Column | DatasetError] | None = None) -> None:
-        self._records, self._known = records, columns is not None
-        super().__init__(columns or {}, len(records))
+    def __init__(self, records: Sequence[Record], make: MakeColumns | None = None) -> None:
+        self._records: Sequence[Record] | None = records
+        self._make: MakeColumns | None = make or columns_of
+        super().__init__({}, len(records))
 
     def columns(self, indices: Indices) -> dict[str, Column]:
-        if not self._known:
-            super().__init__(columns_of(self._records), len(self._records))
-            self._known = True
+        self._made()
         return super().columns(indices)
 
     def records(self, indices: Indices) -> list[Record]:
+        assert self._records is not None, "a shard that keeps columns is asked for records"
         return [self._records[i] for i in indices]
+
+    def keep_columns(self) -> None:
+        self._made()
+        self._records = None
+
+    def _made(self) -> None:
+        if self._make is not None:
+            assert self._records is not None
+            super().__init__(self._make(self._records), len(self._records))
+            self._make = None
 
 
 class Minibatch(Sequence[Record]):
@@ -146,7 +163,7 @@ def as_column(values: list[Any]) -> Column:
     """An array if all values are numbers, or arrays of numbers, of one shape; a list of arrays if their shapes differ; else the list as
     it is. Python's numbers get the dtype that shared/datasets/numbers.py says, numpy's keep theirs. Raises Misfit if there is none.
     """
-    if not values or any(value is None or isinstance(value, str | bytes | Mapping) for value in values):
+    if not values or any(issubclass(kind, str | bytes | Mapping | NoneType) for kind in set(map(type, values))):
         return values
     try:
         dtype = common_dtype(values)

@@ -187,7 +187,7 @@ class AsyncLoop:
             raise TrainingOver
         if answer.task.kind is not TaskKind.TRAIN:
             return answer.task
-        return LoadedTask(answer.task, await self._source.read(answer.task))
+        return await self._source.load(answer.task)
 
     async def _ahead(self) -> LoadedTask | Task | TaskFailed | None:
         """None if anything fails: then `_fetch` asks again, and gets the error."""
@@ -355,9 +355,7 @@ class AsyncLoop:
     def _push_number(self, task: Task, count: int, start: int) -> int:
         """The number of this push if one trainer did all of the training in order."""
         every = self._spec.push_every
-        plan = self._directory.plan  # known since there are tasks
-        full = minibatches_in(plan.task_records, self._spec.minibatch_size) if plan is not None else 0
-        pushes = -(-max(count, full) // every)
+        pushes = -(-max(count, minibatches_in(self._directory.task_records, self._spec.minibatch_size)) // every)
         return (task.epoch * task.stream_length + task.index) * pushes + start // every
 
     async def _newer_generation(self, generation: int) -> None:

@@ -36,10 +36,11 @@ Records = Sequence[Mapping[str, Any]]
 class BeforeStep:
     """What happened between a step and the one before it, as far as schedules follow it. `epoch_ended`: it is the first step of an epoch
     behind another one. `metric`: the value of plateau_metric in the evaluation whose result takes effect here (NaN: it had none that is
-    finite); None: no result does."""
+    finite); None: no result does. `is_own` False: others make the step, so only the scheduler goes on, in a tenth of the time."""
 
     epoch_ended: bool = False
     metric: float | None = None
+    is_own: bool = True
 
 
 NOTHING_BEFORE = BeforeStep()
@@ -124,6 +125,10 @@ class Compute(Protocol):
         ...
 
     @property
+    def by_columns(self) -> bool:
+        """Whether minibatches are made of the columns of records: the script has no collate of its own."""
+
+    @property
     def is_finished(self) -> bool:
         """Whether the script has gone on behind its own loop: then there are no more gradients, and only a new process can train."""
 
@@ -148,9 +153,6 @@ class Compute(Protocol):
 
     def begin_step(self, before: BeforeStep = NOTHING_BEFORE) -> LaneZero:
         """Once per step, before its gradients: the options of this step, and the scheduler's state after it."""
-
-    def skip_step(self, before: BeforeStep = NOTHING_BEFORE) -> None:
-        """Instead of `begin_step`, for a step that others make: the scheduler goes on, in a tenth of the time."""
 
     def initial_lane_zero(self) -> LaneZero:
         """What version 0 carries: the options the optimizer groups start with and the scheduler's first state."""

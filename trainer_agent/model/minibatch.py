@@ -130,7 +130,7 @@ class MinibatchRunner:
         self.modes.set_training()
         with collected() as self.logged:
             batch = self._batch(records) if ready is None else ready.batch.begin(self.logged)
-            self._unshared.begin(again=self._user.loop is not None)
+            self._unshared.begin(current if self._device.type == "cpu" else None, again=self._user.loop is not None)
             with self._forward():
                 found = self._guard.call("loss", self._model, batch)
         loss = checked_loss(self._user, found)
@@ -145,10 +145,9 @@ class MinibatchRunner:
             loss_to_report = loss_to_report.clone()
         self._takes_at_end = self._user.loop is not None or self._has_later_hooks()
         stepped = self._guard.run(loss)
-        if self._user.loop is not None:
-            self._unshared.check(self._user)
-            if not stepped:
-                raise LeftOutError
+        self._unshared.check(self._user)  # hooks run in backward, and a loop goes on to its step
+        if not stepped:
+            raise LeftOutError
         if self._takes_at_end:
             self._take_gradients()
         else:
@@ -230,7 +229,7 @@ class MinibatchRunner:
     def _between_passes(self, current: Vector) -> None:
         """What the script does between two batches sees buffers and parameters of `current`."""
         self.buffers.load(current)
-        self._unshared.begin()
+        self._unshared.begin(current if self._device.type == "cpu" else None)
         self._guard.begin()
         self._unshared.check(self._user)
 

@@ -18,12 +18,12 @@ from shared.records import JobSpec, Mode
 from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.optimizer import rate_scale
 from trainer_agent.model.optimizer_spec import encode
-from trainer_agent.script.steps import known_steps
+from trainer_agent.own_loop.job_steps import known_steps
 
 Guard = Callable[..., Any]
 
-TOO_MANY = "The total number of steps is"  # torch's words
-MAKE_IT_SO = "make it with total_steps=trireme.total_steps(), which is the number of steps of all epochs (with schedule_per epoch: the epochs)"
+TOO_MANY = "Tried to step "  # torch's words
+MAKE_IT_SO = "make it with total_steps=trireme.total_steps() (with schedule_per epoch: the number of epochs)"
 
 
 class Schedule:
@@ -62,7 +62,9 @@ class Schedule:
         except UserCodeError as error:
             if TOO_MANY not in str(error):
                 raise
-            raise InvalidArgument(f"the scheduler has come to its end: {error.message}", hint=MAKE_IT_SO) from error
+            raise InvalidArgument(
+                f"the scheduler has come to its end before training: {error.message}; {MAKE_IT_SO}"
+            ) from error
 
 
 def check_scheduler(scheduler: Any, spec: JobSpec) -> None:
@@ -103,6 +105,6 @@ def check_total_steps(scheduler: Any, spec: JobSpec) -> None:
         if cycle.total_steps < wanted:
             made = f"{total} steps ({steps.epochs} epoch{'s' * (steps.epochs != 1)} of {steps.per_epoch})"
             raise InvalidArgument(
-                f"OneCycleLR has total_steps {cycle.total_steps}, and the job makes {made}: it would come to its end before training does",
-                hint=MAKE_IT_SO,
+                f"OneCycleLR has total_steps {cycle.total_steps}, and the job makes {made}: it would come to its end before training does; "
+                + MAKE_IT_SO
             )

@@ -94,6 +94,7 @@ class TorchCompute:
         vars(self.optimizer)["_opt_called"] = True  # the servers step; without it schedulers warn about their order
         self._bind_parameters()
         self._initial_states: BlockStates | None = None
+        self.by_columns = not user.has("collate")
         self.may_initialise = not (spec.init_optimizer and initial)
         if spec.init_optimizer and not initial:  # else the parameter servers have it
             load_start_state(self.model, self.optimizer, self._schedule.scheduler, spec)
@@ -197,14 +198,9 @@ class TorchCompute:
         self._initial_states = None
         self.minibatch.averaged.version(self._current)
         self._schedule.before_step(before)
-        options = optimizers.numeric_options(self.optimizer)
+        options = optimizers.numeric_options(self.optimizer) if before.is_own else ()
         self._schedule.after_step()
-        return optimizers.lane_zero(self.optimizer, self._schedule.scheduler, options)
-
-    def skip_step(self, before: BeforeStep = NOTHING_BEFORE) -> None:
-        self._initial_states = None
-        self._schedule.before_step(before)
-        self._schedule.after_step()
+        return optimizers.lane_zero(self.optimizer, self._schedule.scheduler if before.is_own else None, options)
 
     def initial_lane_zero(self) -> LaneZero:
         return optimizers.lane_zero(

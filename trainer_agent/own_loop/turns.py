@@ -216,7 +216,7 @@ class OwnLoop:
         while self._place is not Place.ASKS:
             self._resume()
         changed = put_back(self.prepared.model, before)
-        if self._passes and not self.undone_buffer:
+        if not self.undone_buffer:
             self.undone_buffer = changed
 
     def _check_there(self) -> None:

@@ -177,10 +177,14 @@ class Reports:
         if result.skipped:
             log.warning("minibatch_skipped", records=result.skipped, **where)
         for text in result.warnings:
-            if text not in self._warned:
-                log.warning("warning", message=text, **where)
-                self._warned.add(text)
-                self._warnings.append(text)
+            self.warn(text, **where)
+
+    def warn(self, text: str, **where: str | int) -> None:
+        """Make a sentence an event of the job, once."""
+        if text not in self._warned:
+            log.warning("warning", message=text, **where)
+            self._warned.add(text)
+            self._warnings.append(text)
 
     def whole(self, record: StepRecord, timeline: int, grad_norm: float | None = None) -> None:
         """This trainer owns lane 0, and the step that made this version is done. `grad_norm`: of its gradient, if this trainer knows it."""

@@ -18,18 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from master_service.core.queue.epoch_plan import news_of, plan_of
-from master_service.core.queue.file_table import FileTable
-from master_service.core.queue.streams import Streams
-from master_service.core.queue.task_sizes import TaskSizes
 from master_service.core.state.series import Value
-from master_service.storage.counting import count_records
 from shared.datasets.random_state import START_SEED, drawing, seed_everything
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.lanes import step_seed
 from shared.logged_metrics import Logged, add, collected, metrics_beside
 from shared.metric_names import LOSS
-from shared.records import JobSpec, TaskKind
+from shared.records import JobSpec
 from shared.runtime.service import allow_open_files
 from shared.storage import files
 from trainer_agent.data import open_dataset
@@ -46,13 +41,15 @@ from trainer_agent.model.watch.backward_guard import BackwardGuard
 from trainer_agent.model.watch.modes import Modes
 from trainer_agent.model.watch.own_state import Watch
 from trainer_agent.model.watch.unshared_state import UnsharedState
-from trainer_agent.script.steps import JobSteps, telling
+from trainer_agent.own_loop.gradients import BUFFERS
+from trainer_agent.own_loop.job_steps import JobSteps, telling
 from trainer_agent.script.user_module import UserModule
 from trainer_agent.start_values.load import load_start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
 from trainer_agent.tables.files import StoredTable, write_tables
 from trainer_agent.tables.one_lane import OneLane
 from trireme import settings
+from trireme.plain.counted import Counted, count
 from trireme.plain.evaluations import Evaluations, evaluate
 from trireme.plain.minibatches import batch_of
 from trireme.plain.minibatches import epoch_minibatches as epoch_minibatches
@@ -140,16 +137,12 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     if spec.lanes != 1:
         raise InvalidArgument(f"plain training has one lane, the spec has {spec.lanes}", hint="set lanes=1")
     torch.set_num_threads(spec.threads_per_trainer)
-    table = count_records(spec.dataset, TaskSizes.of(spec), seed=spec.seed)
-    streams = Streams(TaskKind.TRAIN, table, 1, spec.seed, spec.shuffle, spec.minibatch_size)
-    epoch_plan = plan_of(spec, streams)
-    for event in news_of(spec, table, epoch_plan):
-        report(event.message)
-    with telling(lambda: JobSteps(epoch_plan.steps, spec.epochs)):
-        return _train(user, spec, table, report)
+    counted = count(spec, report)
+    with telling(lambda: JobSteps(counted.steps, spec.epochs)):
+        return _train(user, spec, counted, report)
 
 
-def _train(user: UserModule, spec: JobSpec, table: FileTable, report: Any) -> PlainResult:
+def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> PlainResult:
     device = device_of(spec.device, deterministic=spec.deterministic)
     model = checked_model(drawing(spec.seed, user.call, "model"))
     started = load_start_values(model, spec)
@@ -183,18 +176,24 @@ def _train(user: UserModule, spec: JobSpec, table: FileTable, report: Any) -> Pl
         parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
         for parameter in trained.values()
     ]
-    result, reader = PlainResult(model, optimizer, tables), open_dataset(spec.dataset, spec.seed)
-    progress = ProgressLines(spec, table.records, report)
-    watch = Watch(user.path, model)
-    evaluations = Evaluations(user, spec, table, device, report)
+    result, reader = (
+        PlainResult(model, optimizer, tables),
+        open_dataset(spec.dataset, spec.seed, report if spec.changed_files == "report" else None),
+    )
+    progress = ProgressLines(spec, counted.table.records, report)
+    watch, told_of_buffers = Watch(user.path, model), False
+    evaluations = Evaluations(user, spec, counted.steps, device, report)
     for epoch in range(spec.epochs):
         loss_sum, records, trained_records = 0.0, 0, 0
         sums: dict[str, Logged] = {}
-        for number, minibatch in enumerate(epoch_minibatches(spec, table, epoch, reader)):
+        for number, minibatch in enumerate(epoch_minibatches(spec, counted.table, epoch, reader)):
             seed_everything(step_seed(spec.seed, result.steps, 0) if result.steps else START_SEED)
             unshared.begin()
             guard.begin()
             unshared.check(user)
+            if user.loop is not None and user.loop.undone_buffer and not told_of_buffers:
+                told_of_buffers = True
+                report(BUFFERS.format(name=user.loop.undone_buffer))
             schedule.before_step(BeforeStep(epoch > 0 and number == 0, evaluations.plateau_value))
             seed_everything(step_seed(spec.seed, result.steps, 0))
             modes.set_training()
@@ -213,8 +212,7 @@ def _train(user: UserModule, spec: JobSpec, table: FileTable, report: Any) -> Pl
                 modes.check(user)
                 to_report = guard.reported(loss).detach().clone()
                 stepped = guard.run(loss)
-                if user.loop is not None:
-                    unshared.check(user)
+                unshared.check(user)
             rows = recorded.lane_rows(len(minibatch), guard.row_factor)
             error = _nonfinite(spec, to_report, trained, tables.gradients(rows)) if stepped else LeftOutError()
             if error is None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from master_service.core.queue.file_table import FileTable
 from master_service.core.queue.task_sizes import TaskSizes
 from master_service.storage.counting import count_records
 from shared.datasets.random_state import START_SEED, seed_everything, seeded
@@ -30,7 +29,10 @@ def evaluate(
     user: UserModule, spec: JobSpec, dataset: Dataset, model: nn.Module, device: torch.device
 ) -> dict[str, float]:
     """Task by task, as trainers do it, so the numbers are the same. The model's buffers stay as they are."""
-    reader, table = open_dataset(dataset, spec.seed), count_records(dataset, TaskSizes.evaluated(spec), seed=spec.seed)
+    reader, table = (
+        open_dataset(dataset, spec.seed),
+        count_records(dataset, TaskSizes.evaluated(spec), seed=spec.seed),
+    )
     size = spec.minibatch_size
     buffers = [buffer.clone() for buffer in model.buffers()]
     total = EvaluationSums()
@@ -69,9 +71,8 @@ class Evaluations:
     """While the model trains, as `evaluate_every`, `keep_best` and `stop_early` say. `stopped`: training ends here. `plateau_value`: see
     BeforeStep.metric, for the next step."""
 
-    def __init__(self, user: UserModule, spec: JobSpec, table: FileTable, device: torch.device, report: Any) -> None:
+    def __init__(self, user: UserModule, spec: JobSpec, per_epoch: int, device: torch.device, report: Any) -> None:
         self._user, self._spec, self._device, self._report = user, spec, device, report
-        per_epoch = sum(minibatches_in(table.locate(task).count, spec.minibatch_size) for task in range(table.tasks))
         self._per_epoch, self._steps = per_epoch, per_epoch * spec.epochs
         self._patience: Patience | None = None
         self.stopped = False

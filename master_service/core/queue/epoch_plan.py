@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from master_service.core.changes import Event
+from master_service.core.changes import Event, Fields
 from master_service.core.queue.file_table import FileTable
 from master_service.core.queue.streams import Streams
 from shared.records import EpochPlan, JobSpec, Mode
@@ -33,7 +33,11 @@ def news_of(spec: JobSpec, table: FileTable, plan: EpochPlan) -> Iterator[Event]
         )
         yield Event("records_left_out", message, {"records": plan.left_out})
     if sentence := short_steps(spec, table, plan):
-        fields = {"steps": plan.steps or 0, "records": plan.records, "global_batch_size": spec.global_batch_size}
+        fields: Fields = {
+            "steps": plan.steps or 0,
+            "records": plan.records,
+            "global_batch_size": spec.global_batch_size,
+        }
         yield Event("steps_are_short", sentence, fields)
 
 

@@ -17,6 +17,7 @@ from shared.records.job_spec.choices import (
     RENAMED,
     SNAPSHOT_BYTES,
     Backend,
+    ChangedFiles,
     Dispatch,
     EvaluateEvery,
     JobTask,
@@ -31,6 +32,7 @@ from shared.records.job_spec.choices import (
 )
 from shared.records.job_spec.combinations import check_evaluations, check_mode, check_start_values
 from shared.records.job_spec.rates import check_rates, lr_factor
+from shared.records.job_spec.sizes import check_sizes
 from shared.records.job_spec.strategy import check_strategy
 from shared.records.record import Record
 from shared.trackers import MAX_TRACKERS, Tracker
@@ -160,6 +162,7 @@ class JobSettings(Record):
     max_task_failures: int = Field(default=3, ge=1, lt=2**63)
     max_discarded_fraction: float = Field(default=0.01, ge=0, le=1)
     max_user_failures: int = Field(default=3, ge=1, lt=2**63)
+    changed_files: ChangedFiles = "fail"
     checkpoint_every_steps: int | None = Field(default=None, ge=1, lt=2**63)
     checkpoint_every_epochs: int | None = Field(default=1, ge=1, lt=2**63)
     keep_checkpoints: int = Field(default=2, ge=1, le=100)
@@ -288,22 +291,7 @@ class JobSettings(Record):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         check_strategy(self)
-        if self.lanes & (self.lanes - 1):
-            below = 1 << (self.lanes.bit_length() - 1)
-            msg = f"lanes must be a power of two, got {self.lanes}; use {below} or {below * 2}"
-            raise ValueError(msg)
-        if self.mode is Mode.SYNC and self.global_batch_size < self.lanes:
-            msg = f"global_batch_size {self.global_batch_size} is less than lanes {self.lanes}: every lane needs a record; lower lanes"
-            raise ValueError(msg)
-        if self.mode is Mode.SYNC and self.global_batch_size % self.lanes:
-            msg = f"global_batch_size {self.global_batch_size} is not a multiple of lanes {self.lanes}: lanes take equal shares"
-            raise ValueError(msg)
-        if self.drop_last and self.records_per_task is not None and self.records_per_task % self.minibatch_size:
-            msg = (
-                f"drop_last is set, and records_per_task {self.records_per_task} is not a multiple of the {self.minibatch_size} records of a "
-                "minibatch, so each task would lose some; leave records_per_task out, or give a multiple"
-            )
-            raise ValueError(msg)
+        check_sizes(self.mode, self.lanes, self.global_batch_size, self.records_per_task, drop_last=self.drop_last)
         check_mode(self)
         check_evaluations(self)
         check_rates(self.lr_scale, self.lr_base_batch_size)

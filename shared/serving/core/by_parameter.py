@@ -8,6 +8,7 @@ The optimizer's state is one vector for the block, as elsewhere, and parts are v
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,10 +36,9 @@ class ByParameter(BlockOptimizer):
             for start, count in parts
             for first in range(start, start + count, most)
         ]
-        ends = [0, *(end for start, count in parts for end in (start, start + count)), values.numel()]
-        self._gaps = [
-            slice(*ends[place : place + 2]) for place in range(0, len(ends), 2) if ends[place] < ends[place + 1]
-        ]
+        ends = [0, *(end for each in self._slices for end in (each.start, each.stop)), values.numel()]
+        self._sizes = [end - start for start, end in pairwise(ends)]  # a gap, a part, a gap ...
+        self._gaps = [place for place in range(0, len(self._sizes), 2) if self._sizes[place]]
         self._parameters = [torch.nn.Parameter(values[each]) for each in self._slices]
         self._vectors: dict[str, torch.Tensor] = {}
         super().__init__(name, chosen, values, self._parameters)
@@ -46,7 +46,7 @@ class ByParameter(BlockOptimizer):
     def only_reads(self, options: Options) -> bool:
         if options != self._options:
             self._take(options)
-        return self._direct is not None and has_state(self.torch_optimizer, self._states()[0])
+        return self._direct is not None and has_state(self.torch_optimizer, self._state_of(0))
 
     def step_into(self, out: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor, options: Options) -> None:
         if not self.only_reads(options):
@@ -54,17 +54,19 @@ class ByParameter(BlockOptimizer):
             self.step(out, gradient, options)
             return
         assert self._direct is not None
+        states = [self.torch_optimizer.state[parameter] for parameter in self._parameters]
+        outs, before, gradients = (vector.split_with_sizes(self._sizes) for vector in (out, values, gradient))
         with torch.no_grad():
             for gap in self._gaps:
-                out[gap] = values[gap]
-            for part, state in zip(self._slices, self._states(), strict=True):
-                self._direct(out[part], values[part], gradient[part], state)
+                outs[gap].copy_(before[gap])
+            self._direct(outs[1::2], before[1::2], gradients[1::2], states)
 
     def step(self, values: torch.Tensor, gradient: torch.Tensor, options: Options) -> None:
         if options != self._options:
             self._take(options)
-        for part, parameter in zip(self._slices, self._parameters, strict=True):
-            parameter.data, parameter.grad = values[part], gradient[part]
+        parts = (vector.split_with_sizes(self._sizes)[1::2] for vector in (values, gradient))
+        for parameter, own, slope in zip(self._parameters, *parts, strict=True):
+            parameter.data, parameter.grad = own, slope
         with torch.no_grad():
             self._unhooked(self.torch_optimizer)
         for parameter in self._parameters:
@@ -75,7 +77,7 @@ class ByParameter(BlockOptimizer):
     def state(self) -> dict[str, torch.Tensor]:
         if not self._vectors:
             self._gather()
-        numbers = {name: value for name, value in self._states()[0].items() if not value.dim()}
+        numbers = {name: value for name, value in self._state_of(0).items() if not value.dim()}
         return {**numbers, **self._vectors}
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
@@ -84,20 +86,16 @@ class ByParameter(BlockOptimizer):
             own = {name: value[part] if value.dim() else value.clone() for name, value in state.items()}
             self.torch_optimizer.state[parameter] = {**self.torch_optimizer.state.get(parameter, {}), **own}
 
-    def _states(self) -> list[dict[str, torch.Tensor]]:
-        """Of each part."""
-        found: list[dict[str, Any]] = [self.torch_optimizer.state.get(each, {}) for each in self._parameters]
-        return [{name: value for name, value in each.items() if value is not None} for each in found]
+    def _state_of(self, part: int) -> dict[str, torch.Tensor]:
+        found: dict[str, Any] = self.torch_optimizer.state.get(self._parameters[part], {})
+        return {name: value for name, value in found.items() if value is not None}
 
     def _gather(self) -> None:
         """torch has made the state of each part: it moves into vectors."""
-        states = self._states()
-        whole = {}
-        for name, first in states[0].items():
+        for name, first in self._state_of(0).items():
             if first.dim():
-                whole[name] = torch.zeros(self._parameter.numel(), dtype=first.dtype)
-                for part, state in zip(self._slices, states, strict=True):
-                    whole[name][part] = state[name]
-        self._vectors = whole
-        for part, parameter in zip(self._slices, self._parameters, strict=True):
-            self.torch_optimizer.state[parameter].update({name: vector[part] for name, vector in whole.items()})
+                self._vectors[name] = torch.zeros(self._parameter.numel(), dtype=first.dtype)
+                for part, parameter in zip(self._slices, self._parameters, strict=True):
+                    state = self.torch_optimizer.state[parameter]
+                    self._vectors[name][part] = state[name]
+                    state[name] = self._vectors[name][part]

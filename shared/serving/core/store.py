@@ -67,8 +67,7 @@ class Store:
         self.pool = pool or BufferPool()
         self.blocks: dict[int, BlockState] = {}
         self.history = History(header.record, self.lanes)
-        self.ledger = Ledger(0)
-        self.schedules = ScheduleStates(header.record.schedules)
+        self.ledger, self.schedules = Ledger(0), ScheduleStates(header.record.schedules)
         self.parameters_in_use = ParametersInUse()
         self.skipped, self.changes, self.name = 0, 0, ""
         self.slots: SlotMap | None = None

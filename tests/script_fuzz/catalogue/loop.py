@@ -34,6 +34,7 @@ LOOP = [
         head="scaler = torch.amp.GradScaler('cpu', init_scale=4.0)",
         returns="scaler.scale(value)",
         between="scaler.unscale_(opt)",
+        after="scaler.update()",
     ),
     Mutation("never set to zero", ("zero_grad",), zero="pass"),
     Mutation("set to zero now and then", ("zero_grad",), zero="opt.zero_grad() if step % 2 == 0 else None"),

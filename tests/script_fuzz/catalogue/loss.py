@@ -110,7 +110,10 @@ LOSS = [
         "per sample",
         loss="g = torch.func.vmap(lambda row: model.first(row).tanh().sum())(batch['x'])\nvalue = value + 0.01 * g.pow(2).mean()",
     ),
-    Mutation("the batch changed in place", loss="batch['x'].mul_(0.5)\nbatch['y'].zero_()\nbatch['more'] = 1"),
+    Mutation(
+        "the batch changed in place",
+        loss="value = F.cross_entropy(model(batch['x'].mul_(0.5)), batch.pop('y'))\nbatch['more'] = 1",
+    ),
     Mutation(
         "the batch doubled",
         loss="value = F.cross_entropy(torch.cat([out, model(-batch['x'])]), torch.cat([batch['y'], batch['y']]))",
@@ -122,17 +125,17 @@ LOSS = [
     Mutation("hooks that come later", loss=waits("model.first.weight.register_hook(lambda g: g * 0.5)")),
     Mutation(
         "hooks behind gradients",
-        build="m.first.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5) and None)",
+        build="m.first.weight.register_post_accumulate_grad_hook(lambda p: [p.grad.mul_(0.5)] and None)",
     ),
     Mutation(
         "hooks behind gradients, later",
         ("hook",),
-        loss=waits("model.first.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5) and None)"),
+        loss=waits("model.first.weight.register_post_accumulate_grad_hook(lambda p: [p.grad.mul_(0.5)] and None)"),
     ),
     Mutation(
         "a parameter changed in backward",
         ("first.weight",),
-        loss=waits("model.last.weight.register_hook(lambda g: model.first.weight.data.mul_(0.5) and None)"),
+        loss=waits("model.last.weight.register_hook(lambda g: [model.first.weight.data.mul_(0.5)] and None)"),
     ),
     Mutation(
         "hooks of modules",
@@ -193,7 +196,7 @@ LOSS = [
     ),
     Mutation(
         "parameters tied at a step",
-        ("last.weight", "parameters are others", "first"),
+        ("twin.weight", "parameters are others"),
         init="self.twin = nn.Linear(5, 8)",
         forward="h = h + self.twin(x)",
         loss=waits("model.twin.weight = model.first.weight\nvalue = F.cross_entropy(model(batch['x']), batch['y'])"),
@@ -220,7 +223,7 @@ LOSS = [
     Mutation(
         "set by vector_to_parameters",
         ("first.", "last."),
-        loss=waits("nn.utils.vector_to_parameters(torch.full((67,), 0.1), model.parameters())"),
+        loss=waits("nn.utils.vector_to_parameters(torch.full((75,), 0.1), model.parameters())"),
     ),
     Mutation("rounded at a step", ("first.", "last.", "dtype"), loss=waits("model.half().float()")),
     Mutation(

@@ -221,7 +221,7 @@ def test_a_later_value_that_does_not_fit_names_column_value_file_and_record(
     tmp_path, monkeypatch, name, first, late, told
 ):
     """The job's first records decide; in whatever task the value is, the others keep their dtype."""
-    monkeypatch.setattr("shared.datasets.csv_columns.SAMPLE_RECORDS", 2)
+    monkeypatch.setattr("shared.storage.csv_columns.SAMPLE_RECORDS", 2)
     monkeypatch.setattr("trainer_agent.data.lines.SAMPLE_RECORDS", 2)
     path = tmp_path / "x"
     dataset = WRITERS[name](path, [first, first, first, first, "late", first])

@@ -39,6 +39,19 @@ async def test_a_file_that_is_replaced_while_the_job_runs_ends_it_by_name(tmp_pa
     assert not discarded
 
 
+@pytest.mark.parametrize("mode", [Mode.SYNC, Mode.ASYNC])
+async def test_a_job_that_only_reports_trains_it_and_tells_once(tmp_path, mode):
+    script = write_script(tmp_path, f"reporting_{mode}".lower(), loss=REPLACING.replace("NAME", "x"))
+    spec = spec_for(script, epochs=4, mode=mode, changed_files="report")
+    async with cluster(spec, 1) as made:
+        state = await made.ended()
+        told = [event.message for event in made.master.job.events.after(0, 1000) if event.name == "warning"]
+    assert (state.phase, state.result.trained_records) == (Phase.COMPLETED, 4 * RECORDS)
+    assert len(told) == 1
+    assert re.search(TOLD, told[0])
+    assert "changed_files" in told[0]
+
+
 async def test_a_trainer_that_comes_after_the_replacement_refuses_it_too(tmp_path):
     script = write_script(tmp_path, "later")
     async with cluster(spec_for(script), 0) as made:

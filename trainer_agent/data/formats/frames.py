@@ -11,11 +11,11 @@ from threading import Lock
 from typing import BinaryIO, TypeVar
 
 from shared.datasets import record_io, tf_record
-from shared.datasets.first_records import from_first_file
 from shared.errors import DatasetError
 from shared.records.datasets import RecordIO, TFRecord
 from shared.storage import files
 from shared.storage.compressed import Decompressed, scanning
+from shared.storage.dataset_files import from_first_file
 from trainer_agent.data.column_types import ColumnTypes
 from trainer_agent.data.formats.tf_example import example
 from trainer_agent.data.reader import too_short

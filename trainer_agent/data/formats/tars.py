@@ -10,12 +10,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from shared.datasets.first_records import from_first_file
 from shared.datasets.tar_records import Member, TarRecord, records
 from shared.errors import DatasetError
 from shared.records.datasets import WebDataset
 from shared.storage import files
 from shared.storage.compressed import Decompressed, scanning
+from shared.storage.dataset_files import from_first_file
 from trainer_agent.data.column_types import ColumnTypes
 from trainer_agent.data.formats import images
 from trainer_agent.data.formats.frames import chosen

@@ -34,14 +34,13 @@ class PushSchedule:
             self._begun, self._options = known.number, LaneZero(options=known.options)
         self._known, told = (), self._begun
         while self._begun < number:
-            before, self._begun = BeforeStep(epoch_ended=self._begun >= 0), self._begun + 1
-            if self._begun < number:
-                self._compute.skip_step(before)
-                if self._begun % STEPS_AT_ONCE == 0:
-                    await asyncio.sleep(0)
-            else:
-                state = self._compute.begin_step(before).model_copy(update={"number": number})
+            before = BeforeStep(epoch_ended=self._begun >= 0, is_own=self._begun + 1 == number)
+            state = self._compute.begin_step(before)
+            self._begun += 1
+            if self._begun == number:
                 self._options = LaneZero(options=state.options)
                 if told // STATE_EVERY < number // STATE_EVERY:
-                    return state
+                    return state.model_copy(update={"number": number})
+            elif self._begun % STEPS_AT_ONCE == 0:
+                await asyncio.sleep(0)
         return self._options

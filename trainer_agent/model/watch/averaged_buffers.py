@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
-from shared.blocks.buffer_mean import bits_of
+from shared.blocks.buffer_mean import bits_of, is_statistic
 from trainer_agent.model.flat import Plan, Vector
 from trainer_agent.model.watch.unshared_state import FIRST_LOOKS, LOOK_EVERY
 
-STATISTICS = ("running_mean", "running_var")  # layers that are written like BatchNorm
 WARNING = (
     "the buffer {name} differs between lanes, and a step takes its mean over the lanes, weighted by their records. That is right for running "
     "means. If it holds rows or values that must stay as they are (a queue, a codebook, a hidden state), set lanes=1, keep such values in an "
@@ -79,7 +77,7 @@ class AveragedBuffers:
 
 def _is_statistic(model: nn.Module, name: str) -> bool:
     path, _, own = name.rpartition(".")
-    return own in STATISTICS or isinstance(model.get_submodule(path), _NormBase)
+    return is_statistic(model.get_submodule(path), own)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

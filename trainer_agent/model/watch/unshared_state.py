@@ -11,17 +11,18 @@ in-place operations or in the address. Those through `.data` show in a digest, w
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from shared.blocks.buffer_mean import bits_of
 from shared.records.layout import MOST_CONSTANTS, Constant
-from trainer_agent.model.flat import Plan, dense_stride
+from trainer_agent.model.flat import Plan, Vector, dense_stride
 from trainer_agent.model.optimizer.watched import OptimizerWatch
 from trainer_agent.model.watch.backward_guard import UserCode
 from trainer_agent.model.watch.kept_model import KeptModel
+from trainer_agent.model.watch.samples import Samples
 
 FIRST_LOOKS, LOOK_EVERY = 3, 64  # minibatches whose digests are compared
 
@@ -59,18 +60,23 @@ class UnsharedState:
         self._model = model
         self._seen = dict.fromkeys(self._constants, (-1, -1))
         self._minibatches, self.looks = 0, False
+        self._samples = Samples(plan)
+        self._sampled: Sequence[torch.Tensor] = ()
+        self._vector: Vector | None = None
+        self._frozen: dict[str, int] = {}  # digests of those that nobody steps, at the first look
         self._kept = KeptModel(model)
         self._before: list[tuple[int, int]] = []
         self._digests: list[int] = []
 
-    def begin(self, *, again: bool = False) -> None:
-        """`again`: of the minibatch that has begun already."""
+    def begin(self, vector: Vector | None = None, *, again: bool = False) -> None:
+        """`vector`: the parameters in use, in host memory; None: they lie anywhere. `again`: of the minibatch that has begun already."""
         self._optimizer.begin()
         if not again:
             self.looks = self._minibatches < FIRST_LOOKS or self.looks_next
             self._minibatches += 1
         self._before = self._marks()
         self._digests = self._look() if self.looks else []
+        self._vector, self._sampled = vector, self._sample(vector)
 
     @property
     def looks_next(self) -> bool:
@@ -79,19 +85,21 @@ class UnsharedState:
 
     def change(self) -> str:
         """What was done, or "" if nothing was changed."""
-        for (name, _), before, after in zip(self._parameters, self._before, self._marks(), strict=True):
-            if before != after:
+        for (name, _), marked, now in zip(self._parameters, self._before, self._marks(), strict=True):
+            if marked != now:
                 return self._of_parameter(name)
         for (name, _), old, new in zip(
             self._parameters, self._digests, self._look() if self._digests else [], strict=False
         ):
-            if old != new:
+            if old != new or self._frozen.get(name, new) != new:
                 return self._of_parameter(name)
+        if name := self._samples.changed(self._sampled, self._sample(self._vector)):
+            return self._of_parameter(name)
         for (full_name, module, name), kind in zip(self._shared, self._kinds, strict=True):
             buffer = getattr(module, name, None)
             if not isinstance(buffer, torch.Tensor) or (buffer.dtype, buffer.shape) != kind:
-                after = _told(*_kind(buffer)) if isinstance(buffer, torch.Tensor) else "no tensor"
-                return RESHAPED.format(name=full_name, before=_told(*kind), after=after)
+                found = _told(*_kind(buffer)) if isinstance(buffer, torch.Tensor) else "no tensor"
+                return RESHAPED.format(name=full_name, before=_told(*kind), after=found)
         for name, constant in self._constants.items():
             module, own = _home(self._model, name)
             buffer = getattr(module, own, None)
@@ -121,7 +129,17 @@ class UnsharedState:
 
     def _look(self) -> list[int]:
         found = [digest(parameter) for _, parameter in self._parameters]
-        return [int(number) for number in torch.stack(found).tolist()] if found else []
+        digests = [int(number) for number in torch.stack(found).tolist()] if found else []
+        if not self._frozen:
+            named = zip(self._parameters, digests, strict=True)
+            self._frozen = {name: number for (name, _), number in named if name not in self._trained}
+        return digests
+
+    def _sample(self, vector: Vector | None) -> list[torch.Tensor]:
+        if vector is not None:
+            return self._samples.of_vector(vector)
+        on_host = all(parameter.is_cpu for _, parameter in self._parameters)  # a GPU would be waited for
+        return self._samples.of_parameters(dict(self._parameters)) if on_host else []
 
     def _of_parameter(self, name: str) -> str:
         return (PARAMETER if name in self._trained else FROZEN).format(name=name)

@@ -164,7 +164,7 @@ class GoingBack:
     def __init__(self, back: dict[int, int], *, torn: bool) -> None:
         self._back, self._torn = dict(back), torn
         self._timeline, self._origin, self._next, self._looks = 0, 0, 0, 0
-        self._keeper = SeriesKeeper(None, 1, origin=lambda: Origin(self._timeline, self._origin))
+        self._keeper = SeriesKeeper(None, 1, origin=lambda: Origin(self._timeline, self._origin, None))
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[command.Found]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, BinaryIO
@@ -19,7 +18,6 @@ import pyarrow as pa
 from pyarrow import compute
 from pyarrow import csv as arrow_csv
 
-from shared.datasets.first_records import from_first_file
 from shared.datasets.line_scan import data_start
 from shared.datasets.numbers import Misfit, check_float32, dtype_of_numbers, shown
 from shared.datasets.raw_records import RawRecords, read_raw
@@ -27,6 +25,7 @@ from shared.errors import DatasetError
 from shared.records.datasets import Csv
 from shared.storage import files
 from shared.storage.compressed import scanning
+from shared.storage.dataset_files import from_first_file
 
 SAMPLE_RECORDS = 10_000
 _TYPES = {
@@ -156,7 +155,7 @@ class CsvColumns:
         raw: RawRecords,
         names: tuple[str, ...],
         types: dict[str, pa.DataType],
-        chosen: Iterable[str],
+        chosen: tuple[str, ...],
         *,
         nulls: bool = False,
     ) -> pa.Table:
@@ -170,7 +169,7 @@ class CsvColumns:
             ),
             parse_options=arrow_csv.ParseOptions(delimiter=self._dataset.delimiter, newlines_in_values=True),
             convert_options=arrow_csv.ConvertOptions(
-                column_types=types, include_columns=list(chosen), strings_can_be_null=nulls
+                column_types=types, include_columns=[] if chosen == names else list(chosen), strings_can_be_null=nulls
             ),
         )
         if table.num_rows != len(raw):
