@@ -23,6 +23,7 @@ from shared.runtime import begun, ids, telemetry
 from trainer_agent.data import Blaming, Shard, minibatch_in, open_dataset
 from trainer_agent.data.drawing import EVALUATION, reading
 from trainer_agent.data.order import Indices, record_order
+from trainer_agent.data.reader import blaming
 from trainer_agent.model.compute import Records
 from trainer_agent.script.tracebacks import traceback_of
 from trainer_agent.tasks.master import MasterPort, failure_of
@@ -198,9 +199,11 @@ class TaskSource:
         return reader
 
     def _load(self, task: Task) -> LoadedTask:
-        shard = self._read(task)
-        if self._by_columns:
-            shard.keep_columns()
+        with begun.at(BegunWork.of(task).to_bytes()):
+            shard = self._read(task)
+            if self._by_columns:
+                with blaming(task.file, task.first, task.count):
+                    shard.keep_columns()
         if not self.spec.shuffle or task.kind != "TRAIN":
             return LoadedTask(task, shard)
         number = int(task.task_id.rpartition("-")[2])
@@ -209,7 +212,7 @@ class TaskSource:
     def _read(self, task: Task) -> Shard:
         evaluates = task.kind in ("EVALUATE", "VALIDATE")
         reader = self._reader(held_out=evaluates and self.spec.evaluation_dataset is not None)
-        with reading(EVALUATION if evaluates else task.epoch), begun.at(BegunWork.of(task).to_bytes()):
+        with reading(EVALUATION if evaluates else task.epoch):
             return reader.read(task.file, task.first, task.count, task.offset, task.stamp)
 
     def minibatch(self, loaded: LoadedTask, number: int) -> Records:
