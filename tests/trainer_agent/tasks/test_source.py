@@ -33,6 +33,13 @@ class Failing:
         return [{"n": first + number} for number in range(count)]
 
 
+class Hearing:
+    """A master that is told what tasks wait for."""
+
+    async def report_progress(self, task_id: str, _: Any) -> None:
+        assert task_id == TASK.task_id
+
+
 def source(threads: list[str]) -> TaskSource:
     async def run(name: str, work: Any, *arguments: Any) -> Any:
         threads.append(name)
@@ -41,7 +48,7 @@ def source(threads: list[str]) -> TaskSource:
     spec = SPEC.model_copy(update={"dataset": Custom("part-0", reader=f"{__name__}:Failing")})
     return TaskSource(
         spec,
-        None,  # type: ignore[arg-type]  nothing is asked or reported
+        Hearing(),  # type: ignore[arg-type]  nothing else is asked or reported
         "t",
         lambda work, *arguments: run("reading", work, *arguments),
         lambda work, *arguments: run("computing", work, *arguments),
