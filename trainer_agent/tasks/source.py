@@ -131,13 +131,13 @@ class TaskSource:
                 error.details["traceback"] = traceback_of(error.__cause__, Path(self.spec.script).parent)
             raise TaskFailed(task, error) from error
 
-    def make_datasets(self) -> None:
+    async def make_datasets(self) -> None:
         """Make the objects of the script's code (what `dataset()` gives) before this trainer is a member: that may take minutes, and keep the
-        interpreter, so that no lease could be renewed. What fails is told with the first task. Blocks."""
+        interpreter, so that no lease could be renewed. What fails is told with the first task."""
         for kind, dataset in (("TRAIN", self.spec.dataset), ("EVALUATE", self.spec.evaluation_dataset)):
             if isinstance(dataset, MapStyle | IterableStyle):
                 with contextlib.suppress(TriremeError):
-                    self._reader(kind).read(dataset.reader, 0, 0)  # no record, but the object is made
+                    await self.offload(lambda: self._reader(kind).read(dataset.reader, 0, 0))  # noqa: B023  awaited here
 
     def _reader(self, kind: str) -> Reader:
         """Raises DatasetError."""
