@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from master_service.core.queue.file_table import FileTable, TableFile
+from master_service.core.queue.task_sizes import TaskSizes
 from master_service.masterless.dispatcher import Dispatcher
 from shared.errors import TriremeError
 from shared.etcd import connect
@@ -32,11 +33,12 @@ KEYS = Keys("bench")
 class NoFiles:
     """A dataset without files."""
 
-    async def count(self, source: Dataset, task_records: int) -> FileTable:
+    async def count(self, source: Dataset, sizes: TaskSizes) -> FileTable:
+        task_records = sizes.choose([TASKS * sizes.minibatch])
         return FileTable((TableFile(source.urls[0], TASKS * task_records),), task_records, "digest")
 
     async def load_table(self, _: str) -> FileTable:
-        return await self.count(TextLines("none"), 1)
+        return await self.count(TextLines("none"), TaskSizes(1, fixed=1))
 
 
 def spec_of(dispatch: Dispatch, folder: str) -> JobSpec:

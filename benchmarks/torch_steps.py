@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.measurements import Memory
+from master_service.core.queue.task_sizes import TaskSizes
 from master_service.storage.counting import count_records
 from shared.runtime import clock, malloc
 from trainer_agent.data import Minibatch, default_collate
@@ -42,7 +43,7 @@ def batches_of(user: UserModule, batch: int, rank: int, ranks: int, most: int | 
     """This rank's shares of the first global batches, at most so many, collated. None: of a whole epoch, as often as all ranks have one."""
     spec = plain_spec(user, {"global_batch_size": batch // ranks})
     minibatches = list(
-        islice(epoch_minibatches(spec, count_records(spec.dataset, spec.task_records), 0), most and most * ranks)
+        islice(epoch_minibatches(spec, count_records(spec.dataset, TaskSizes.of(spec)), 0), most and most * ranks)
     )
     return [_collated(user, share) for share in minibatches[rank : len(minibatches) // ranks * ranks : ranks]]
 
@@ -79,7 +80,7 @@ def evaluated(user: UserModule, model: nn.Module, batch: int) -> dict[str, float
     model.eval()
     sums: Counter[str] = Counter()
     with torch.no_grad():
-        for minibatch in epoch_minibatches(spec, count_records(spec.dataset, spec.task_records), 0):
+        for minibatch in epoch_minibatches(spec, count_records(spec.dataset, TaskSizes.of(spec)), 0):
             sums.update(
                 {name: float(each) for name, each in user.call("evaluate", model, _collated(user, minibatch)).items()}
             )

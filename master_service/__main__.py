@@ -23,6 +23,7 @@ from master_service.storage.job_storage import FileStorage
 from shared.errors import InvalidArgument
 from shared.etcd import Etcd
 from shared.keys import ClusterKeys, Keys
+from shared.membership.hash_seed import fix_hash_seed
 from shared.membership.local_script import LocalScripts
 from shared.membership.settings import CONFIGURATION
 from shared.records import Dispatch, JobSpec
@@ -120,4 +121,5 @@ def _read_spec(path: Path) -> JobSpec:
 
 
 if __name__ == "__main__":
+    fix_hash_seed()
     sys.exit(main())

@@ -12,7 +12,7 @@ from shared.records.job_spec import JobSpec
 FREE = frozenset(
     {
         "trainers", "pservers", "sources", "lease_ttl_s", "join_window_s", "stragglers", "rebalance_s", "straggler_factor",
-        "task_timeout_floor_s", "task_timeout_ceiling_s", "max_task_failures", "max_discarded_fraction", "max_user_failures",
+        "task_timeout_floor_s", "task_timeout_ceiling_s", "max_task_failures", "max_discarded_fraction", "max_user_failures", "changed_files",
         "checkpoint_every_steps", "checkpoint_every_epochs", "checkpoint_every_seconds", "keep_checkpoints",
         "deltas_per_base", "snapshot_bytes", "checkpoint_checksum", "skip_after_seconds", "recovery_timeout_s", "grad_norm_every", "pre_tasks", "post_tasks",
         "trackers", "strategy", "min_members", "exchange", "backend", "reduction", "bucket_bytes", "restart_policy", "restart_delay_s",
@@ -28,7 +28,7 @@ _PLACE = "the job's queue and checkpoints are there"
 FIXED = {
     **dict.fromkeys(
         (
-            "dataset", "mode", "global_batch_size", "lanes", "seed", "records_per_task", "push_every", "pull_every",
+            "dataset", "mode", "global_batch_size", "lanes", "seed", "records_per_task", "drop_last", "push_every", "pull_every",
             "clip_grad_norm", "clip_lane_norm", "on_nonfinite", "threads_per_trainer", "device", "deterministic", "shuffle",
             "lr_staleness_modulation", "max_staleness", "lr_scale", "lr_base_batch_size", "precision", "schedule_per", "plateau_metric", "gradient_dtype", "parameter_dtype", "error_feedback",
         ),

@@ -10,7 +10,6 @@ master, a msgpack map at the parameter servers); `from_code` turns it back into 
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections.abc import Iterator
 from typing import Any, ClassVar, TypeVar
@@ -213,24 +212,16 @@ class StorageUnreachable(PeerError):
     code = "STORAGE_UNREACHABLE"
 
 
+class ResourceExhausted(PeerError):
+    """A machine has no descriptor, memory or disk space left for this, or its disk fails: somebody there must act."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+
 class DeadlineExceeded(PeerError):
     """A wait reached its time limit; the message says what it waited for."""
 
     code, status = "DEADLINE_EXCEEDED", 504
-
-
-# errno of an OSError that the machine, the network or the storage causes, whatever record is read
-_OF_THE_ENVIRONMENT = frozenset({
-    errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT,
-    errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH,
-    errno.EHOSTDOWN, errno.ENOTCONN, errno.EPIPE, errno.EAGAIN, errno.ENODEV, errno.ENXIO,
-})  # fmt: skip
-
-
-def is_of_the_environment(error: BaseException) -> bool:
-    """Whether `error`, met while records were read, says nothing about those records: the storage does not answer, or the process has
-    run out of file descriptors. Errors of decoders (an OSError without a number) and missing files are the data's."""
-    return isinstance(error, PeerError) or (isinstance(error, OSError) and error.errno in _OF_THE_ENVIRONMENT)
 
 
 def is_interrupt(error: BaseException) -> bool:

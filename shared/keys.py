@@ -8,6 +8,7 @@
     job/checkpoint          CheckpointRequest -        master                        lock
     job/evaluation          EvaluationStatus -         master                        lock; members follow it
     evaluations/<number>    Evaluation      -          master                        lock: what evaluations while training gave
+    job/plan                EpochPlan       -          master                        lock; members follow it
     job/migration           Migration       -          master                        lock; parameter servers follow it
     job/given               GivenNumbers    -          master                        lock: the numbers of members in the spec that masters are given
     operations/<id>         Operation       -          master                        lock
@@ -90,6 +91,7 @@ class Keys:
     failures = _Key("job/failures")
     checkpoint_request = _Key("job/checkpoint")  # members follow it: trainers carry the request into a version
     evaluation_status = _Key("job/evaluation")  # members follow it
+    plan = _Key("job/plan")  # members follow it
     migration = _Key("job/migration")
     given = _Key("job/given")
     operations = _Key("operations/")

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from shared.membership.hash_seed import fix_hash_seed
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer_agent", description="One trainer of a Trireme job.")
@@ -42,4 +44,5 @@ def _train() -> int:
 
 
 if __name__ == "__main__":
+    fix_hash_seed()
     sys.exit(main())

@@ -10,7 +10,14 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from shared.errors import InvalidArgument, LayoutMismatch, TriremeError, UserCodeError
+from shared.errors import (
+    InvalidArgument,
+    LayoutMismatch,
+    ResourceExhausted,
+    StorageUnreachable,
+    TriremeError,
+    UserCodeError,
+)
 from shared.etcd import Etcd
 from shared.membership.directory import Directory
 from shared.records import JobSpec, Mode, Phase, Task, TrainerMember
@@ -81,7 +88,7 @@ class Agent:
         self._reports = reports = Reports(
             master, member.trainer, self._held, self._pace, progress_every_s(spec.task_timeout_floor_s)
         )
-        source = TaskSource(spec, master, member.trainer, offload, alone)
+        source = TaskSource(spec, master, member.trainer, offload, alone, reports.warn, by_columns=compute.by_columns)
         transfer: Transfer
         self.collective: CollectiveMember | None = None
         if collective is not None:
@@ -206,7 +213,7 @@ class Agent:
                 if self._duty() is Duty.LEAVE:
                     break
                 await self._directory.changed(self._directory.revision, LOOK_S)
-        except (InvalidArgument, UserCodeError, LayoutMismatch) as error:
+        except (InvalidArgument, UserCodeError, LayoutMismatch, ResourceExhausted, StorageUnreachable) as error:
             await self._report(error)
             raise
         state = self._directory.state

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from shared import etcd as etcd_client
-from shared.errors import CallerError, DeadlineExceeded, InvalidArgument, TriremeError
+from shared.errors import CallerError, DeadlineExceeded, InvalidArgument, NotReady, TriremeError
 from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.membership.local_script import LocalScripts
@@ -36,6 +36,7 @@ from trainer_agent.membership.initialise import followed
 from trainer_agent.membership.life import Life
 from trainer_agent.model.devices import number_of
 from trainer_agent.model.torch_compute import TorchCompute
+from trainer_agent.own_loop.job_steps import JobSteps, telling
 from trainer_agent.script.user_module import load
 from trainer_agent.settings import Settings
 from trainer_agent.status_pages import StatusPages
@@ -151,6 +152,12 @@ async def _train(
 ) -> int:
     spec = followed(spec, context.directory.layout)
     computing = stack.enter_context(ThreadPoolExecutor(1, "compute"))
+    loop = asyncio.get_running_loop()
+
+    def find_steps() -> JobSteps:  # in a thread of the script
+        return asyncio.run_coroutine_threadsafe(steps_of(context.directory), loop).result()
+
+    stack.enter_context(telling(find_steps))
     reading = stack.enter_context(ThreadPoolExecutor(READER_THREADS, "read"))
     try:
         scripts = LocalScripts(context.etcd, settings.root, settings.sources)
@@ -212,6 +219,15 @@ async def _train(
         context.directory.observers.append(lambda: connections.follow(context.directory))
     pages.agent = agent
     return await agent.run()
+
+
+async def steps_of(directory: Directory) -> JobSteps:
+    """What the job makes, as soon as its dataset is counted. Raises NotReady if that cannot be known any more."""
+    while directory.plan is None or directory.spec is None:
+        if directory.known_state.phase.final:
+            raise NotReady("the job has ended before its dataset was counted")
+        await directory.changed(directory.revision, NEW_SPEC_S)
+    return JobSteps(directory.plan.steps, directory.spec.epochs)
 
 
 async def find_script(directory: Directory, scripts: LocalScripts) -> Path:

@@ -1,4 +1,4 @@
-"""What a user's script imports: `trireme.Config`, `trireme.data`, `trireme.nn` (embedding tables), `trireme.optim`, `trireme.log`, `trireme.train`, and for a loop of
+"""What a user's script imports: `trireme.Config`, `trireme.data`, `trireme.nn` (embedding tables), `trireme.optim`, `trireme.log`, `trireme.train`, `trireme.total_steps`, and for a loop of
 its own `trireme.prepare` and `trireme.backward`, or `trireme.CollectiveCommunicator`; for programs and notebooks `trireme.run`. The import loads neither torch nor pydantic."""
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from trireme.config import Config, ConfigError
 if TYPE_CHECKING:
     from shared.logged_metrics import log as log
     from shared.logged_metrics import log_metrics as log_metrics
+    from trainer_agent.own_loop.job_steps import steps_per_epoch as steps_per_epoch
+    from trainer_agent.own_loop.job_steps import total_steps as total_steps
     from trireme import data as data
     from trireme import nn as nn
     from trireme import optim as optim
@@ -52,6 +54,8 @@ __all__ = [
     "optim",
     "prepare",
     "run",
+    "steps_per_epoch",
+    "total_steps",
     "train",
 ]
 
@@ -70,6 +74,8 @@ _HOMES = {
     "log_metrics": "shared.logged_metrics",
     "prepare": "trireme.loop",
     "run": "trireme.background.run",
+    "steps_per_epoch": "trainer_agent.own_loop.job_steps",
+    "total_steps": "trainer_agent.own_loop.job_steps",
     "train": "trireme.plain",
 }
 

@@ -37,6 +37,7 @@ class Config:
     restart_policy: str | None = None
     restart_delay_s: float | None = None
     records_per_task: int | None = None
+    drop_last: bool | None = None
     block_bytes: int | None = None
     slot_count: int | None = None
     push_every: int | None = None
@@ -66,6 +67,7 @@ class Config:
     max_task_failures: int | None = None
     max_discarded_fraction: float | None = None
     max_user_failures: int | None = None
+    changed_files: str | None = None
     checkpoint_every_steps: int | None = None
     checkpoint_every_epochs: int | None = None
     keep_checkpoints: int | None = None

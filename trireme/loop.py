@@ -54,7 +54,7 @@ def prepare(
 ) -> tuple[nn.Module, torch.optim.Optimizer, Batches]:
     """The model and optimizer to train with, and the minibatches of all epochs to loop over.
 
-    `dataset`, `evaluation_dataset`: of trireme.data. `scheduler`: of torch.optim.lr_scheduler; Trireme steps it, and what the script's
+    `dataset`, `evaluation_dataset`: of trireme.data. `scheduler`: of torch.optim.lr_scheduler, or a function that makes it of the optimizer; Trireme steps it, and what the script's
     own calls of its `step()` do is nothing. `collate`, `ids`, `evaluate`, `metrics`: as in a script of functions (docs/script.md). `config`: the
     job's settings, of which `settings` name single ones (epochs=5, global_batch_size=256); if it is left out, what the module calls
     `config`. The command line, the environment and trireme.toml win over both.

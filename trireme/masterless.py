@@ -18,6 +18,7 @@ from pydantic import Field
 from master_service.masterless.dispatcher import Dispatcher
 from master_service.settings import read_spec
 from shared.errors import InvalidArgument
+from shared.membership.hash_seed import fix_hash_seed
 from shared.records import Dispatch, JobSpec
 from shared.runtime import service, telemetry
 from trainer_agent import settings as trainer_settings
@@ -78,4 +79,5 @@ def _read_spec(path: Path) -> JobSpec:
 
 
 if __name__ == "__main__":
+    fix_hash_seed()
     sys.exit(main())

@@ -17,7 +17,16 @@ AUTO = "auto"
 _DATASET = {"kind": "text_lines", "urls": ("-",)}
 _PLACEHOLDERS = {"job": "job", "script": "-", "storage": "-", "dataset": _DATASET, "evaluation_dataset": _DATASET}
 _COLLECTIVE = ("min_members", "exchange", *OF_NATIVE)
-_SYNCHRONOUS = ("mode", "strategy", *_COLLECTIVE, "evaluate_every", "keep_best", "stop_early", "plateau_metric")
+_SYNCHRONOUS = (
+    "mode",
+    "strategy",
+    *_COLLECTIVE,
+    "evaluate_every",
+    "keep_best",
+    "stop_early",
+    "plateau_metric",
+    "drop_last",
+)
 
 
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")

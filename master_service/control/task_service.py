@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ from master_service.core.changes import Decision, Event, Fields
 from master_service.core.decisions import deaths, task_requests, tasks
 from master_service.core.decisions.lifecycle import count_outside_tasks
 from master_service.core.decisions.once import Once
-from master_service.core.decisions.reports import check_failure, check_trainer, current_metrics
+from master_service.core.decisions.reports import check_failure, check_trainer, current_metrics, warnings_told
 from master_service.core.decisions.task_requests import AskedTask
 from master_service.core.state.job import BESIDE, Job
 from master_service.core.state.metrics import Metrics
@@ -70,6 +70,7 @@ class TaskService(ABC):
     metrics: Metrics = field(init=False, default_factory=Metrics)
     reported: deque[tuple[float, str, UserFailure]] = field(init=False, default_factory=lambda: deque(maxlen=REPORTED))
     _probing: set[str] = field(init=False, default_factory=set)
+    _warned: set[str] = field(init=False, default_factory=set)
 
     @property
     @abstractmethod
@@ -238,6 +239,16 @@ class TaskService(ABC):
 
     # ---------------------------------------------------------------- metrics
 
+    async def _warn(self, warnings: Sequence[str]) -> None:
+        """As events. Each once: every trainer meets the same script."""
+        new = [text for text in warnings if text not in self._warned]
+        self._warned.update(new)  # another trainer may tell it before it is written
+        try:
+            await self.writer.decide(lambda job, _: warnings_told(job, new))
+        except BaseException:
+            self._warned.difference_update(new)
+            raise
+
     async def report_metrics(self, batch: MetricBatch, once: Once[None] | None = None) -> MetricsTaken:
         """In memory of the leader; a master keeps them in storage, too. Raises NotFound, InvalidArgument."""
 
@@ -248,6 +259,8 @@ class TaskService(ABC):
         if once is not None:
             await self.writer.decide(once.in_job(check))
         current = current_metrics(self.job, batch)
+        if batch.warnings:
+            await self._warn(batch.warnings)
         if batch.steps:
             self.job.budget.started = True
         now = clock.monotonic()

@@ -62,7 +62,7 @@ class Master(TaskService):
             leading = self.current_term
             self.events.begin(lambda: leading.job.events, leading.writer.tell)
             elected = f"{self.name} leads in term {term}"
-            self.events.add([Event("master_elected", elected, {"term": term, "url": self.url})])
+            self.events.add([Event("master_elected", elected, {"term": term, "url": self.url}), *start.news])
             await leading.run()
         finally:
             self.current_term, self._leading, self._leader = None, False, ""

@@ -226,7 +226,8 @@ class WatchedJob:
         self.commit_revision = self._through = commit.mod_revision if commit else 0
         if self._counted is None or self.spec is None or keys.task_meta not in found:
             return
-        job = Job.open(self.spec, *self._counted)
+        meta = must_read(TaskMeta, keys.task_meta, found[keys.task_meta].value)
+        job = Job.open(self.spec, *self._counted, meta)
         schema.restore(job, keys, found, clock.monotonic())
         job.events.begin(self.commit_revision)
         self._job = job

@@ -18,8 +18,11 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from master_service.core.queue.file_table import FileTable, TableFile
+from master_service.core.queue.task_sizes import TaskSizes
+from master_service.storage.heads import Heads
 from master_service.storage.partial_counts import Counter, PartialCounts
 from master_service.storage.record_offsets import count_framed
+from master_service.storage.task_starts import TaskStarts
 from shared.datasets import npy
 from shared.datasets.custom_reader import load_custom
 from shared.datasets.in_code import count_object
@@ -44,6 +47,7 @@ from shared.storage import files
 from shared.storage.compressed import scanning
 from shared.storage.dataset_files import files_of
 from shared.storage.image_listing import list_images
+from shared.storage.stamps import joined, stamp_of
 
 THREADS = 8
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -53,22 +57,26 @@ Progress = Callable[[int, int], None]
 
 def count_records(
     dataset: Dataset,
-    task_records: int,
+    sizes: TaskSizes | int,
     progress: Progress | None = None,
     partial: PartialCounts | None = None,
     beside: Path | None = None,
+    seed: int = 0,
 ) -> FileTable:
-    """The file table of a dataset; `progress(files counted, files)` is called in the calling thread. With `partial` it goes on
+    """The file table of a dataset; `sizes`: how large its tasks are, or records of each. `progress(files counted, files)` is called in the calling thread. With `partial` it goes on
     where an earlier count was stopped, and can be stopped itself. `beside`: the folder of the job's script, where the module of a
-    Custom dataset may lie.
+    Custom dataset may lie. `seed`: of the job, for objects of the script.
 
     Raises DatasetError if no file matches, one cannot be read, or there is no record at all; CountingStopped.
     """
+    if isinstance(sizes, int):
+        sizes = TaskSizes(sizes, fixed=sizes)
     files = files_of(dataset)
     if isinstance(dataset, Npy):
         _check_names(dataset, files)
     check = partial.check if partial is not None else lambda: None
-    count = _counter(dataset, task_records, check, beside)
+    heads = Heads(dataset)
+    count = _stamped(dataset, _counter(dataset, sizes, check, beside, heads, seed))
     if partial is not None:
         partial.load()
     counted: list[TableFile] = []
@@ -83,13 +91,19 @@ def count_records(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    heads.check(counted)
     if isinstance(dataset, Npy) and dataset.aligned:
         counted = [_aligned(counted)]
     if not any(file.records for file in counted):
         shown = ", ".join(dataset.urls)
         msg = f"the dataset {shown} is empty: {len(files)} files with 0 records"
         raise DatasetError(msg, hint=_why_empty(dataset), urls=list(dataset.urls))
-    table = FileTable(tuple(counted), task_records)
+    table = sizes.table(counted)
+    if not table.tasks:
+        msg = f"drop_last leaves out all {table.left_out} records: no file has the {sizes.minibatch} of a minibatch"
+        raise DatasetError(
+            msg, hint="leave drop_last out, lower global_batch_size, or join the files", urls=list(dataset.urls)
+        )
     return replace(table, digest=digest_of(table))
 
 
@@ -137,31 +151,55 @@ def _table_url(storage_url: str, digest: str) -> str:
     return files.join(storage_url, f"dataset-{digest}.json")
 
 
+def _stamped(dataset: Dataset, count: Counter) -> Counter:
+    """Files get the stamp that they had before their records were counted: one that is replaced meanwhile differs from it."""
+    if isinstance(dataset, MapStyle | IterableStyle | ImageFolder):
+        return count
+
+    def stamped(file: str) -> TableFile:
+        stamp = stamp_of(file) if not isinstance(dataset, Custom) else _stamp_if_file(file)
+        return replace(count(file), stamp=stamp)
+
+    return stamped
+
+
+def _stamp_if_file(url: str) -> str:
+    """What a user's reader is given may be anything."""
+    try:
+        return stamp_of(url)
+    except TriremeError:
+        return ""
+
+
 def _kept(partial: PartialCounts | None, count: Counter) -> Counter:
     return count if partial is None else lambda url: partial.counted(url, count)
 
 
-def _counter(dataset: Dataset, task_records: int, check: Callable[[], None], beside: Path | None) -> Counter:
+def _counter(
+    dataset: Dataset, sizes: TaskSizes, check: Callable[[], None], beside: Path | None, heads: Heads, seed: int
+) -> Counter:
     """`check` is called often, and raises when counting shall stop."""
     match dataset:
         case Parquet():
-            return lambda file: _count_or_empty(file, _count_parquet)
+            return lambda file: _count_or_empty(file, lambda file: _count_parquet(file, heads))
         case Bytes():
             return lambda file: _count_bytes(file, dataset)
         case Npy():
-            return lambda file: _count_or_empty(file, _count_npy)
+            return lambda file: _count_or_empty(file, lambda file: _count_npy(file, heads))
         case Custom():
             return _custom_counter(dataset, beside)
         case MapStyle() | IterableStyle():
-            return lambda name: TableFile(name, count_object(dataset, beside))
+            return lambda name: TableFile(name, count_object(dataset, beside, seed))
         case TFRecord() | RecordIO() | WebDataset():
-            return lambda file: count_framed(file, dataset, task_records, check)
+            return lambda file: count_framed(file, dataset, sizes, check)
         case HuggingFace():
-            return _count_arrow
+            return lambda file: _count_arrow(file, heads)
         case ImageFolder():
             return _count_images
+        case Csv():
+            return lambda file: _count_csv(file, dataset, sizes, check, heads)
         case _:
-            return lambda file: _count_lines(file, dataset, task_records, check)
+            return lambda file: _count_lines(file, dataset, sizes, check)
 
 
 def _count_or_empty(file: str, count: Counter) -> TableFile:
@@ -173,17 +211,28 @@ def _count_or_empty(file: str, count: Counter) -> TableFile:
         return TableFile(file, 0)
 
 
-def _count_parquet(file: str) -> TableFile:
+def _count_parquet(file: str, heads: Heads) -> TableFile:
     import pyarrow.parquet as pq  # noqa: PLC0415  only where it is needed
 
     with files.reading(file, "Parquet"), files.open_read(file) as source:
-        return TableFile(file, int(pq.read_metadata(source).num_rows))
+        footer = pq.read_metadata(source)
+        heads.arrow(file, footer.schema.to_arrow_schema())
+        return TableFile(file, int(footer.num_rows))
 
 
-def _count_arrow(file: str) -> TableFile:
+def _count_arrow(file: str, heads: Heads) -> TableFile:
     from shared.storage.arrow_file import read_table  # noqa: PLC0415  pyarrow only where it is needed
 
-    return TableFile(file, int(read_table(file).num_rows))
+    table = read_table(file)
+    heads.arrow(file, table.schema)
+    return TableFile(file, int(table.num_rows))
+
+
+def _count_csv(file: str, dataset: Csv, sizes: TaskSizes, check: Callable[[], None], heads: Heads) -> TableFile:
+    counted = _count_lines(file, dataset, sizes, check)
+    if counted.records:
+        heads.rows(file)
+    return counted
 
 
 def _count_images(root: str) -> TableFile:
@@ -196,9 +245,9 @@ def _count_bytes(file: str, dataset: Bytes) -> TableFile:
         return TableFile(file, max(0, (files.size(file) - dataset.overlap) // dataset.record_bytes))
 
 
-def _count_lines(file: str, dataset: Lines, task_records: int, check: Callable[[], None]) -> TableFile:
+def _count_lines(file: str, dataset: Lines, sizes: TaskSizes, check: Callable[[], None]) -> TableFile:
     refuse_archive(file)
-    records, offsets = 0, []
+    kept = TaskStarts(sizes)
     with files.reading(file, dataset.kind), scanning(file) as source:
         scanner = RecordScanner(dataset, file, data_start(source))
         header = isinstance(dataset, Csv) and dataset.column_names is None
@@ -207,14 +256,11 @@ def _count_lines(file: str, dataset: Lines, task_records: int, check: Callable[[
             starts, _ = scanner.feed(chunk)
             if header and len(starts):
                 starts, header = starts[1:], False
-            offsets.append(starts[-records % task_records :: task_records])
-            records += len(starts)
+            kept.take(starts)
         last = scanner.finish()
         if last is not None and not header:
-            if records % task_records == 0:
-                offsets.append(np.array([last[0]], dtype=np.int64))
-            records += 1
-    return TableFile(file, records, tuple(np.concatenate(offsets).tolist()) if offsets else ())
+            kept.take(np.array([last[0]], dtype=np.int64))
+    return kept.counted(file)
 
 
 def _check_names(dataset: Npy, files: list[str]) -> None:
@@ -232,13 +278,14 @@ def _check_names(dataset: Npy, files: list[str]) -> None:
         raise DatasetError(msg, hint="give one name, or with aligned=True one for each file", urls=list(dataset.urls))
 
 
-def _count_npy(file: str) -> TableFile:
+def _count_npy(file: str, heads: Heads) -> TableFile:
     with files.reading(file, ".npy"), files.open_read(file) as source:
         shape, _, dtype = npy.read_head(source)
         if not shape or dtype.hasobject:
             what = "a single number" if not shape else "Python objects"
             raise DatasetError(f"{file} holds {what}, not rows of numbers", hint="save an array of numbers", url=file)
-        return TableFile(file, int(shape[0]))
+    heads.array(file, shape, dtype)
+    return TableFile(file, int(shape[0]))
 
 
 def _aligned(files: list[TableFile]) -> TableFile:
@@ -246,7 +293,7 @@ def _aligned(files: list[TableFile]) -> TableFile:
         if file.records != files[0].records:
             msg = f"{file.path} has {file.records} rows, {files[0].path} has {files[0].records}, but aligned=True"
             raise DatasetError(msg, hint="aligned files have the same number of rows", url=file.path)
-    return files[0]
+    return replace(files[0], stamp=joined([file.stamp for file in files]))
 
 
 def _custom_counter(dataset: Custom, beside: Path | None) -> Counter:

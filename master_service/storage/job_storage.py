@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from master_service.core.queue.file_table import FileTable
+from master_service.core.queue.task_sizes import TaskSizes
 from master_service.storage import counting
 from master_service.storage.partial_counts import CountingStopped, PartialCounts
 from master_service.storage.series_files import SeriesFiles, StoredSeries
@@ -28,7 +29,7 @@ class JobStorage(Protocol):
 
     series: SeriesFiles | None
 
-    async def count(self, source: Dataset, task_records: int) -> FileTable:
+    async def count(self, source: Dataset, sizes: TaskSizes | int) -> FileTable:
         """Count the records, save the table and return it. Raises DatasetError."""
         ...
 
@@ -68,11 +69,11 @@ class FileStorage:
     script lies on this host; asked for datasets that name a module of it (shared/membership/local_script.py)."""
 
     def __init__(self, spec: JobSpec, find_script: Callable[[str], Awaitable[Path]] = _as_it_is) -> None:
-        self._storage, self._job, self._script = spec.storage, spec.job, spec.script
+        self._storage, self._job, self._script, self._seed = spec.storage, spec.job, spec.script, spec.seed
         self._find_script = find_script
         self.series: SeriesFiles | None = StoredSeries(spec.storage)
 
-    async def count(self, source: Dataset, task_records: int) -> FileTable:
+    async def count(self, source: Dataset, sizes: TaskSizes | int) -> FileTable:
         beside = None
         if source.names_code:
             try:
@@ -81,18 +82,20 @@ class FileStorage:
                 raise DatasetError(error.message, hint=error.hint) from error
             find_beside(str(script))
             beside = script.parent
-        partial = PartialCounts(self._storage, source, task_records)
+        partial = PartialCounts(self._storage, source, sizes)
         try:
-            table = await asyncio.to_thread(self._counted, source, task_records, partial, beside)
+            table = await asyncio.to_thread(self._counted, source, sizes, partial, beside)
         finally:
             partial.stop.set()  # a cancelled caller: the thread ends at the next chunk, and keeps what it has
         log.info("dataset_counted", table=repr(table))
         return table
 
-    def _counted(self, source: Dataset, task_records: int, partial: PartialCounts, beside: Path | None) -> FileTable:
+    def _counted(
+        self, source: Dataset, sizes: TaskSizes | int, partial: PartialCounts, beside: Path | None
+    ) -> FileTable:
         """Blocks. Raises DatasetError, CountingStopped."""
         try:
-            table = counting.count_records(source, task_records, None, partial, beside)
+            table = counting.count_records(source, sizes, None, partial, beside, self._seed)
         except CountingStopped:
             partial.keep(now=True)
             raise

@@ -10,7 +10,8 @@ import json
 import threading
 from collections.abc import Callable
 
-from master_service.core.queue.file_table import FileTable, TableFile
+from master_service.core.queue.file_table import TableFile
+from master_service.core.queue.task_sizes import TaskSizes
 from shared.errors import TriremeError
 from shared.records.datasets import Dataset
 from shared.runtime import clock, telemetry
@@ -27,13 +28,12 @@ class CountingStopped(Exception):
 
 
 class PartialCounts:
-    """Of one dataset with one task size. Its methods block; several threads may count at once. What cannot be kept or read is
+    """Of one dataset whose tasks are cut in one way. Its methods block; several threads may count at once. What cannot be kept or read is
     counted again."""
 
-    def __init__(self, storage_url: str, dataset: Dataset, task_records: int) -> None:
+    def __init__(self, storage_url: str, dataset: Dataset, sizes: TaskSizes | int) -> None:
         self.stop = threading.Event()
-        self._task_records = task_records
-        named = f"{task_records} {dataset.model_dump_json()}".encode()
+        named = f"{sizes!r} {dataset.model_dump_json()}".encode()
         self._url = files.join(storage_url, f"counting-{hashlib.sha256(named).hexdigest()[:32]}.json")
         self._counted: dict[str, tuple[str, TableFile]] = {}
         self._lock = threading.Lock()
@@ -45,8 +45,8 @@ class PartialCounts:
         self._kept_at = clock.monotonic()
         try:
             stored = json.loads(files.read_bytes(self._url))
-            table = FileTable.from_map(stored["table"])
-            self._counted = {file.path: (str(stored["stamps"][file.path]), file) for file in table.files}
+            for file in map(TableFile.from_map, stored["files"]):
+                self._counted[file.path] = str(stored["stamps"][file.path]), file
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError, TriremeError) as error:
@@ -79,8 +79,10 @@ class PartialCounts:
             counted = dict(self._counted)
         if len(counted) <= self._kept or (not now and clock.monotonic() - self._kept_at < KEEP_S):
             return
-        table = FileTable(tuple(file for _, file in counted.values()), self._task_records)
-        stored = {"stamps": {url: stamp for url, (stamp, _) in counted.items()}, "table": table.to_map()}
+        stored = {
+            "stamps": {url: stamp for url, (stamp, _) in counted.items()},
+            "files": [file.to_map() for _, file in counted.values()],
+        }
         try:
             files.write_bytes(self._url, json.dumps(stored, separators=(",", ":")).encode())
         except (OSError, TriremeError) as error:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterator
+from itertools import islice
+
+import numpy as np
 
 from master_service.core.queue.file_table import TableFile
+from master_service.core.queue.task_sizes import TaskSizes
+from master_service.storage.task_starts import TaskStarts
 from shared.datasets import record_io, tar_records, tf_record
 from shared.records.datasets import RecordIO, TFRecord, WebDataset
 from shared.storage import files
@@ -15,7 +19,7 @@ CHECK_EVERY = 1024
 
 
 def count_framed(
-    file: str, dataset: TFRecord | RecordIO | WebDataset, task_records: int, check: Callable[[], None]
+    file: str, dataset: TFRecord | RecordIO | WebDataset, sizes: TaskSizes, check: Callable[[], None]
 ) -> TableFile:
     """`check` is called often, and raises when counting shall stop. Raises DatasetError with the byte of what is damaged."""
     with files.reading(file, dataset.kind), scanning(file) as source:
@@ -26,17 +30,14 @@ def count_framed(
                 records += chunk.records
             return TableFile(file, records)
         if isinstance(dataset, TFRecord):
-            return _counted(file, tf_record.starts(source, file), task_records, check)
+            return _counted(file, tf_record.starts(source, file), sizes, check)
         starts = (record.start for record in tar_records.records(source, file))
-        return _counted(file, starts, task_records, check)
+        return _counted(file, starts, sizes, check)
 
 
-def _counted(file: str, starts: Iterator[int], task_records: int, check: Callable[[], None]) -> TableFile:
-    records, offsets = 0, array("q")
-    for start in starts:
-        if records % task_records == 0:
-            offsets.append(start)
-        if records % CHECK_EVERY == 0:
-            check()
-        records += 1
-    return TableFile(file, records, tuple(offsets))
+def _counted(file: str, starts: Iterator[int], sizes: TaskSizes, check: Callable[[], None]) -> TableFile:
+    kept = TaskStarts(sizes)
+    while len(some := np.fromiter(islice(starts, CHECK_EVERY), np.int64)):
+        check()
+        kept.take(some)
+    return kept.counted(file)

@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from master_service.core.changes import Event
 from master_service.core.decisions.lifecycle import fail
+from master_service.core.queue.epoch_plan import news_of
 from master_service.core.queue.file_table import FileTable
+from master_service.core.queue.task_sizes import TaskSizes
 from master_service.core.state.job import Job
 from master_service.storage.job_storage import JobStorage
 from master_service.store import schema
 from master_service.store.first_write import write_first
 from master_service.store.writer import HeldLock
 from shared.checkpoints.stored import ELASTIC
-from shared.errors import Conflict, DatasetError, NotFound, StorageUnreachable
+from shared.errors import Conflict, DatasetError, NotFound, ResourceExhausted, StorageUnreachable
 from shared.etcd import Etcd, KeyValue, Put
 from shared.etcd.reading import must_read, read_below
 from shared.keys import Keys
@@ -30,12 +33,13 @@ log = telemetry.logger("takeover")
 
 @dataclass(frozen=True, slots=True)
 class Takeover:
-    """What a new leader starts from. `revision`: of the reading; watches continue from the next one."""
+    """What a new leader starts from. `revision`: of the reading; watches continue from the next one. `news`: of a job that it has opened."""
 
     commit_revision: int
     revision: int
     found: dict[str, KeyValue]
     job: Job
+    news: tuple[Event, ...] = ()
 
 
 async def take_over(
@@ -60,10 +64,15 @@ async def take_over(
             writes.append(Put(keys.state, JobState(reason="counting the dataset's records").to_bytes()))
         commit_revision = await write_first(etcd, lock, keys.commit, writes)
         found, revision = await read_below(etcd, keys.prefix)
+    news: tuple[Event, ...] = ()
     job, unreadable = await _open_job(found.get(keys.task_meta), spec, storage(spec))
     if unreadable is None:
         schema.restore(job, keys, found, clock.monotonic())
         opening = [] if keys.task_meta in found else [Put(keys.task_meta, job.meta.to_bytes())]
+        table, plan = job.training.streams.table, job.plan
+        if (stored := found.get(keys.plan)) is None or stored.value != plan.to_bytes():
+            opening.append(Put(keys.plan, plan.to_bytes()))
+            news = tuple(news_of(spec, table, plan)) if table is not None else ()
     else:
         schema.restore_events(job, keys, found)
         job.state = must_read(JobState, keys.state, found[keys.state].value)
@@ -76,7 +85,7 @@ async def take_over(
         commit_revision = await write_first(etcd, lock, keys.commit, opening)
     job.events.begin(commit_revision)
     log.info("took_over", lock=lock.key, term=lock.term, job=repr(job))
-    return Takeover(commit_revision, revision, found, job)
+    return Takeover(commit_revision, revision, found, job, news)
 
 
 def _agreed_spec(keys: Keys, found: dict[str, KeyValue], given: JobSpec | None) -> JobSpec:
@@ -112,18 +121,25 @@ async def _open_job(meta: KeyValue | None, spec: JobSpec, storage: JobStorage) -
     """A job with nothing done. It has no tasks if the dataset cannot be read."""
     known = must_read(TaskMeta, meta.key, meta.value) if meta else None
     try:
-        table = await _table(storage, spec.dataset, spec.task_records, known.digest if known else "")
+        sizes = TaskSizes.of(spec, _task_records(spec, known, known.task_records if known else 0))
+        table = await _table(storage, spec.dataset, sizes, known.digest if known else "")
         evaluation = None
         if spec.evaluation_dataset is not None:
             digest = known.evaluation_digest if known else ""
-            evaluation = await _table(storage, spec.evaluation_dataset, spec.task_records, digest)
+            sizes = TaskSizes.evaluated(spec, _task_records(spec, known, known.evaluation_task_records if known else 0))
+            evaluation = await _table(storage, spec.evaluation_dataset, sizes, digest)
     except DatasetError as error:
         log.warning("dataset_unreadable", cause=error.message)
         return Job.open(spec, FileTable((), 1), None), error
-    return Job.open(spec, table, evaluation), None
+    return Job.open(spec, table, evaluation, known), None
 
 
-async def _table(storage: JobStorage, source: Dataset, task_records: int, digest: str) -> FileTable:
+def _task_records(spec: JobSpec, known: TaskMeta | None, of_table: int) -> int:
+    """Records of a task in a job that has begun; 0: it begins now. Earlier versions did not say it."""
+    return (of_table or spec.records_per_task or 16 * spec.minibatch_size) if known is not None else 0
+
+
+async def _table(storage: JobStorage, source: Dataset, sizes: TaskSizes, digest: str) -> FileTable:
     """`digest`: of a job that has begun; a table that is lost is counted again then. Raises DatasetError, StorageUnreachable."""
     if digest:
         try:
@@ -131,7 +147,11 @@ async def _table(storage: JobStorage, source: Dataset, task_records: int, digest
         except (NotFound, DatasetError) as error:
             log.warning("file_table_missing", digest=digest, cause=error.message)
     try:
-        table = await storage.count(source, task_records)
+        table = await storage.count(source, sizes)
+    except (ResourceExhausted, StorageUnreachable) as error:
+        if digest:
+            raise StorageUnreachable(error.message, hint=error.hint) from error
+        raise DatasetError(error.message, hint=error.hint) from error
     except DatasetError as error:
         cause = error.__cause__
         if digest and isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError | NotADirectoryError):

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from shared.lanes import combine
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def is_statistic(module: nn.Module, name: str) -> bool:
+    """Whether this buffer of a module follows the data as those of torch's normalisation layers do, or is called like theirs."""
+    return name in STATISTICS or isinstance(module, _NormBase)
 
 
 def bits_of(values: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
@@ -38,8 +38,8 @@ log = telemetry.logger("start_tables")
 
 @dataclass(frozen=True, slots=True)
 class StartTable:
-    """A file with rows of table `name`. `offset`: bytes in front of its first tensor. `state`: of the row optimizer `optimizer`, after `updates` steps; None: the
-    rows' state begins anew."""
+    """A file with rows of table `name`. `offset`: bytes in front of its first tensor. `state`: of a row optimizer with the options `optimizer` ({}: the file does
+    not tell them), after `updates` steps; None: the rows' state begins anew."""
 
     name: str
     url: str
@@ -47,7 +47,7 @@ class StartTable:
     values: Entry
     offset: int
     state: Entry | None = None
-    optimizer: str = ""
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
     updates: int = 0
 
     @property
@@ -115,9 +115,10 @@ def _lacks_state(found: StartTable, spec: TableSpec) -> str:
     """What there is instead of the state that the table's optimizer needs; "": that."""
     needed = spec.optimizer.state_words(spec.dim)
     words = 0 if found.state is None else found.state.shape[1]
-    if found.optimizer == spec.optimizer.kind and words == needed:
+    kind = found.optimizer.get("kind", "")
+    if kind == spec.optimizer.kind and words == needed:
         return ""
-    theirs = f"{words} numbers of {found.optimizer} a row" if found.optimizer and words else "no state of an optimizer"
+    theirs = f"{words} numbers of {kind} a row" if kind and words else "no state of an optimizer"
     return f"{theirs}, the model's {spec.optimizer.kind} needs {needed}"
 
 
@@ -152,13 +153,13 @@ def open_table(name: str, url: str) -> StartTable:
     return StartTable(name, url, ids, values, offset, state, optimizer, updates)
 
 
-def _told(metadata: str) -> tuple[str, int]:
-    """By the export: the kind of the rows' optimizer, and how many steps it has made; of other files nothing is known."""
+def _told(metadata: str) -> tuple[dict[str, Any], int]:
+    """By the export: the options of the rows' optimizer, and how many steps it has made; of other files nothing is known."""
     try:
         about = json.loads(metadata)
-        return str(about["table"]["optimizer"]["kind"]), int(about.get("updates", 0))
+        return dict(about["table"]["optimizer"]), int(about.get("updates", 0))
     except (ValueError, KeyError, TypeError, AttributeError):
-        return "", 0
+        return {}, 0
 
 
 def rows_in(table: StartTable) -> Iterator[tuple[npt.NDArray[np.int64], list[npt.NDArray[np.float32]]]]:
@@ -181,16 +182,21 @@ def rows_in(table: StartTable) -> Iterator[tuple[npt.NDArray[np.int64], list[npt
 
 def put_rows(table: ShardedTable, start: StartTable, own: Flags | None = None) -> None:
     """Into a table that has none yet; the rows of `own` slots alone (None: of all). States of the optimizer are those of rows that appear, if the file's
-    are not taken, and no step has changed them yet. Of a slot that has more than its share of `max_rows`, those with the least ids are left out. Raises as rows_in."""
+    are not taken; sums of `ftrl` are those that give the values. No step has changed the rows yet. Of a slot that has more than its share of `max_rows`, those with the least ids are left out. Raises as rows_in."""
     from shared.tables.hashing import slots_of  # noqa: PLC0415  only where there are tables
     from shared.tables.table import RowsOfIds  # noqa: PLC0415  loads numba
-    from shared.tables.updates import first_state  # noqa: PLC0415
+    from shared.tables.updates import first_state, sums_of_values  # noqa: PLC0415
 
-    state = first_state(table.spec.optimizer)
+    optimizer, dim = table.spec.optimizer, table.spec.dim
+    has_own_sums = start.state is not None and start.optimizer == optimizer.model_dump(mode="json")
+    state = first_state(optimizer, dim)
     for ids, columns in rows_in(start):
-        content = np.full((len(ids), table.width), state, np.float32)
+        content = np.empty((len(ids), table.width), np.float32)
+        content[:, dim:] = state
         read = np.concatenate(columns, 1)
         content[:, : read.shape[1]] = read
+        if optimizer.kind == "ftrl" and not has_own_sums:
+            sums_of_values(optimizer, content, dim)
         rows = RowsOfIds(ids, np.zeros(len(ids), np.uint64), content)
         if own is not None:
             rows = rows.where(own[slots_of(ids, table.spec.seed, table.slot_count)])

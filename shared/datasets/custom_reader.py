@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from shared.datasets.random_state import START_SEED, seeded
 from shared.errors import DatasetError, is_interrupt
 
 
@@ -48,7 +49,8 @@ def load_named(reader: str, beside: Path | None = None) -> Any:
     module_name, _, name = reader.partition(":")
     own = beside / f"{module_name}.py" if beside is not None else None
     try:
-        module = _executed(own) if own is not None and own.is_file() else importlib.import_module(module_name)
+        with seeded(START_SEED, alone=beside is None):
+            module = _executed(own) if own is not None and own.is_file() else importlib.import_module(module_name)
         return getattr(module, name)
     except BaseException as error:  # the user's module may raise anything
         if is_interrupt(error):

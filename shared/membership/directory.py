@@ -19,7 +19,16 @@ from shared.etcd import Compacted, Etcd, KeyValue, WatchBatch, WatchEvent
 from shared.etcd.reading import read_number, read_record
 from shared.evaluations import EvaluationStatus
 from shared.keys import Keys
-from shared.records import JobSpec, JobState, MasterAddress, PserverMember, SlotMap, TrainerList, TrainersChange
+from shared.records import (
+    EpochPlan,
+    JobSpec,
+    JobState,
+    MasterAddress,
+    PserverMember,
+    SlotMap,
+    TrainerList,
+    TrainersChange,
+)
 from shared.records.assignments import Migration
 from shared.records.layout import Layout
 from shared.records.operations import CheckpointRequest
@@ -48,6 +57,7 @@ class Directory:
         self.checkpoint_request: CheckpointRequest | None = None
         self.migration: Migration | None = None
         self.evaluation: EvaluationStatus | None = None
+        self.plan: EpochPlan | None = None
         self.init_done = False
         self.observers: list[Callable[[], None]] = []
         self.revision = 0
@@ -70,6 +80,11 @@ class Directory:
     def term(self) -> int:
         """The newest master's; 0: there was none."""
         return self.master.term if self.master is not None else 0
+
+    @property
+    def task_records(self) -> int:
+        """Records of a full task; 0: not counted yet."""
+        return self.plan.task_records if self.plan is not None else 0
 
     async def run(self) -> None:
         """Follow etcd until cancelled."""
@@ -148,7 +163,7 @@ class Directory:
 
     def _replace(self, kvs: Sequence[KeyValue]) -> None:
         self.spec = self.state = self.slots = self.layout = self.master = self.pservers_desired = None
-        self.checkpoint_request = self.migration = self.evaluation = None
+        self.checkpoint_request = self.migration = self.evaluation = self.plan = None
         self.pservers = {}
         self.init_done = False
         for kv in kvs:
@@ -176,6 +191,8 @@ class Directory:
                 self.migration = read_record(Migration, key, value)
             case keys.evaluation_status:
                 self.evaluation = read_record(EvaluationStatus, key, value)
+            case keys.plan:
+                self.plan = read_record(EpochPlan, key, value)
             case keys.pservers_desired:
                 self.pservers_desired = read_number(key, value)
             case keys.init_done:

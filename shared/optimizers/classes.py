@@ -1,4 +1,4 @@
-"""The optimizers by name. CLASSES: element-wise update rules, so stepping blocks gives the bits of stepping whole parameters.
+"""The optimizers by name. CLASSES: element-wise update rules, so blocks can be stepped with the bits of whole parameters (see parameter_parts.py).
 
 OF_WHOLE_PARAMETERS need norms of whole parameters: members of collective jobs step them, parameter servers cannot.
 """

@@ -1,6 +1,6 @@
 """Lion: the sign of an interpolated momentum (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2).
 
-Each number is updated by itself, in single rounded operations, so any cut of a parameter into blocks gives the same bits.
+Each number is updated by itself, so blocks can be stepped with the bits of whole parameters (see parameter_parts.py).
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Size = Annotated[
     tuple[int, ...], Field(min_length=2, max_length=2)
 ]  # no pair: clients of TypeScript take those as lists in answers
+ColumnTypes = dict[str, Literal["int64", "uint64", "float32", "float64", "bool", "string"]]
 _NAME = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 
@@ -42,20 +43,23 @@ class Parquet(_Dataset):
 class Csv(_Dataset):
     """Rows of CSV files (RFC 4180, UTF-8) with a header line, or without one and with `column_names`.
 
-    Types are found in the beginning of the first file: int64, float32, bool, else text; `column_types` sets them where the
-    beginning misleads. Quoted line breaks are respected, blank lines ignored.
+    Types are found in the beginning of the first file: whole numbers int64 or uint64, other numbers float32 or float64, bool, else text;
+    `column_types` sets them where the beginning misleads. `columns`: a subset, default all. Quoted line breaks are respected, blank lines
+    ignored.
     """
 
     kind: Literal["csv"] = "csv"
     column_names: tuple[str, ...] | None = None
-    column_types: dict[str, Literal["int64", "float32", "float64", "bool", "string"]] = Field(default_factory=dict)
+    column_types: ColumnTypes = Field(default_factory=dict)
+    columns: tuple[str, ...] | None = None
     delimiter: str = Field(default=",", pattern=r"^[\t !#-~]$")
 
 
 class JsonLines(_Dataset):
-    """One JSON object a line; blank lines are ignored."""
+    """One JSON object a line; blank lines are ignored. Types of columns are found and set as in Csv."""
 
     kind: Literal["json_lines"] = "json_lines"
+    column_types: ColumnTypes = Field(default_factory=dict)
 
 
 class TextLines(_Dataset):

@@ -89,7 +89,7 @@ class JobState(Record):
 
 
 class TaskSummary(Record):
-    """Counts of the current epoch (`stage` says which queue)."""
+    """Counts of the current epoch (`stage` says which queue), and what an epoch of training is made of."""
 
     epoch: int
     epochs: int
@@ -101,3 +101,11 @@ class TaskSummary(Record):
     discarded: int
     records_total: int
     records_done: int
+    task_records: int = Field(
+        default=0, description="Number of records in a task of training; the last one of a file may have fewer."
+    )
+    steps_per_epoch: int | None = Field(
+        default=None, description="Steps of an epoch of training (asynchronous: pushes); null: not known."
+    )
+    total_steps: int | None = Field(default=None, description="Steps of all epochs; discarded tasks make fewer.")
+    records_left_out: int = Field(default=0, description="Number of records in each epoch that `drop_last` leaves out.")

@@ -22,9 +22,13 @@ ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
 ROWS = -1  # instead of the number of a block: the rows of all embedding tables
 TABLE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 MOST_TABLES = 256
+MOST_CONSTANTS = 64
 MOST_DIM = 4096
 MOST_ROWS = 1 << 31  # of one table at one parameter server
 MOST_STEPS = (1 << 28) - 1  # that a row's stamp can tell
+
+SMALLEST_RATE = 2.0**-126  # 1 / rate is a float32
+SMALLEST_EPS = 2.0**-149  # that is not 0 as a float32
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -32,12 +36,14 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Segment(Record):
-    """One flat vector: parameters (kind "param", stepped by optimizer group `group`) or buffers (kind "buffer")."""
+    """One flat vector: parameters (kind "param", stepped by optimizer group `group`) or buffers (kind "buffer"). `parameters`: how many elements each
+    has, in order, if the bits of a step depend on that (see shared.optimizers.parameter_parts)."""
 
     kind: str
     dtype: str
     elements: int
     group: int = -1
+    parameters: tuple[Annotated[int, Field(ge=0)], ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -69,11 +75,12 @@ def schedule_factor(first: Sequence[Mapping[str, Any]], now: Sequence[Mapping[st
 
 
 class RowOptimizer(Record):
-    """How rows are stepped, as torch.optim steps rows of sparse gradients (FTRL: McMahan et al. 2013).
+    """How rows are stepped, as torch.optim steps rows of sparse gradients (FTRL: McMahan et al. 2013, "Ad Click Prediction", algorithm 1).
 
     `sgd`: no state. `adagrad`: one number a column, or, with `per_row`, one a row (it grows by the mean of the squares). `adam`: SparseAdam, without
-    weight decay. `ftrl`: with `l1`, `l2` and `beta`; its learning rate falls with the square root. `follow_schedule`: the learning rate is multiplied
-    by the factor by which a scheduler has changed that of the first parameter group; not with `ftrl`."""
+    weight decay. `ftrl`: with `l1`, `l2` and `beta`; its learning rate falls with the square root. `initial_accumulator_value`: of the sums of
+    squares of `adagrad` and `ftrl`. `follow_schedule`: the learning rate is multiplied by the factor by which a scheduler has changed that of the
+    first parameter group; not with `ftrl`."""
 
     kind: Literal["sgd", "adagrad", "adam", "ftrl"]
     lr: Rate
@@ -90,6 +97,18 @@ class RowOptimizer(Record):
     def _has_a_rate_to_change(self) -> Self:
         if self.follow_schedule and self.kind == "ftrl":
             raise ValueError("ftrl rows cannot follow a schedule: their sums are of gradients at one learning rate")
+        if self.kind == "ftrl" and self.lr < SMALLEST_RATE:
+            raise ValueError(f"ftrl divides by its learning rate, and lr is {self.lr}: give one above 0")
+        return self
+
+    @model_validator(mode="after")
+    def _never_divides_by_zero(self) -> Self:
+        if self.kind == "adam" and self.eps < SMALLEST_EPS:
+            raise ValueError(f"adam divides by eps where a gradient is 0, and eps is {self.eps}: give one above 0")
+        if self.kind == "adagrad" and max(self.eps, self.initial_accumulator_value) < SMALLEST_EPS:
+            raise ValueError(
+                f"adagrad divides by eps where a gradient is 0, and eps is {self.eps}: give one above 0, or an initial_accumulator_value"
+            )
         return self
 
     def rate(self, factor: float) -> float:
@@ -160,6 +179,14 @@ def _flat(record: Record, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + name, value
 
 
+class Constant(Record):
+    """A digest of values that no parameter server has, since each trainer's `model()` makes its own: a frozen parameter, or a buffer that is neither
+    floating-point nor int64. `name`: of the tensor, or of the first and the last of several."""
+
+    name: str
+    digest: str
+
+
 class Layout(Record):
     """`digest`: SHA-256 over names, shapes, dtypes and memory formats of all parameters and buffers, in order. `device`: the kind
     of device (cpu, cuda) of the trainer that initialised the parameters; "" if it is not known. `initial`: digest of the model's values
@@ -175,6 +202,10 @@ class Layout(Record):
     initial: str = ""
     tables: tuple[TableSpec, ...] = Field(default=(), max_length=MOST_TABLES)
     values: str = ""
+    #: SHA-256 over what `digest` is made of, sorted: equal for models that differ in the order of their parts alone. "": not known.
+    unordered: str = ""
+    #: What the trainers' own constants are, in the order of the model. None: not known.
+    constants: tuple[Constant, ...] | None = Field(default=None, max_length=MOST_CONSTANTS)
 
     @property
     def offsets(self) -> tuple[int, ...]:

@@ -13,7 +13,9 @@ from shared.records.record import Record
 
 
 class TaskMeta(Record):
-    """`digest`: of the file table; `tasks`: tasks of one epoch."""
+    """`digest`: of the file table; `tasks`: tasks of one epoch. `task_records`, `evaluation_task_records`: records of a task, so a table
+    that is lost is cut again as it was; 0: the job was begun by a version that had 16 minibatches. `balanced`: lanes get equal shares;
+    that version dealt the tasks as they came."""
 
     epoch: int
     digest: str
@@ -21,6 +23,21 @@ class TaskMeta(Record):
     tasks: int
     evaluation_tasks: int = 0
     evaluation_digest: str = ""
+    task_records: int = 0
+    evaluation_task_records: int = 0
+    balanced: bool = False
+
+
+class EpochPlan(Record):
+    """What an epoch of the job is made of; trainers tell the script. `records`: those of all tasks, without `left_out`, which drop_last
+    leaves out. `steps`: synchronous: updates of the model, the same number in each epoch; None: it differs by epoch, in a job that an earlier version
+    began. Asynchronous: pushes, if one trainer did all of them. Discarded tasks make fewer."""
+
+    records: int
+    left_out: int = 0
+    tasks: int
+    task_records: int
+    steps: int | None = None
 
 
 class Attempt(Record):

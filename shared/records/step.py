@@ -43,11 +43,13 @@ class CheckpointAsked(Record):
 
 class LaneZero(Record):
     """State that lane 0 carries for all lanes. `options[g]`: numeric options (lr, betas, …) of optimizer group g in this step.
-    `scheduler`: state of the learning-rate scheduler after this step, with the options it set."""
+    `scheduler`: state of the learning-rate scheduler after this step, with the options it set. `number`: of the step if nothing else tells it: in
+    asynchronous jobs, where it is the number of a push, or of an epoch with `schedule_per` epoch."""
 
     options: tuple[dict[str, Any], ...]
     scheduler: dict[str, Any] = Field(default_factory=dict)
     asked: CheckpointAsked | None = None
+    number: int = Field(default=0, ge=0)
 
     def learning_rates(self) -> tuple[float, ...]:
         """Of each of the first MOST_NAMES groups; empty if an optimizer has none."""
@@ -81,7 +83,7 @@ class StepResult(NodeResult):
 class StepRecord(Record):
     """What a version has beside its blocks: the readers' positions and lane 0's state after the step that made it. `grad_norm`: of
     the gradient that made it, before it was clipped (None: the job does not clip). `result`: of that step, unless some of it did not
-    come. `results`: in checkpoints, of the steps before whose metrics may not be stored yet."""
+    come. `results`: in checkpoints, of the steps before whose metrics may not be stored yet. `schedules`: of asynchronous jobs, see ScheduleStates."""
 
     version: int
     positions: tuple[LanePosition, ...]
@@ -89,6 +91,7 @@ class StepRecord(Record):
     grad_norm: float | None = None
     result: StepResult | None = None
     results: tuple[StepResult, ...] = ()
+    schedules: tuple[LaneZero, ...] = ()
 
     @property
     def asked(self) -> CheckpointAsked | None:

@@ -12,6 +12,7 @@ from shared.records.record import Id, Int64, Message, Name, Record, Traceback
 from shared.records.step import LanePosition
 
 WAITS_FOR_CHARACTERS = 300
+MOST_WARNINGS = 8  # of a report
 
 
 class UserFailure(Record):
@@ -43,8 +44,7 @@ class Task(Record):
     METRICS, the number of the evaluation.
 
     `timeline`: the job's when the task was dispatched; reports carry it back. `index`: position in `stream` (of `stream_length` tasks) in
-    this epoch. `offset`: the byte at which record `first` starts, if the format has lines. `alone`: a process has died at this task, so
-    its records are read while the trainer computes nothing: if it dies again, the cause is known.
+    this epoch. `offset`: the byte at which record `first` starts, if the format has lines.
     """
 
     task_id: str
@@ -58,8 +58,16 @@ class Task(Record):
     first: int = 0
     count: int = 0
     offset: int | None = None
+    stamp: str = Field(
+        default="",
+        description="What the file was when its records were counted: its size, and a digest of its content or its ETag; empty: that is not known.",
+    )
     timeline: int = 0
-    alone: bool = False
+    alone: bool = Field(
+        default=False,
+        description="A process has died at this task: its records are to be read while the trainer computes nothing, so that it is known at "
+        "what it dies if it dies again.",
+    )
 
 
 class AcquireTask(Record):
@@ -269,6 +277,12 @@ class MetricBatch(Record):
     whole: bool = False
     lost_before: Int64 | None = None
     store: bool = False
+    warnings: Annotated[
+        tuple[Message, ...],
+        Field(
+            max_length=MOST_WARNINGS, description="Sentences for the user; they become events of the job, each once."
+        ),
+    ] = ()
 
 
 class MetricsTaken(Record):

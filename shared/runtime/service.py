@@ -7,8 +7,10 @@ start -> main(stopping) -> ready(), settled() ... SIGTERM/SIGINT -> stopping is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
+import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -18,6 +20,7 @@ from shared.errors import TriremeError, leaves
 from shared.runtime import scheduling, telemetry
 
 DRAIN_SECONDS = 20.0
+OPEN_FILES = 1 << 16  # enough for every reader, and small enough for programs that close all numbers up to the limit
 LEASE_LOST, INTERRUPTED = 75, 130  # exit codes; 75: the process lost its place in the job, start it again
 EXIT_CODES = {"SCRIPT_CHANGED": 76}  # of errors by which a launcher can tell the user what to do
 READY_FILE = "TRIREME_READY_FILE"
@@ -28,6 +31,7 @@ log = telemetry.logger("service")
 def run(main: Callable[[asyncio.Event], Awaitable[int]], drain_s: float = DRAIN_SECONDS) -> int:
     """Run a service to its end and return the process exit code. A TriremeError is logged as one line."""
     telemetry.unfailing_output()
+    allow_open_files()
     scheduling.serve_soon()
     try:
         import uvloop  # noqa: PLC0415  not on every platform
@@ -37,6 +41,15 @@ def run(main: Callable[[asyncio.Event], Awaitable[int]], drain_s: float = DRAIN_
         factory = None
     with asyncio.Runner(loop_factory=factory) as runner:
         return runner.run(_guarded(main, drain_s))
+
+
+def allow_open_files() -> None:
+    """Raise this process's soft limit of open files to the hard one, at most OPEN_FILES. Processes that it starts inherit that."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # a sandbox may forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def ready(url: str = "") -> None:

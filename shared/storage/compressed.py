@@ -20,6 +20,7 @@ from typing import IO, Any, BinaryIO, cast
 
 from shared.errors import DatasetError
 from shared.storage import files, nameless
+from shared.storage.trouble import kept_open, trouble_of
 
 SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 KEPT_BYTES = 16 << 30
@@ -62,6 +63,8 @@ class _Stream(io.RawIOBase):
         try:
             content = self._stream.read(len(buffer))
         except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
+            if (trouble := trouble_of(error, self._file)) is not None:
+                raise trouble from error
             msg = f"{self._file} is damaged or cut off behind {self._position} decompressed bytes: {error}"
             raise DatasetError(msg, hint="copy or compress it again", url=self._file, offset=self._position) from error
         buffer[: len(content)] = content
@@ -91,11 +94,11 @@ def scanning(file: str) -> Iterator[BinaryIO]:
 
 
 class Decompressed:
-    """Keeps the temporary files used last: at least one, and up to `kept_bytes`, or as many as their disk has room for. They have no name:
-    nothing stays behind a process that is killed."""
+    """Keeps the temporary files used last: at least one, and up to `kept_bytes` and `kept_files` (None: see kept_open), or as many as their disk has room for.
+    They have no name: nothing stays behind a process that is killed."""
 
-    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
-        self._kept_bytes = kept_bytes
+    def __init__(self, kept_bytes: int = KEPT_BYTES, kept_files: int | None = None) -> None:
+        self._kept_bytes, self._kept_files = kept_bytes, kept_files or kept_open()
         self._copies: OrderedDict[str, IO[bytes]] = OrderedDict()
         self._sizes: dict[str, int] = {}
         self._lock = RLock()
@@ -117,7 +120,9 @@ class Decompressed:
             copy = self._made(file)
             self.decompressed += 1
             self._copies[file], self._sizes[file] = copy, copy.tell()
-            while len(self._copies) > 1 and sum(self._sizes.values()) > self._kept_bytes:
+            while len(self._copies) > 1 and (
+                len(self._copies) > self._kept_files or sum(self._sizes.values()) > self._kept_bytes
+            ):
                 self._drop_oldest()
         self._copies.move_to_end(file)
         return self._copies[file]

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from shared.errors import DatasetError
 from shared.records.datasets import Dataset, HuggingFace, ImageFolder
 from shared.storage import files, saved_datasets
+
+T = TypeVar("T")
 
 _HINT = "check the path that dataset() returns (relative ones start at the working directory)"
 
@@ -19,3 +25,18 @@ def files_of(dataset: Dataset) -> list[str]:
         as_it_is = dataset.names_code and not files.is_glob(url)
         chosen += [url] if as_it_is else files.expand_some(url, _HINT)
     return chosen
+
+
+def from_first_file(dataset: Dataset, read: Callable[[str], Sequence[T]]) -> tuple[str, Sequence[T]]:
+    """(file, what `read(file)` gives) of the first file that gives any; ("", ()) if there is none. Raises DatasetError if no file matches,
+    and what `read` raises, but for files without a record."""
+    for file in files_of(dataset):
+        try:
+            found = read(file)
+        except DatasetError as error:
+            if error.details.get("records") != 0:
+                raise
+            continue
+        if found:
+            return file, found
+    return "", ()

@@ -13,20 +13,23 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from shared.errors import DatasetError, InvalidArgument
+from shared.errors import DatasetError, InvalidArgument, PeerError
 from shared.runtime import ids
 from shared.security import private_files
 from shared.storage import object_store
 from shared.storage.direct_file import DirectFile
+from shared.storage.trouble import trouble_of
 
 TEMPORARY = ".tmp"
 _MAGIC = frozenset("*?[")
+_STORES = ("s3://", "s3a://", "gs://", "gcs://", "az://", "abfs://", "abfss://", "oss://")
 _FILE_ERRORS = (OSError, ValueError, EOFError, KeyError, TypeError, NotImplementedError, ImportError, InvalidArgument)
 
 
@@ -61,10 +64,14 @@ def expand(url: str) -> list[str]:
         if _is_file(filesystem, path):
             found = [path]
         elif is_glob(path):
-            found = sorted(name for name, info in filesystem.glob(path, detail=True).items() if info["type"] == "file")
+            found = sorted(
+                str(name) for name, info in filesystem.glob(path, detail=True).items() if info["type"] == "file"
+            )
         else:
             found = []
-    return [_rebuilt(url, filesystem, str(name)) for name in found]
+    if isinstance(filesystem, LocalFileSystem):
+        return found
+    return [with_path(url, path, str(name)) for name in found]
 
 
 def expand_some(url: str, hint: str) -> list[str]:
@@ -78,10 +85,12 @@ def expand_some(url: str, hint: str) -> list[str]:
 
 
 def _is_file(filesystem: Any, path: str) -> bool:
-    """`isfile` of fsspec takes every error, missing credentials too, for a missing file."""
+    """`isfile` of fsspec takes every error, missing credentials too, for a missing file; `info` of HTTP takes a silent server for one."""
     try:
         return bool(filesystem.info(path)["type"] == "file")
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if (trouble := trouble_of(error, path)) is not None:
+            raise trouble from error
         return False
 
 
@@ -95,7 +104,10 @@ def size(url: str) -> int:
     """Bytes of a file. Raises FileNotFoundError."""
     filesystem, path = _resolve(url)
     with _explaining(url):
-        return int(filesystem.size(path))
+        found = filesystem.size(path)
+    if found is None:
+        raise OSError(f"the server of {url} does not say how many bytes the file has")
+    return int(found)
 
 
 def stamp(url: str) -> str:
@@ -108,6 +120,18 @@ def stamp(url: str) -> str:
         return ""
     changed = next((str(found[name]) for name in ("ETag", "mtime", "LastModified", "created") if found.get(name)), "")
     return f"{found.get('size')} {changed}" if changed else ""
+
+
+def size_and_tag(url: str) -> tuple[int, str]:
+    """Bytes of a file, and the ETag of an object of a store ("": any other file; servers of one file by HTTP may each have their own).
+    Raises OSError."""
+    filesystem, path = _resolve(url)
+    with _explaining(url):
+        found = filesystem.info(path)
+    if found["type"] != "file":
+        raise IsADirectoryError(f"{url} is no file")
+    tag = found.get("ETag") or found.get("etag") if url.startswith(_STORES) else None
+    return int(found["size"]) if found["size"] is not None else size(url), str(tag or "").strip('"')
 
 
 @contextmanager
@@ -246,15 +270,20 @@ def check_writable(url: str) -> None:
 
 @contextmanager
 def reading(url: str, kind: str) -> Iterator[None]:
-    """Turns errors inside the block into a DatasetError that names the file and the format."""
+    """Turns errors inside the block into a DatasetError that names the file and the format; ResourceExhausted and StorageUnreachable
+    if the machine or the storage is to blame (shared/storage/trouble.py)."""
     try:
         yield
-    except DatasetError:
+    except (DatasetError, PeerError):
         raise
     except FileNotFoundError as error:
+        if (trouble := trouble_of(error, url)) is not None:
+            raise trouble from error
         msg = f"{url} does not exist (any more)"
         raise DatasetError(msg, hint="check the path; every member of the job must see the file", url=url) from error
     except _FILE_ERRORS as error:
+        if (trouble := trouble_of(error, url)) is not None:
+            raise trouble from error
         msg = f"{url} cannot be read as {kind}: {' '.join(str(error).split()) or type(error).__name__}"
         raise DatasetError(
             msg, hint="check the file, its permissions and the reader that dataset() returns", url=url
@@ -290,14 +319,25 @@ def _resolve(url: str) -> tuple[Any, str]:
     return filesystem, str(path)
 
 
-def _rebuilt(url: str, filesystem: Any, path: str) -> str:
-    """`path`, found by expanding `url`, as a URL that opens the same way (protocol chains are kept)."""
-    if isinstance(filesystem, LocalFileSystem):
-        return path
-    parts = url.split("::")
-    place = next(number for number, part in enumerate(parts) if "://" in part)
-    parts[place] = parts[place].split("://")[0] + "://" + filesystem._strip_protocol(path)  # noqa: SLF001
-    return "::".join(parts)
+def with_path(url: str, stripped: str, found: str) -> str:
+    """`url`, whose path fsspec calls `stripped`, with the path `found` instead. Everything else is kept: host, user, account, branch,
+    and the other links of a chain (`simplecache::...`).
+
+    The path is where both end alike: `hdfs://name:8020/data/*` and `/data/*`; `s3://bucket/*` and `bucket/*`; for http both are whole.
+    """
+    links = url.split("::")
+    place = next((number for number, link in enumerate(links) if "://" in link), None)
+    if place is None or found == stripped:
+        return url
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(links[place]), reversed(stripped), strict=False))
+    tail = "".join(letter for letter, _ in alike)[::-1]
+    # what only the stripped path has: the container of abfs://container@account/...
+    before = stripped[: len(stripped) - len(tail)]
+    if not found.startswith(before):
+        msg = f"{url} gives {found}, which is not below it"
+        raise InvalidArgument(msg, hint="give the files by another URL")
+    links[place] = links[place][: len(links[place]) - len(tail)] + found[len(before) :]
+    return "::".join(links)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -9,26 +9,28 @@ import shutil
 import tempfile
 from typing import IO, BinaryIO
 
-from shared.errors import DatasetError
+from shared.errors import ResourceExhausted
+from shared.storage.trouble import trouble_of
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _COPIED_BYTES = 1 << 20
 
 
-class NoRoom(DatasetError):
+class NoRoom(ResourceExhausted):
     """The folder of temporary files is full."""
 
 
 def copy_of(file: str, source: BinaryIO) -> IO[bytes]:
     """What `source` gives, in a file that the caller closes; `file`: its name for messages.
 
-    Raises NoRoom; DatasetError if no temporary file can be made; and what `source` raises.
+    Raises NoRoom; ResourceExhausted if no temporary file can be made; and what `source` raises.
     """
     try:
         copy = tempfile.TemporaryFile()  # noqa: SIM115  the caller's
     except OSError as error:
         msg = f"{file} is read by way of a temporary file, and none can be made: {error}"
-        raise DatasetError(msg, hint="set TMPDIR where the trainers run to a folder with space", url=file) from error
+        hint = "set TMPDIR where the trainers run to a folder with space"
+        raise trouble_of(error, file) or ResourceExhausted(msg, hint=hint, url=file) from error
     needed = 0
     try:
         while content := source.read(_COPIED_BYTES):

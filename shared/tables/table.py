@@ -123,7 +123,7 @@ class Table:
         self._admitted = np.ones(0, np.bool_)  # of the ids of `prepare`
         self._surplus = np.zeros(slot_count, np.int64)  # rows that leave in the step that was prepared
         self._init = INITS[spec.init.kind], init_scale(spec.init)
-        self._state, self._kind = first_state(spec.optimizer), kind_of(spec.optimizer)
+        self._state, self._kind = first_state(spec.optimizer, spec.dim), kind_of(spec.optimizer)
         self.sketch = soon_touched(slot_count, SKETCH_DEPTH * SKETCH_CELLS) if spec.admit_after > 1 else None
         self.sketch_stamps = np.zeros(slot_count, np.int64)  # when each slot's counts changed last; 0: never
 

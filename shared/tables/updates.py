@@ -37,15 +37,30 @@ def scalars_of(optimizer: RowOptimizer, step: int, dim: int, lr: float) -> npt.N
             first, second = optimizer.betas
             size = lr * math.sqrt(1 - second**step) / (1 - first**step)
             found = [-size, optimizer.eps, 1 - first, 1 - second]
-        case "ftrl":
-            rate = 1.0 / lr if lr else 0.0
-            found = [0.0, optimizer.l1, optimizer.l2, optimizer.beta * rate, rate]
+        case "ftrl":  # a row is computed from sums that were made at the table's own rate, so another rate scales the gradient's effect
+            rate = 1.0 / optimizer.lr
+            found = [lr / optimizer.lr, optimizer.l1, optimizer.l2, optimizer.beta * rate, rate]
     return np.array(found + [0.0] * (8 - len(found)), np.float32)
 
 
-def first_state(optimizer: RowOptimizer) -> np.float32:
-    """In each number of the state of a row that appears."""
-    return np.float32(optimizer.initial_accumulator_value if optimizer.kind in ("adagrad", "ftrl") else 0.0)
+def first_state(optimizer: RowOptimizer, dim: int) -> npt.NDArray[np.float32]:
+    """The state of a row that appears: float32 (optimizer.state_words(dim),). `initial_accumulator_value` fills sums of squares alone."""
+    state = np.zeros(optimizer.state_words(dim), np.float32)
+    match optimizer.kind:
+        case "adagrad":
+            state[:] = optimizer.initial_accumulator_value
+        case "ftrl":
+            state[dim:] = optimizer.initial_accumulator_value
+    return state
+
+
+def sums_of_values(optimizer: RowOptimizer, rows: npt.NDArray[np.float32], dim: int) -> None:
+    """In place: rows (float32 (n, dim + words of state)) of `ftrl` get the sums that their values follow from, at this learning rate, l1, l2 and beta.
+    Without them the first step would compute each row from sums that know nothing of its values."""
+    values, sums, squares = (rows[:, first : first + dim].astype(np.float64) for first in (0, dim, 2 * dim))
+    strength = (optimizer.beta + np.sqrt(squares)) / optimizer.lr + optimizer.l2
+    held = np.clip(sums, -optimizer.l1, optimizer.l1)  # these keep a value at 0
+    rows[:, dim : 2 * dim] = np.where(values == 0, held, -values * strength - np.sign(values) * optimizer.l1)
 
 
 def init_scale(init: RowInit) -> np.float32:

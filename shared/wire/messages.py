@@ -58,7 +58,7 @@ class PushHeader(MessageHeader):
     slots, so it names the version of the slot map (`slots`; 0: not checked). `stored`: the metrics of steps before this one are stored,
     as far as lane 0's owner knows.
 
-    Async: `epoch`, `task_id`, `attempt`, minibatches [start, end) of `minibatches`, and `lane_zero` with the options. `keeps`: the trainer computes the
+    Async: `epoch`, `task_id`, `attempt`, minibatches [start, end) of `minibatches`, and `lane_zero` with the options (and, now and then, the state of the scheduler). `keeps`: the trainer computes the
     next ones with the parameters that it has (see StalenessBound).
     """
 
@@ -283,7 +283,7 @@ class PserverInfo(Record):
     block still lacks. `updates`: optimizer steps over all blocks. `timeline`: of its parameters (0: never rolled back).
     `checkpoint_error`: why its last part could not be written. `slots`: version of the slot map by which it has its blocks. `kept`: of a trainer of a
     collective job, the first version whose mean gradients it can give to others, up to `highest`. `made_of`: of a trainer of a collective job, by version,
-    the last ones: a digest of which records its step was made of."""
+    the last ones: a digest of which records its step was made of. `schedules`: of an asynchronous job, states of its scheduler, ascending."""
 
     job: str
     index: int
@@ -305,6 +305,7 @@ class PserverInfo(Record):
     slots: int = 0
     kept: int | None = None
     made_of: tuple[tuple[int, str], ...] = Field(default=(), max_length=MOST_STATED)
+    schedules: tuple[LaneZero, ...] = ()
 
 
 class HandedNotes(Record):

@@ -35,6 +35,7 @@ def bad(kind):
         case "abort": os.abort()
         case "killed": os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory is short
         case "hangs": time.sleep(1e6)
+        case "sleeps_with_interpreter": ctypes.PyDLL(None).sleep(1000000)
         case "keeps_interpreter": re.match("(a+)+$", "a" * 64 + "b")
 
 class Points(torch.utils.data.Dataset):
@@ -86,17 +87,19 @@ DEADLY = {
     ("killed", "loss"): r"was killed by SIGKILL \(out of memory\?\)",
     ("killed", "read"): r"was killed by SIGKILL \(out of memory\?\)",
     ("hangs", "loss"): "hung for 5 s|silent for",
+    ("sleeps_with_interpreter", "loss"): "ended with exit code 1|was killed by SIGKILL|silent for",
     ("keeps_interpreter", "loss"): "ended with exit code 1|was killed by SIGKILL|silent for",
 }
 
 
 async def check(tmp_path, kinds, *, own_loop=False, **changes):
-    """Each kind stands in the middle of a task of its own, with a task between; the first steps are clean."""
+    """Each kind stands in the middle of a task of its own, with a task between; the first steps are clean. The minibatch of a record that is
+    NaN is left out, as `on_nonfinite` says, and its task is not discarded."""
     bad = {CLEAN + 2 * number: kind for number, kind in enumerate(kinds)}  # by task
     records = TASK * (CLEAN + 2 * len(kinds))
     folder = tmp_path / "script"
     folder.mkdir()
-    places = {TASK * task + 5: kind for task, kind in bad.items()}
+    places = {TASK * task + 5: kind for task, kind in bad.items()} | {TASK * (CLEAN - 2) + 5: ("nan", "item")}
     (folder / "deadly.py").write_text((SCRIPT + (LOOP if own_loop else "")).format(kinds=places, records=records))
     settings = {
         "job": "deadly",
@@ -132,8 +135,8 @@ async def check(tmp_path, kinds, *, own_loop=False, **changes):
 
 
 async def test_records_that_end_or_hang_the_process_cost_their_tasks_alone(tmp_path):
-    chosen = [("killed", "loss"), ("abort", "read"), ("keeps_interpreter", "loss")]
-    await check(tmp_path, chosen, trainers=1)
+    chosen = [("killed", "loss"), ("abort", "read"), ("sleeps_with_interpreter", "loss")]
+    await check(tmp_path, chosen, trainers=1, task_timeout_ceiling_s=3.0)
 
 
 @pytest.mark.soak

@@ -14,17 +14,23 @@ from safetensors.torch import load_file
 
 from shared.etcd.embedded import sweep_sockets
 from tests.end_to_end.command import wait_for
-from tests.end_to_end.scripts import EVALUATION, HEAD, RECORDS, UNHURRIED_LOSS, write_script
+from tests.end_to_end.scripts import EVALUATION, HEAD, OPTIMIZER, RECORDS, UNHURRIED_LOSS, write_script
 from tests.equipment.command_lines import command_line
 from trireme.launch.run_folder import SOCKETS, sockets
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 
+ONE_CYCLE = """
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=trireme.total_steps())
+"""
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_model_trains_and_plain_pytorch_loads_it(trireme, tmp_path, mode):
     printing = EVALUATION.replace("    return {", "    print('evaluating', len(batch['y']))\n    return {", 1)
-    script = write_script(tmp_path, evaluation=printing)
+    script = write_script(tmp_path, evaluation=printing, optimizer=OPTIMIZER + ONE_CYCLE)
     done = trireme.run("run", script, "--mode", mode, "--trainers", 2, "--pservers", 2, "--json")
     assert done.code == 0, done.err
     result = json.loads(done.out)

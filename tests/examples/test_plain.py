@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from master_service.core.queue.epoch_order import EpochOrder
+from master_service.core.queue.task_sizes import TaskSizes
 from master_service.storage.counting import count_records
 from shared.errors import DatasetError, InvalidArgument, UserCodeError
 from shared.lanes import step_seed
@@ -120,7 +121,7 @@ def test_versions_are_evaluated_while_it_trains_and_the_best_one_is_kept(tmp_pat
 def test_each_epoch_has_every_record_once_in_another_order(tmp_path):
     user = load(script(tmp_path))
     spec = plain_spec(user, {})
-    table = count_records(spec.dataset, spec.task_records)
+    table = count_records(spec.dataset, TaskSizes.of(spec))
     epochs = [[record["y"] for m in epoch_minibatches(spec, table, epoch) for record in m] for epoch in range(2)]
     written = Counter(np.load(tmp_path / "y.npy").tolist())
     assert [Counter(epoch) for epoch in epochs] == [written, written]
@@ -260,5 +261,6 @@ def test_a_loss_with_metrics_trains_the_same_bits_and_says_what_they_were_in_eac
     assert [sorted(epoch) for epoch in result.epochs] == [["loss", "rows", "worst"]] * 2
     assert result.epochs[0]["rows"] == RECORDS / 8  # 8, 8 and 4 of two tasks, 8 and 2 of the third
     assert result.epochs[0]["worst"] > result.epochs[0]["loss"]
-    assert all("worst" in line for line in lines)
+    assert "records_per_task 20 is no multiple of the 8 records of a minibatch" in lines[0]
+    assert all("worst" in line for line in lines[1:])
     assert result.metrics.keys() == {"loss", "worst"}

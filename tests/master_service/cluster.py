@@ -10,6 +10,7 @@ from typing import Any
 
 from master_service.core.queue.checks import violations
 from master_service.core.queue.file_table import FileTable, TableFile
+from master_service.core.queue.task_sizes import TaskSizes
 from master_service.leadership.master import Master
 from master_service.storage.series_files import SeriesFiles
 from shared.etcd import KeyValue
@@ -67,10 +68,10 @@ class Storage:
         self.manifests: dict[str, Manifest | Exception] = {}
         self.series: SeriesFiles | None = None
 
-    async def count(self, source: Dataset, task_records: int) -> FileTable:
+    async def count(self, source: Dataset, sizes: TaskSizes) -> FileTable:
         if self.error:
             raise self.error
-        return table_of(self.tasks, task_records, f"digest of {source.urls[0]}")
+        return table_of(self.tasks, sizes.fixed or 16 * sizes.minibatch, f"digest of {source.urls[0]}")
 
     async def load_table(self, digest: str) -> FileTable:
         return table_of(self.tasks, 10, digest)

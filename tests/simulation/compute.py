@@ -109,7 +109,7 @@ def names_of(records: Records | None) -> tuple[int, ...]:
 class TinyCompute:
     """trainer_agent.model.compute.Compute on numpy."""
 
-    is_finished = False
+    is_finished = by_columns = False
     places: Sequence[Any] = ()
 
     def __init__(

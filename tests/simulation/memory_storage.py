@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from master_service.core.queue.file_table import FileTable
+from master_service.core.queue.task_sizes import TaskSizes
 from shared.checkpoints import stored
 from shared.records import JobSpec
 from shared.records.checkpoints import CheckpointRef, Manifest
@@ -61,16 +63,16 @@ class MemoryStorage:
         manifest = await self.read_manifest(ref)
         stored.verify_parts(self._spec.storage, ref, manifest)
 
-    async def count(self, source: Dataset, task_records: int) -> FileTable:
+    async def count(self, source: Dataset, sizes: TaskSizes) -> FileTable:
         await asyncio.sleep(0.05)
         files = files_of(source.urls[0], self._plan.job)
-        table = FileTable(files, task_records)
+        table = sizes.table(files)
         digest = hashlib.sha256(repr(table.to_map()).encode()).hexdigest()
-        return FileTable(files, task_records, digest)
+        return replace(table, digest=digest)
 
     async def load_table(self, digest: str) -> FileTable:
         for source in (TRAINING, EVALUATION):
-            table = await self.count(source, self._plan.job.task_records)
+            table = await self.count(source, TaskSizes.of(self._spec))
             if table.digest == digest:
                 return table
         raise AssertionError(f"no table {digest}")

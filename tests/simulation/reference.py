@@ -14,11 +14,13 @@ import numpy as np
 import torch
 
 from master_service.core.queue.epoch_order import EpochOrder
+from master_service.core.queue.file_table import FileTable, TableFile
+from master_service.core.queue.streams import Streams
 from master_service.core.state.series import Value
 from shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
 from shared.criteria import Criterion
 from shared.lanes import step_seed
-from shared.records import Mode
+from shared.records import Mode, TaskKind
 from shared.records.job_spec import StopEarly
 from tests.simulation.compute import (
     BLOCK_ELEMENTS,
@@ -74,10 +76,10 @@ def task_minibatches(job: Job, epoch: int, task: int) -> list[list[int]]:
 
 def lane_streams(job: Job, epoch: int) -> list[list[list[int]]]:
     """Minibatches of each lane in this epoch."""
-    tasks = tasks_of(job)
-    order = EpochOrder(len(tasks), job.seed, epoch)
+    table = FileTable(tuple(TableFile(str(n), count) for n, count in enumerate(job.files)), job.task_records)
+    order = Streams(TaskKind.TRAIN, table, job.lanes, job.seed, True, job.minibatch).order(epoch)
     streams: list[list[list[int]]] = [[] for _ in range(job.lanes)]
-    for position in range(len(tasks)):
+    for position in range(table.tasks):
         streams[position % job.lanes] += task_minibatches(job, epoch, order.task_at(position))
     return streams
 

@@ -66,9 +66,9 @@ HOMES = {
     "cronsim": ("shared/cron.py",),
     "random": (
         "shared/runtime/ids.py",
-        "trainer_agent/model/minibatch.py",
-        "trainer_agent/data/ready_batch.py",
-    ),  # the latter two seed what the user's forward pass draws
+        "shared/datasets/random_state.py",  # seeds what the user's code draws
+        "trainer_agent/model/watch/own_state.py",  # knows generators of the user's
+    ),
     "secrets": ("shared/runtime/ids.py",),
     "uuid": ("shared/runtime/ids.py",),
     "pickle": (),

@@ -11,8 +11,11 @@ import numpy as np
 import torch
 
 from master_service.core.queue.epoch_order import EpochOrder
+from master_service.core.queue.file_table import FileTable, TableFile
+from master_service.core.queue.streams import Streams
+from master_service.core.queue.task_sizes import TaskSizes
 from shared.lanes import step_seed
-from shared.records import JobSpec
+from shared.records import JobSpec, TaskKind
 from shared.records.datasets import Npy
 from trainer_agent.data import minibatch_indices, minibatches_in
 from trainer_agent.script.user_module import load
@@ -92,12 +95,11 @@ def train_plainly(
     optimizer = user.call("optimizer", model)
     scheduler = user.call("scheduler", optimizer) if rates is None and user.has("scheduler") else None
     x, y = np.load(script.parent / "x.npy"), np.load(script.parent / "y.npy")
-    step, tasks = 0, -(-RECORDS // spec.task_records)
+    step, table = 0, table_of(spec)
     for epoch in range(spec.epochs):
-        for position in range(tasks):
-            task = EpochOrder(tasks, spec.seed, epoch, shuffle=spec.shuffle).task_at(position)
-            first = task * spec.task_records
-            count = min(spec.task_records, RECORDS - first)
+        for position in range(table.tasks):
+            task = EpochOrder(table.tasks, spec.seed, epoch, shuffle=spec.shuffle).task_at(position)
+            first, count = table.locate(task).first, table.locate(task).count
             for number in range(minibatches_in(count, spec.minibatch_size)):
                 if step == steps:
                     return dict(model.state_dict())
@@ -123,17 +125,22 @@ def train_plainly(
     return dict(model.state_dict())
 
 
+def table_of(spec: JobSpec) -> FileTable:
+    """The tasks of a script's data."""
+    return TaskSizes.of(spec).table((TableFile("x.npy", RECORDS),))
+
+
 def lane_batches(script: Path, spec: JobSpec) -> Iterator[list[dict[str, torch.Tensor]]]:
     """Of each step: the minibatches of its lanes, without those that have no records."""
     x, y = np.load(script.parent / "x.npy"), np.load(script.parent / "y.npy")
-    tasks = -(-RECORDS // spec.task_records)
+    table = table_of(spec)
+    lanes = Streams(TaskKind.TRAIN, table, spec.lanes, spec.seed, spec.shuffle, spec.minibatch_size)
     for epoch in range(spec.epochs):
-        order = EpochOrder(tasks, spec.seed, epoch)
+        order = lanes.order(epoch)
         streams: list[list[Any]] = [[] for _ in range(spec.lanes)]
-        for position in range(tasks):
+        for position in range(table.tasks):
             task = order.task_at(position)
-            first = task * spec.task_records
-            count = min(spec.task_records, RECORDS - first)
+            first, count = table.locate(task).first, table.locate(task).count
             for number in range(minibatches_in(count, spec.minibatch_size)):
                 chosen = minibatch_indices(spec.seed, epoch, task, count, spec.minibatch_size, number, shuffle=True)
                 streams[position % spec.lanes].append(first + chosen)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import trireme
+from master_service.core.queue.task_sizes import TaskSizes
 from master_service.storage.counting import count_records
 from shared.errors import InvalidArgument, UserCodeError
 from shared.lanes import step_seed
@@ -106,7 +107,7 @@ def ordinary_loop(user: Any, spec: Any, scheduled: Sequence[int] = ()) -> tuple[
     losses, step = [], 0
     for epoch in range(spec.epochs):
         total = 0.0
-        for minibatch in epoch_minibatches(spec, count_records(spec.dataset, spec.task_records), epoch):
+        for minibatch in epoch_minibatches(spec, count_records(spec.dataset, TaskSizes.of(spec)), epoch):
             torch.manual_seed(step_seed(5, step, 0))
             model.train()
             model.zero_grad()

@@ -17,8 +17,10 @@ from shared.blocks.buffers import bytes_of, tensor_over
 from shared.blocks.narrow import DTYPES
 from shared.errors import BadFrame
 from shared.optimizers.classes import OF_WHOLE_PARAMETERS
+from shared.optimizers.parameter_parts import ParameterParts
 from shared.optimizers.state import SCALAR, kinds_of
 from shared.records.layout import Block
+from shared.serving.core.by_parameter import block_optimizer
 from shared.serving.core.optimizers import BlockOptimizer, Options, arguments
 from trainer_agent.model.compute import Compute
 from trainer_agent.model.flat import Place
@@ -59,9 +61,9 @@ class EachBlock:
         self._compute, layout = compute, compute.layout
         self._blocks = _of_parameters(compute)
         self._groups = [segment.group for segment in layout.segments]
-        chosen = _arguments(compute)
+        chosen, parts, name = _arguments(compute), ParameterParts(layout), layout.optimizer.name
         self._optimizers = {
-            block.number: BlockOptimizer(layout.optimizer.name, chosen[block.segment], _staging(compute, block))
+            block.number: block_optimizer(name, chosen[block.segment], _staging(compute, block), parts.of(block))
             for block in self._blocks
         }
 
@@ -217,7 +219,7 @@ def _arguments(compute: Compute) -> dict[int, Options]:
     """Of each segment of parameters."""
     spec, segments = compute.layout.optimizer, compute.layout.segments
     return {
-        number: arguments(spec, segment.group, whole=True)
+        number: arguments(spec, segment.group, segment.dtype, whole=True)
         for number, segment in enumerate(segments)
         if segment.kind == "param"
     }

@@ -6,6 +6,7 @@ shard.minibatch(minibatch_indices(seed, epoch, task, len(shard), size, number, s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import assert_never
 
 from shared.records.datasets import (
@@ -25,36 +26,45 @@ from shared.records.datasets import (
     TFRecord,
     WebDataset,
 )
+from shared.storage.stamps import CountedFiles
 from trainer_agent.data.arrays import BytesReader, NpyReader
 from trainer_agent.data.collate import default_collate
+from trainer_agent.data.column_types import TypedByFirstRecord
 from trainer_agent.data.custom import CustomReader
 from trainer_agent.data.formats.frames import RecordIOReader, TFRecordReader
 from trainer_agent.data.formats.image_folder import ImageFolderReader
 from trainer_agent.data.formats.in_code import IterableStyleReader, MapStyleReader
 from trainer_agent.data.formats.tars import WebDatasetReader
 from trainer_agent.data.lines import LineReader
-from trainer_agent.data.order import evaluation_seed, minibatch_indices, minibatches_in
+from trainer_agent.data.order import evaluation_seed, minibatch_in, minibatch_indices, minibatches_in
 from trainer_agent.data.reader import Blaming, Reader
 from trainer_agent.data.shard import Minibatch, Shard
 
 __all__ = [
+    "Blaming",
     "Minibatch",
     "Reader",
     "Shard",
     "default_collate",
     "evaluation_seed",
+    "minibatch_in",
     "minibatch_indices",
     "minibatches_in",
     "open_dataset",
 ]
 
 
-def open_dataset(dataset: Dataset) -> Reader:
-    """The reader of a dataset. Nothing is opened yet. Raises DatasetError if a Custom reader cannot be imported."""
-    return Blaming(_reader_of(dataset))
+def open_dataset(dataset: Dataset, seed: int = 0, changed: Callable[[str], object] | None = None) -> Blaming:
+    """The reader of a dataset. `seed`: of the job, for random numbers that the user's own readers and objects draw. `changed`: is told of a file
+    that is not the counted one, which is then read all the same; None: it is refused. Nothing is opened yet. Raises DatasetError if a Custom reader
+    cannot be imported."""
+    reader = _reader_of(dataset, seed)
+    if isinstance(dataset, Custom | MapStyle | IterableStyle):
+        reader = TypedByFirstRecord(dataset, reader)
+    return Blaming(reader, CountedFiles(dataset), changed)
 
 
-def _reader_of(dataset: Dataset) -> Reader:
+def _reader_of(dataset: Dataset, seed: int) -> Reader:
     match dataset:
         case Parquet():
             from trainer_agent.data.parquet import ParquetReader  # noqa: PLC0415  pyarrow only where it is needed
@@ -71,11 +81,11 @@ def _reader_of(dataset: Dataset) -> Reader:
         case Npy():
             return NpyReader(dataset)
         case Custom():
-            return CustomReader(dataset)
+            return CustomReader(dataset, seed)
         case MapStyle():
-            return MapStyleReader(dataset)
+            return MapStyleReader(dataset, seed)
         case IterableStyle():
-            return IterableStyleReader(dataset)
+            return IterableStyleReader(dataset, seed)
         case TFRecord():
             return TFRecordReader(dataset)
         case RecordIO():

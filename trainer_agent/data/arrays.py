@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import PurePosixPath
 from threading import Lock
 from typing import Any, BinaryIO
@@ -13,6 +14,7 @@ from shared.datasets import npy
 from shared.errors import DatasetError
 from shared.records.datasets import Bytes, Npy
 from shared.storage import files
+from shared.storage.trouble import kept_open
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Shard
 
@@ -35,11 +37,13 @@ class BytesReader:
 
 
 class NpyReader:
-    """Aligned files are read together; the file table has only the first of them."""
+    """Aligned files are read together; the file table has only the first of them. Each map takes a descriptor, so only the maps used
+    last are kept, `kept_files` of them (None: see kept_open)."""
 
-    def __init__(self, dataset: Npy) -> None:
+    def __init__(self, dataset: Npy, kept_files: int | None = None) -> None:
         self._dataset = dataset
-        self._arrays: dict[str, npt.NDArray[Any]] = {}
+        self._arrays: OrderedDict[str, npt.NDArray[Any]] = OrderedDict()
+        self._kept_files = kept_files or kept_open()
         self._lock = Lock()
 
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:  # noqa: ARG002
@@ -64,6 +68,9 @@ class NpyReader:
         with self._lock:
             if file not in self._arrays:
                 self._arrays[file] = npy.mapped(local)
+                if len(self._arrays) > self._kept_files:
+                    self._arrays.popitem(last=False)
+            self._arrays.move_to_end(file)
             array = self._arrays[file]
         if array.ndim == 0 or first + count > len(array):
             raise too_short(file, first, count, len(array) if array.ndim else 0)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shared.errors import DatasetError
-from trainer_agent.data.shard import Column, Minibatch, as_column, columns_of
+from trainer_agent.data.shard import Column, Minibatch, columns_of, named_column
 
 Batch = dict[str, Any]
 
@@ -19,8 +19,9 @@ _HINT = "define collate(records) in your script, or make the values alike in the
 def default_collate(minibatch: Mapping[str, Column] | Sequence[Mapping[str, Any]]) -> Batch:
     """Column -> tensor (n, …), copied; columns of text or bytes stay lists. Takes columns or records.
 
-    Python floats become torch.float32, ints torch.int64; arrays keep their dtype. Raises DatasetError, naming the column
-    and both values, if a value is missing or shapes or kinds differ within the minibatch.
+    Python's numbers get the dtype that shared/datasets/numbers.py says (floats: mostly torch.float32, whole numbers torch.int64 or
+    torch.uint64); arrays keep theirs. Raises DatasetError, naming the column and both values, if a value is missing, fits into no
+    dtype, or shapes or kinds differ within the minibatch.
     """
     if isinstance(minibatch, Minibatch):
         columns: Mapping[str, Column] = minibatch.columns
@@ -47,7 +48,7 @@ def _collated(name: str, column: Column) -> Any:
     if isinstance(column[0], torch.Tensor):
         _refuse_ragged(name, column)
         return torch.stack(column)
-    array = as_column(column)
+    array = named_column(name, column)
     if isinstance(array, list):
         _refuse_ragged(name, column)
         msg = f"column {name!r}: {_text(column[0])} does not make a tensor"
@@ -58,8 +59,12 @@ def _collated(name: str, column: Column) -> Any:
 def _tensor(name: str, column: Any) -> Any:
     if column.dtype.kind in "US":
         return column.tolist()
+    kind = column.dtype
     try:
-        return torch.from_numpy(np.array(column, dtype=column.dtype.newbyteorder("="), order="C"))
+        array = np.array(column, dtype=kind.newbyteorder("="), order="C")
+        if kind.kind in "iu":  # NumPy has two types of 64 bits for each sign (`long`, `long long`); torch takes one
+            array = array.view(f"{kind.kind}{kind.itemsize}")
+        return torch.from_numpy(array)
     except TypeError as error:
         msg = f"column {name!r} holds {column.dtype}, which torch has no type for"
         raise DatasetError(msg, hint=_HINT, column=name) from error

@@ -2,57 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from dataclasses import dataclass
+from threading import Lock
 from typing import Any, BinaryIO
 
-from shared.datasets.line_scan import Lines, Offsets, RecordScanner, chunks, data_start, refuse_archive
+from shared.datasets.line_scan import Lines, data_start, refuse_archive
+from shared.datasets.raw_records import RawRecords, read_raw
 from shared.errors import DatasetError
 from shared.records.datasets import JsonLines, TextLines
 from shared.storage import files
-from shared.storage.compressed import Decompressed
+from shared.storage.compressed import Decompressed, scanning
+from shared.storage.dataset_files import from_first_file
+from trainer_agent.data.column_types import ColumnTypes
 from trainer_agent.data.reader import too_short
-from trainer_agent.data.shard import Record, RecordShard, Shard
-
-FIRST_CHUNK_BYTES = 64 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class RawRecords:
-    """`content` from the first record's start; `starts` and `ends` of each record in it."""
-
-    content: bytes
-    starts: list[int]
-    ends: list[int]
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def record(self, number: int) -> bytes:
-        return self.content[self.starts[number] : self.ends[number]]
-
-
-def read_raw(source: BinaryIO, dataset: Lines, file: str, start: int, count: int) -> RawRecords:
-    """Up to `count` records from byte `start` on; fewer only where the file ends."""
-    scanner = RecordScanner(dataset, file, start)
-    source.seek(start)
-    pieces: list[bytes] = []
-    starts: list[int] = []
-    ends: list[int] = []
-    for chunk in chunks(source, FIRST_CHUNK_BYTES):
-        pieces.append(chunk)
-        found: tuple[Offsets, Offsets] = scanner.feed(chunk)
-        starts += (found[0] - start).tolist()
-        ends += (found[1] - start).tolist()
-        if len(starts) >= count:
-            break
-    else:
-        last = scanner.finish()
-        if last is not None:
-            starts.append(last[0] - start)
-            ends.append(last[1] - start)
-    del starts[count:], ends[count:]
-    return RawRecords(b"".join(pieces)[: ends[-1] if ends else 0], starts, ends)
+from trainer_agent.data.shard import Record, Shard
 
 
 def read_range(
@@ -66,12 +30,17 @@ def read_range(
     return RawRecords(raw.content, raw.starts[before:], raw.ends[before:])
 
 
+SAMPLE_RECORDS, SAMPLE_BYTES = 1_000, 16 << 20
+
+
 class LineReader:
     """TextLines and JsonLines."""
 
     def __init__(self, dataset: TextLines | JsonLines) -> None:
         self._dataset = dataset
         self._content = Decompressed()
+        self._types: ColumnTypes | None = None
+        self._lock = Lock()
 
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:
         refuse_archive(file)
@@ -79,7 +48,28 @@ class LineReader:
             raw = read_range(source, self._dataset, file, first, count, offset, data_start(source))
             if isinstance(self._dataset, TextLines):
                 return Shard({"text": [_text(file, first + n, raw.record(n)) for n in range(count)]}, count)
-            return RecordShard([_json(file, first + n, raw.record(n)) for n in range(count)])
+        records = [_json(file, first + n, raw.record(n)) for n in range(count)]
+        return self._column_types(self._dataset).shard(records, file, first)
+
+    def _column_types(self, dataset: JsonLines) -> ColumnTypes:
+        """From the first file with records, so that all trainers use the same."""
+        with self._lock:
+            if self._types is None:
+                file, sample = from_first_file(dataset, self._sample)
+                place = f"the first {len(sample)} records of {file}"
+                advice = 'set it: JsonLines(..., column_types={"name": "float64"}), or define collate(records)'
+                self._types = ColumnTypes(sample, place, advice, dataset.column_types)
+            return self._types
+
+    def _sample(self, file: str) -> list[Record]:
+        """Without the records that are damaged: the tasks that have them tell that."""
+        with files.reading(file, self._dataset.kind), scanning(file) as source:
+            raw = read_raw(source, self._dataset, file, data_start(source), SAMPLE_RECORDS, SAMPLE_BYTES)
+        found = []
+        for number in range(len(raw)):
+            with contextlib.suppress(DatasetError):
+                found.append(_json(file, number, raw.record(number)))
+        return found
 
 
 def _text(file: str, number: int, line: bytes) -> str:

@@ -14,18 +14,15 @@ from shared.lanes import step_seed
 
 Indices = npt.NDArray[np.int64]
 
-KEPT_ORDERS = 16
-
 
 def minibatches_in(count: int, size: int) -> int:
     """Minibatches of `size` records in a task of `count`; the last one may be short."""
     return -(-count // size)
 
 
-def minibatch_indices(
-    seed: int, epoch: int, task_number: int, count: int, size: int, number: int, *, shuffle: bool
-) -> Indices:
-    """Records of minibatch `number` (from 0) of a task of `count` records, as int64 indices into its shard; read-only.
+def minibatch_in(order: Indices | None, count: int, size: int, number: int) -> Indices:
+    """Records of minibatch `number` (from 0) of a task of `count` records in this order (None: as they are), as int64 indices into its
+    shard; read-only.
 
     Raises IndexError outside [0, minibatches_in(count, size)).
     """
@@ -33,9 +30,15 @@ def minibatch_indices(
         msg = f"minibatch {number} is outside [0, {minibatches_in(count, size)}): the task has {count} records"
         raise IndexError(msg)
     chosen = slice(number * size, min(count, (number + 1) * size))
-    if shuffle:
-        return record_order(seed, epoch, task_number, count)[chosen]
-    return np.arange(chosen.start, chosen.stop, dtype=np.int64)
+    return order[chosen] if order is not None else np.arange(chosen.start, chosen.stop, dtype=np.int64)
+
+
+def minibatch_indices(
+    seed: int, epoch: int, task_number: int, count: int, size: int, number: int, *, shuffle: bool
+) -> Indices:
+    """As `minibatch_in`, for whoever reads one task after the other: the order of the last one is kept."""
+    order = _last_order(seed, epoch, task_number, count) if shuffle else None
+    return minibatch_in(order, count, size, number)
 
 
 def evaluation_seed(seed: int, task_number: int, number: int) -> int:
@@ -43,7 +46,6 @@ def evaluation_seed(seed: int, task_number: int, number: int) -> int:
     return step_seed(seed, task_number, -2 - number)
 
 
-@lru_cache(maxsize=KEPT_ORDERS)
 def record_order(seed: int, epoch: int, task_number: int, count: int) -> Indices:
     """The permutation of [0, count) of one task in one epoch, read-only."""
     value = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -54,3 +56,6 @@ def record_order(seed: int, epoch: int, task_number: int, count: int) -> Indices
     order = np.argsort(value, kind="stable").astype(np.int64)
     order.flags.writeable = False
     return order
+
+
+_last_order = lru_cache(maxsize=1)(record_order)

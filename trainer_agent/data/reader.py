@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
-from shared.errors import DatasetError, StorageUnreachable, TriremeError, is_interrupt, is_of_the_environment
+from shared.errors import DatasetError, TriremeError, is_interrupt
+from shared.storage.stamps import CountedFiles
+from shared.storage.trouble import trouble_in_user_code
 from trainer_agent.data.shard import Shard
 
 
@@ -25,27 +29,42 @@ def too_short(file: str, first: int, count: int, records: int) -> DatasetError:
     return DatasetError(msg, hint="the file was changed while the job ran: start a new job", url=file, records=records)
 
 
+@contextmanager
+def blaming(file: str, first: int, count: int) -> Iterator[None]:
+    """Whatever code raises in this block that makes these records, or columns of them, says whose fault it is: DatasetError for the
+    records, ResourceExhausted and StorageUnreachable for what the machine or the storage lacks."""
+    try:
+        yield
+    except TriremeError:
+        raise
+    except BaseException as error:  # the user's datasets and their values may raise anything, SystemExit too
+        if is_interrupt(error):
+            raise
+        records = f"{file} records {first}-{first + count - 1}"
+        if (trouble := trouble_in_user_code(error, records)) is not None:
+            raise trouble from error
+        msg = f"{records} cannot be read: {type(error).__name__}: {error}"
+        hint = "correct or remove the record, or correct the code that reads it"
+        raise DatasetError(msg, hint=hint, url=file) from error
+
+
 class Blaming:
     """A reader whose every failure says whose fault it is, so that no record ends the process that reads it: DatasetError for the
-    records, StorageUnreachable for what the machine or the storage lacks."""
+    records, ResourceExhausted and StorageUnreachable for what the machine or the storage lacks. A file that is not the counted one is
+    refused before it is read, and that ends the job (`fatal`); with `changed` that is only told."""
 
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
+    def __init__(self, reader: Reader, files: CountedFiles, changed: Callable[[str], object] | None = None) -> None:
+        self._reader, self._files, self._changed = reader, files, changed
 
     def __repr__(self) -> str:
         return f"<Blaming {self._reader!r}>"
 
-    def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:
-        """See Reader. Raises StorageUnreachable as well: the same read may succeed later."""
-        try:
+    def read(self, file: str, first: int, count: int, offset: int | None = None, stamp: str = "") -> Shard:
+        """See Reader; `stamp`: of the file when it was counted. Raises ResourceExhausted, StorageUnreachable as well: the same read may succeed later."""
+        difference = self._files.difference(file, stamp)
+        if difference is not None and self._changed is not None:
+            self._changed(f"{difference.message}; it is trained all the same (changed_files = report)")
+        elif difference is not None:
+            raise DatasetError(difference.message, hint=difference.hint, fatal=True, **difference.details)
+        with blaming(file, first, count):
             return self._reader.read(file, first, count, offset)
-        except TriremeError:
-            raise
-        except BaseException as error:  # the user's datasets and their values may raise anything, SystemExit too
-            if is_interrupt(error):
-                raise
-            msg = f"{file} records {first}-{first + count - 1} cannot be read: {type(error).__name__}: {error}"
-            if is_of_the_environment(error):
-                raise StorageUnreachable(msg, hint="no record is at fault; it is tried again", url=file) from error
-            hint = "correct or remove the record, or correct the code that reads it"
-            raise DatasetError(msg, hint=hint, url=file) from error

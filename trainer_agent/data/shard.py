@@ -7,11 +7,13 @@ shard.minibatch(indices) ──iterate──► records (dicts) for the user's c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
+from shared.datasets.numbers import Misfit, column_of, common_dtype, shown
 from shared.errors import DatasetError
 from shared.runtime import begun
 from trainer_agent.data.order import Indices
@@ -22,11 +24,13 @@ T = TypeVar("T")
 
 
 class Shard:
-    """Columns of equal length. Values of one record: Python scalars, arrays, text, bytes or None."""
+    """Columns of equal length. Values of one record: Python scalars, arrays, text, bytes or None. A column may be the error that says why
+    its records make none: who asks for columns gets it."""
 
-    def __init__(self, columns: Mapping[str, Column], count: int) -> None:
+    def __init__(self, columns: Mapping[str, Column | DatasetError], count: int) -> None:
         for name, column in columns.items():
-            assert len(column) == count, f"column {name} has {len(column)} of {count} records"
+            if not isinstance(column, DatasetError):
+                assert len(column) == count, f"column {name} has {len(column)} of {count} records"
         self._columns = dict(columns)
         self._count = count
 
@@ -37,11 +41,14 @@ class Shard:
         return f"<{type(self).__name__} of {self._count} records: {', '.join(self._columns)}>"
 
     def columns(self, indices: Indices) -> dict[str, Column]:
-        """Copies of the chosen records' columns: arrays (n, …), or lists of what has no common shape or no number."""
-        return {
-            name: np.asarray(column[indices]) if isinstance(column, np.ndarray) else [column[i] for i in indices]
-            for name, column in self._columns.items()
-        }
+        """Copies of the chosen records' columns: arrays (n, …), or lists of what has no common shape or no number. Raises DatasetError
+        for a column that these records do not make."""
+        chosen: dict[str, Column] = {}
+        for name, column in self._columns.items():
+            if isinstance(column, DatasetError):
+                raise DatasetError(column.message, hint=column.hint, **column.details)
+            chosen[name] = column[indices] if isinstance(column, np.ndarray) else [column[i] for i in indices]
+        return chosen
 
     def records(self, indices: Indices) -> list[Record]:
         columns = self.columns(indices)
@@ -50,16 +57,39 @@ class Shard:
     def minibatch(self, indices: Indices) -> Minibatch:
         return Minibatch(self, indices)
 
+    def keep_columns(self) -> None:
+        """In place: nobody will ask for `records`, so memory is for columns alone."""
+
+
+MakeColumns = Callable[[Sequence[Record]], Mapping[str, "Column | DatasetError"]]
+
 
 class RecordShard(Shard):
-    """Records of a format without columns. Their fields may differ: a missing one is None in `columns`."""
+    """Records of a format without columns. Their fields may differ: a missing one is None in `columns`, which are made when somebody asks
+    for them. `make`: how, where their types are known (trainer_agent/data/column_types.py)."""
 
-    def __init__(self, records: Sequence[Record]) -> None:
-        self._records = records
-        super().__init__(columns_of(records), len(records))
+    def __init__(self, records: Sequence[Record], make: MakeColumns | None = None) -> None:
+        self._records: Sequence[Record] | None = records
+        self._make: MakeColumns | None = make or columns_of
+        super().__init__({}, len(records))
+
+    def columns(self, indices: Indices) -> dict[str, Column]:
+        self._made()
+        return super().columns(indices)
 
     def records(self, indices: Indices) -> list[Record]:
+        assert self._records is not None, "a shard that keeps columns is asked for records"
         return [self._records[i] for i in indices]
+
+    def keep_columns(self) -> None:
+        self._made()
+        self._records = None
+
+    def _made(self) -> None:
+        if self._make is not None:
+            assert self._records is not None
+            super().__init__(self._make(self._records), len(self._records))
+            self._make = None
 
 
 class Minibatch(Sequence[Record]):
@@ -109,39 +139,37 @@ def on_record(work: Callable[..., T], *arguments: Any) -> T:
 
 
 def columns_of(records: Sequence[Any]) -> dict[str, Column]:
-    """Records as columns, in the order in which names first appear. A field that a record lacks is None."""
+    """Records as columns, in the order in which names first appear. A field that a record lacks is None. Raises DatasetError for a
+    column whose numbers fit into no dtype."""
     names: dict[str, None] = {}
     for number, record in enumerate(records):
         if not isinstance(record, Mapping):
             msg = f"record {number} is {type(record).__name__}, not a dict of column -> value"
             raise DatasetError(msg, hint='a record looks like {"pixels": [0.1, 0.2], "label": 3}')
         names.update(dict.fromkeys(record))
-    return {name: as_column([record.get(name) for record in records]) for name in names}
+    return {name: named_column(name, [record.get(name) for record in records]) for name in names}
+
+
+def named_column(name: str, values: list[Any]) -> Column:
+    """As `as_column`. Raises DatasetError, with the column, the record and the value, instead of Misfit."""
+    try:
+        return as_column(values)
+    except Misfit as error:
+        msg = f"column {name!r}: record {error.number} has {shown(error.value)}: {error}"
+        raise DatasetError(msg, hint="make the values alike, or define collate(records)", column=name) from error
 
 
 def as_column(values: list[Any]) -> Column:
-    """An array if all values are numbers, or arrays of numbers, of one shape; else the list as it is.
-
-    Python floats become float32 (torch's default), Python ints int64; numpy values keep their dtype.
+    """An array if all values are numbers, or arrays of numbers, of one shape; a list of arrays if their shapes differ; else the list as
+    it is. Python's numbers get the dtype that shared/datasets/numbers.py says, numpy's keep theirs. Raises Misfit if there is none.
     """
-    if not values or any(value is None or isinstance(value, str | bytes | Mapping) for value in values):
+    if not values or any(issubclass(kind, str | bytes | Mapping | NoneType) for kind in set(map(type, values))):
         return values
     try:
-        arrays = [_array(value) for value in values]
-    except (ValueError, TypeError, OverflowError):  # ragged inside one record, objects, integers beyond 64 bits
+        dtype = common_dtype(values)
+    except (TypeError, OverflowError):  # objects that make no array
         return values
-    if any(array.shape != arrays[0].shape or array.dtype.kind not in "biuf" for array in arrays):
-        return values
-    stacked = np.stack(arrays)
-    given = {array.dtype for array in arrays}
-    return stacked.astype(np.float32) if stacked.dtype == np.float64 and np.dtype(np.float64) not in given else stacked
-
-
-def _array(value: Any) -> npt.NDArray[Any]:
-    array = np.asarray(value)
-    if array.dtype == np.float64 and not isinstance(value, np.ndarray | np.generic):
-        return array.astype(np.float32)
-    return array
+    return values if dtype is None else column_of(values, dtype)
 
 
 def _value(value: Any) -> Any:

@@ -35,7 +35,8 @@ from trainer_agent.loops.rows_ahead import RowsAhead
 from trainer_agent.loops.staleness import BoundedStaleness
 from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.membership.pause import PauseResponder
-from trainer_agent.model.compute import BeforeStep, LaneResult, Records, metrics_of
+from trainer_agent.model.compute import LaneResult, Records, metrics_of
+from trainer_agent.model.optimizer.push_schedule import PushSchedule
 from trainer_agent.tasks.held import Held
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TrainingOver, outcome_of
 from trainer_agent.tasks.step_times import Times
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from shared.tables.lanes import LaneRows  # loads numba
 
 REFRESH_S = 0.5
-STEPS_AT_ONCE = 100
 
 log = telemetry.logger("async_loop")
 
@@ -125,8 +125,8 @@ class AsyncLoop:
         """All tasks of one timeline of the job."""
         self._compute.restore(self._initial)
         self._pulled, self._unpulled = False, 0
-        self._begun, self._options = -1, LaneZero(options=())  # the last push whose options are known
-        await self._transfer.infos(self.timeline)
+        infos = await self._transfer.infos(self.timeline)
+        self._schedule = PushSchedule(self._compute, [state for info in infos for state in info.schedules])
         await self._pull()
         self._bounded.computes = False
         while await self._may_go_on():
@@ -187,7 +187,7 @@ class AsyncLoop:
             raise TrainingOver
         if answer.task.kind is not TaskKind.TRAIN:
             return answer.task
-        return LoadedTask(answer.task, await self._source.read(answer.task))
+        return await self._source.load(answer.task)
 
     async def _ahead(self) -> LoadedTask | Task | TaskFailed | None:
         """None if anything fails: then `_fetch` asks again, and gets the error."""
@@ -250,7 +250,7 @@ class AsyncLoop:
         minibatches = {number: self._minibatch(loaded, number) for number in range(start, end)}
         number = self._push_number(task, count, start)
         keeps = self._bounded.keeps(self._unpulled + end - start, is_last=end == count)
-        options = await self._options_of(task.epoch if self._spec.schedule_per == "epoch" else number)
+        options = await self._schedule.options_of(task.epoch if self._spec.schedule_per == "epoch" else number)
         outboxes = Outboxes(self._transfer.routes, self._dtypes, self._transfer.versions)
         results: list[LaneResult] = []
         backoff = Backoff("an answer of any parameter server")
@@ -320,8 +320,7 @@ class AsyncLoop:
             except UserCodeError as error:
                 raise TaskFailed(task, error, f"minibatch {number}") from error
             of_rows.append(self._compute.lane_rows())
-            if skipped := results[-1].skipped:
-                log.warning("minibatch_skipped", task=task.task_id, minibatch=number, records=skipped)
+            self._reports.notice(results[-1], task=task.task_id, minibatch=number)
         if tables:
             count = sum(result.records for result in results)
             try:
@@ -356,19 +355,8 @@ class AsyncLoop:
     def _push_number(self, task: Task, count: int, start: int) -> int:
         """The number of this push if one trainer did all of the training in order."""
         every = self._spec.push_every
-        pushes = -(-max(count, minibatches_in(self._spec.task_records, self._spec.minibatch_size)) // every)
+        pushes = -(-max(count, minibatches_in(self._directory.task_records, self._spec.minibatch_size)) // every)
         return (task.epoch * task.stream_length + task.index) * pushes + start // every
-
-    async def _options_of(self, number: int) -> LaneZero:
-        """The optimizer's options for the push with that number, or of the epoch. The schedule only goes forward: a lower number gets the
-        latest options."""
-        while self._begun < number:
-            begun = self._compute.begin_step(BeforeStep(epoch_ended=self._begun >= 0))
-            self._begun += 1
-            self._options = LaneZero(options=begun.options)
-            if self._begun % STEPS_AT_ONCE == 0:
-                await asyncio.sleep(0)
-        return self._options
 
     async def _newer_generation(self, generation: int) -> None:
         newer = "a new generation"

@@ -33,7 +33,7 @@ from trainer_agent.loops.timeline import timeline_of
 from trainer_agent.tables.checkpoint import write_checkpoint_tables
 from trainer_agent.tables.export import export_tables
 from trainer_agent.tasks.held import Held
-from trainer_agent.tasks.source import LoadedTask, TaskFailed
+from trainer_agent.tasks.source import TaskFailed
 from trainer_agent.waiting.retry import retry
 from trainer_agent.waiting.to_its_end import to_its_end
 
@@ -132,7 +132,7 @@ class EvaluateExportLoop:
 
     async def _evaluate(self, task: Task) -> CompleteTask:
         self._minibatches = 0
-        sums = TaskSums.of(LoadedTask(task, await self._source.read(task)), self._spec)
+        sums = TaskSums.of(await self._source.load(task), self._spec)
         while not sums.complete:
             await sums.next(self._source, self._compute)
             self._minibatches = sums.done

@@ -323,7 +323,7 @@ class Evaluator:
         running = self._running(task)
         if self._pinned != running.ref:
             await self._load(task, running.ref)
-        sums = TaskSums.of(LoadedTask(task, await self._source.read(task)), self._spec)
+        sums = TaskSums.of(await self._source.load(task), self._spec)
 
         async def compute() -> bool:
             if not sums.complete:

@@ -108,7 +108,7 @@ class LaneHelper:
             if task is None:
                 return None
             log.info("helps", lane=lane, task=task.task_id, generation=duty.generation)
-            loaded = self._tasks[lane] = LoadedTask(task, await self._source.read(task))
+            loaded = self._tasks[lane] = await self._source.load(task)
         self._tasks.move_to_end(lane)
         while len(self._tasks) > KEPT_TASKS:
             self._tasks.popitem(last=False)

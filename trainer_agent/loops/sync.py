@@ -106,7 +106,7 @@ class SyncLoop:
             await self._transfer.beginning(step.number)
             self._compute.forget_nodes()
         with self._repair.contributing():
-            async with asyncio.TaskGroup() as group:
+            async with SingleErrorGroup() as group:  # it may fail while the end of the group is waited for
                 contribution = group.create_task(self._repair.contribute(step))  # calls _push
                 wanted = self._reports.steps.missing_from
                 following = await self._transfer.pull(step.number + 1, results_from=wanted)
@@ -172,8 +172,7 @@ class SyncLoop:
                     if portion.task is None:
                         raise
                     raise TaskFailed(portion.task, error, f"step {step.number}, lane {lane}") from error
-                if skipped := work.results[lane].skipped:
-                    log.warning("minibatch_skipped", step=step.number, lane=lane, records=skipped)
+                self._reports.notice(work.results[lane], step=step.number, lane=lane)
         work.outboxes.close()
         work.computed = True
         self._fetch_ahead(step, work)

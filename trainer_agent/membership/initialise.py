@@ -6,11 +6,13 @@ all others wait, and compare the layout with their own model
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Sequence
 
 from shared.errors import LayoutMismatch, NotReady, PeerError, StaleGeneration, WrongOwner
 from shared.etcd import Compare, Etcd, LeaseLost, Put
 from shared.etcd.reading import read_record
+from shared.membership import hash_seed
 from shared.membership.directory import Directory
 from shared.records import JobSpec, JobState, Mode, PserverMember, SlotMap
 from shared.records.layout import Layout, TableSpec
@@ -92,6 +94,15 @@ def _different_tables(mine: Sequence[TableSpec], job: Sequence[TableSpec]) -> st
 def check_layout(mine: Layout, job: Layout) -> None:
     """Raises LayoutMismatch, which names the differences."""
     differences = []
+    if mine.digest != job.digest and mine.unordered == job.unordered != "":
+        raise LayoutMismatch(
+            "this trainer's model has the parameters and buffers of the job's, but in another order (digest "
+            f"{mine.digest[:12]}, the job has {job.digest[:12]})",
+            hint="modules that are made from a set of names have another order with another PYTHONHASHSEED (it is "
+            f"{os.environ.get(hash_seed.NAME, 'not set')} here): sort the names, or give all members the same PYTHONHASHSEED",
+            mine=mine.digest,
+            job=job.digest,
+        )
     if mine.digest != job.digest:
         differences.append(
             f"names, shapes, dtypes or memory formats (digest {mine.digest[:12]}, the job has {job.digest[:12]})"
@@ -112,6 +123,14 @@ def check_layout(mine: Layout, job: Layout) -> None:
             mine=mine.initial,
             job=job.initial,
         )
+    if not differences and (others := _different_constants(mine, job)):
+        raise LayoutMismatch(
+            f"model() gave this trainer other constants than the job began with: {others}; trainers do not send constants to each other",
+            hint="model() must give the same values on every host and at every time: draw from the generators of torch, numpy or random, which are "
+            "seeded for model(), or load the values from one file; values that shall be shared are a floating-point buffer (register_buffer)",
+            mine="; ".join(f"{each.name} {each.digest}" for each in mine.constants or ()),
+            job="; ".join(f"{each.name} {each.digest}" for each in job.constants or ()),
+        )
     if differences:
         raise LayoutMismatch(
             f"this trainer's model is not the job's: different {'; '.join(differences)}",
@@ -119,6 +138,19 @@ def check_layout(mine: Layout, job: Layout) -> None:
             mine=mine.digest,
             job=job.digest,
         )
+
+
+def _different_constants(mine: Layout, job: Layout) -> str:
+    """Which, with both digests. "" if none, or if one side does not know its own (it is of an earlier version)."""
+    if mine.constants is None or job.constants is None:
+        return ""
+    ours, theirs = ({each.name: each.digest for each in layout.constants or ()} for layout in (mine, job))
+    found = [
+        f"{name} (digest {ours.get(name, 'none')}, the job has {theirs.get(name, 'none')})"
+        for name in {**ours, **theirs}
+        if ours.get(name) != theirs.get(name)
+    ]
+    return ", ".join(found[:SHOWN]) + (f", and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
 
 
 def _sizes(layout: Layout) -> str:

@@ -36,10 +36,11 @@ Records = Sequence[Mapping[str, Any]]
 class BeforeStep:
     """What happened between a step and the one before it, as far as schedules follow it. `epoch_ended`: it is the first step of an epoch
     behind another one. `metric`: the value of plateau_metric in the evaluation whose result takes effect here (NaN: it had none that is
-    finite); None: no result does."""
+    finite); None: no result does. `is_own` False: others make the step, so only the scheduler goes on, in a tenth of the time."""
 
     epoch_ended: bool = False
     metric: float | None = None
+    is_own: bool = True
 
 
 NOTHING_BEFORE = BeforeStep()
@@ -48,12 +49,14 @@ NOTHING_BEFORE = BeforeStep()
 @dataclass(frozen=True, slots=True)
 class LaneResult:
     """Of one minibatch: loss x records, and the number of records. `skipped`: records that were left out, because the loss or a
-    gradient was not finite. `metrics`: what the script reported with `trireme.log_metrics`."""
+    gradient was not finite. `metrics`: what the script reported with `trireme.log_metrics`. `warnings`: what the user
+    should hear, each once."""
 
     loss_sum: float
     records: int
     skipped: int = 0
     metrics: Mapping[str, Logged] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,10 @@ class Compute(Protocol):
     def places(self) -> Sequence[Place]:
         """Of the parameters in the segments, in the order of the model."""
         ...
+
+    @property
+    def by_columns(self) -> bool:
+        """Whether minibatches are made of the columns of records: the script has no collate of its own."""
 
     @property
     def is_finished(self) -> bool:

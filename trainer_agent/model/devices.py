@@ -8,7 +8,10 @@ parameters, gradients and optimizer stay float32.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import os
+from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -81,3 +84,35 @@ def check_precision(precision: Precision, model: nn.Module, device: torch.device
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
     """Around one forward pass with its loss. Weights are cast once in it; what it leaves is backward's, in the same dtypes."""
     return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """`batch` with its tensors on `device`, in containers of the same kinds: lists, tuples, named tuples, dataclasses, mappings,
+    and objects that have their own `to(device)`. Other objects are left alone."""
+    match batch:
+        case torch.Tensor():
+            return batch.to(device, non_blocking=True)
+        case _ if callable(getattr(batch, "to", None)) and not isinstance(batch, type):
+            return batch.to(device)
+        case Mapping():
+            return _like(batch, {name: on_device(value, device) for name, value in batch.items()})
+        case tuple() if hasattr(batch, "_make"):
+            return batch._make(on_device(value, device) for value in batch)
+        case tuple() | list():
+            return type(batch)(on_device(value, device) for value in batch)
+        case _ if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+            moved = copy.copy(batch)
+            for field in dataclasses.fields(batch):
+                object.__setattr__(moved, field.name, on_device(getattr(batch, field.name), device))  # also if frozen
+            return moved
+    return batch
+
+
+def _like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
+    """`values`, which have the keys of `batch`, in a mapping of its kind. A mapping that cannot be written becomes a dict."""
+    if type(batch) is dict or not isinstance(batch, MutableMapping):
+        return values
+    moved = copy.copy(batch)
+    for name, value in values.items():
+        moved[name] = value
+    return moved

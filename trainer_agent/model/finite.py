@@ -21,6 +21,13 @@ class NonFiniteError(FloatingPointError):
     """The loss or a gradient of a minibatch is NaN or infinite."""
 
 
+class LeftOutError(NonFiniteError):
+    """The script's GradScaler found such a gradient, and left the step out."""
+
+    def __init__(self) -> None:
+        super().__init__("GradScaler found a gradient that is not finite, and left the step of this minibatch out")
+
+
 def check_loss(loss: float) -> None:
     """Raises NonFiniteError."""
     if not math.isfinite(loss):

@@ -23,11 +23,14 @@ from torch import nn
 
 from shared.blocks.narrow import DTYPES
 from shared.errors import InvalidArgument
+from shared.optimizers.parameter_parts import rounds_by_parameter
 from shared.records.job_spec import Transported
-from shared.records.layout import ALIGNMENT_BYTES, ELEMENT_BYTES, Block, Layout, Segment
+from shared.records.layout import ALIGNMENT_BYTES, ELEMENT_BYTES, Block, Layout, OptimizerSpec, Segment
 from shared.wire.region_allocator import new_region
 from trainer_agent.model.devices import HOST, is_host
+from trainer_agent.model.optimizer.watched import check_has_not_begun
 from trainer_agent.model.optimizer_spec import spec_of
+from trainer_agent.model.watch.shared_storage import check_storage
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -96,8 +99,7 @@ class Vector:
             else torch.frombuffer(self._region, dtype=torch.uint8, count=end)
         )
         self.segments = [
-            self.flat[offset : offset + size].view(dtype)
-            for offset, size, dtype in zip(offsets, sizes, dtypes, strict=True)
+            _typed(self.flat, offset, size, dtype) for offset, size, dtype in zip(offsets, sizes, dtypes, strict=True)
         ]
         self.blocks = [self.segments[b.segment][b.first : b.first + b.elements] for b in plan.blocks]
 
@@ -130,6 +132,14 @@ class Vector:
     def lost(self) -> bool:
         """Whether a parameter server may still read its present content: then it must not be written any more."""
         return self._region is not None and self._region.lost
+
+
+def _typed(flat: torch.Tensor, offset: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """These bytes as a tensor. In plain host memory it has a storage of its own: torch.save refuses one storage in several dtypes, which
+    a model with float32 and bfloat16 parameters would have."""
+    if size and is_host(flat.device) and not flat.is_pinned():
+        return torch.frombuffer(bytes_of(flat), dtype=dtype, count=size // dtype.itemsize, offset=offset)
+    return flat[offset : offset + size].view(dtype)
 
 
 class PinnedVector:
@@ -182,6 +192,7 @@ def plan(
     spec = spec_of(optimizer)
     group_of = groups_of(optimizer)
     named = dict(model.named_parameters())
+    check_has_not_begun(optimizer, {id(parameter): name for name, parameter in named.items()})
     foreign = set(group_of) - {id(p) for p in named.values()}
     if foreign:
         raise InvalidArgument(
@@ -189,6 +200,7 @@ def plan(
             hint="optimizer(model) must use model.parameters()",
         )
     trained = trained_parameters(model, optimizer)
+    check_storage(model, trained)
     if not trained:
         raise InvalidArgument(
             "the model has no parameter to train", hint="give the optimizer parameters that require gradients"
@@ -203,9 +215,10 @@ def plan(
         builder.place(name, b, Segment(kind="buffer", dtype=_dtype(name, b), elements=0)) for name, b in buffers.items()
     ]
     layout = Layout(
-        segments=builder.segments(),
+        segments=builder.segments(spec),
         block_bytes=block_bytes,
         digest=digest(model, group_of),
+        unordered=digest(model, group_of, ordered=False),
         optimizer=spec,
         slot_count=slot_count,
         device=device,
@@ -213,9 +226,10 @@ def plan(
     return Plan(layout, tuple(parameter_places), tuple(buffer_places))
 
 
-def digest(model: nn.Module, group_of: dict[int, int]) -> str:
-    """SHA-256 over names, shapes, dtypes, memory formats and optimizer groups, in the model's order."""
-    return hashlib.sha256(json.dumps(tensors_of(model, group_of)).encode()).hexdigest()
+def digest(model: nn.Module, group_of: dict[int, int], *, ordered: bool = True) -> str:
+    """SHA-256 over names, shapes, dtypes, memory formats and optimizer groups, in the model's order, or in that of their text."""
+    tensors = tensors_of(model, group_of)
+    return hashlib.sha256(json.dumps(tensors if ordered else sorted(tensors, key=str)).encode()).hexdigest()
 
 
 def tensors_of(model: nn.Module, group_of: dict[int, int]) -> list[list[Any]]:
@@ -259,16 +273,26 @@ class _Builder:
 
     def __init__(self) -> None:
         self._filled: dict[Segment, int] = {}
+        self._sizes: dict[Segment, list[int]] = {}
 
     def place(self, name: str, tensor: torch.Tensor, kind: Segment) -> Place:
         grain = ALIGNMENT_BYTES // ELEMENT_BYTES[kind.dtype]
         first = -(-self._filled.get(kind, 0) // grain) * grain
         self._filled[kind] = first + tensor.numel()
+        self._sizes.setdefault(kind, []).append(tensor.numel())
         number = list(self._filled).index(kind)
         return Place(name, number, first, tuple(tensor.shape), dense_stride(tensor), tensor.numel())
 
-    def segments(self) -> tuple[Segment, ...]:
-        return tuple(kind.model_copy(update={"elements": filled}) for kind, filled in self._filled.items())
+    def segments(self, optimizer: OptimizerSpec) -> tuple[Segment, ...]:
+        return tuple(
+            kind.model_copy(
+                update={
+                    "elements": filled,
+                    "parameters": tuple(self._sizes[kind]) if rounds_by_parameter(optimizer, kind) else (),
+                }
+            )
+            for kind, filled in self._filled.items()
+        )
 
 
 def _dtype(name: str, tensor: torch.Tensor) -> str:
@@ -282,6 +306,12 @@ def _dtype(name: str, tensor: torch.Tensor) -> str:
 
 
 def checked_model(model: Any) -> nn.Module:
+    """In place: a buffer that holds one number at several places (`torch.ones(1).expand(8)`) gets a place for each, since such memory
+    cannot be written. Raises InvalidArgument for what is no model."""
     if isinstance(model, nn.Module):
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if 0 in (step for step, size in zip(buffer.stride(), buffer.shape, strict=True) if size > 1):
+                    setattr(module, name, buffer.clone())
         return model
     raise InvalidArgument(f"model() returned {type(model).__name__}", hint="return a torch.nn.Module")

@@ -2,105 +2,50 @@
 
 records ──collate──► batch ──loss(model, batch)──► loss ──backward──► gradients in a flat vector, block by block
 
-While backward runs, a hook at each parameter tells which blocks of the flat vector have all their gradients.
+While backward runs, a hook at each parameter tells which blocks of the flat vector have all their gradients. In a script's own loop the gradients
+stay the script's until it calls optimizer.step(): what it does to them until then counts, so they are copied to the flat vector after that.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as module_hooks
 
-from shared.errors import InvalidArgument, UserCodeError
+from shared.datasets.random_state import START_SEED, seed_everything, seeded
+from shared.errors import InvalidArgument
 from shared.logged_metrics import Logged, add, collected, loss_in, metrics_beside
 from shared.metric_names import LOSS
-from shared.records.job_spec import Precision
+from shared.records import JobSpec, Mode
 from shared.tables.grouping import Grouped
 from trainer_agent.data.collate import default_collate
-from trainer_agent.data.ready_batch import ReadyBatch, seed_everything, undisturbed
+from trainer_agent.data.ready_batch import ReadyBatch
 from trainer_agent.model.buffers import LiveBuffers
 from trainer_agent.model.compute import Ready, Records
-from trainer_agent.model.devices import autocast
-from trainer_agent.model.finite import check_gradients, check_loss
+from trainer_agent.model.devices import autocast, on_device
+from trainer_agent.model.finite import LeftOutError, check_gradients, check_loss
 from trainer_agent.model.flat import Plan, Vector
-from trainer_agent.model.unshared_state import UnsharedState
-from trainer_agent.own_loop.turns import OwnLoop
+from trainer_agent.model.watch.averaged_buffers import AveragedBuffers
+from trainer_agent.model.watch.backward_guard import BackwardGuard, UserCode
+from trainer_agent.model.watch.missing_gradients import MissingGradients
+from trainer_agent.model.watch.modes import Modes, evaluating
+from trainer_agent.model.watch.own_state import Watch
+from trainer_agent.model.watch.unshared_state import UnsharedState, digest
+from trainer_agent.own_loop.gradients import notices
 
-
-class UserCode(Protocol):
-    """The functions of the user's script; see trainer_agent.script.user_module.UserModule. What they raise arrives as
-    UserCodeError. `loop`: of a script with a loop of its own, whose body is called as `loss`."""
-
-    @property
-    def loop(self) -> OwnLoop | None: ...
-
-    def has(self, hook: str) -> bool: ...
-
-    def call(self, hook: str, *arguments: Any) -> Any: ...
-
-    def guard(self, code: Callable[..., Any], *arguments: Any) -> Any: ...
-
-    def error_of(self, error: BaseException, *, fatal: bool = False) -> UserCodeError: ...
-
-
-OWN_BACKWARD = (
-    "the script calls backward() itself; {instead} (for gradients that the loss needs, use torch.autograd.grad)"
+CHANGED_LATE = (
+    "a hook changed the gradient of {name} after backward had computed it, when it was on its way already; change it in a hook of the parameter "
+    "(register_hook, register_post_accumulate_grad_hook) or of a module (register_full_backward_hook): those are waited for"
 )
 
 
-class BackwardGuard:
-    """Only `run` may make gradients of parameters. Those of a backward() in the user's code would be taken for the minibatch's:
-    half gradients would be pushed, or some counted twice. The parameters' hooks call `permit`."""
-
-    def __init__(self, user: UserCode) -> None:
-        self._user = user
-        self._running = self._refused = False
-        instead = (
-            "return the loss, and Trireme calls backward() on it"
-            if user.loop is None
-            else "call trireme.backward(loss)"
-        )
-        self._message = OWN_BACKWARD.format(instead=instead)
-
-    def begin(self) -> None:
-        """Before anything of a minibatch: a script's own loop runs to its next batch."""
-        if self._user.loop is not None:
-            self._user.loop.next_pass()
-
-    def permit(self, _: torch.Tensor | None = None) -> None:
-        """Raises RuntimeError in a backward() that is not `run`'s."""
-        if not self._running:
-            self._refused = True
-            raise RuntimeError(self._message)
-
-    def call(self, hook: str, *arguments: Any) -> Any:
-        """Call the user's function. Raises UserCodeError if it called backward(), even if it caught what that raised."""
-        self._refused = False
-        found = self._user.call(hook, *arguments)
-        if self._refused:
-            raise self._user.error_of(RuntimeError(self._message))
-        return found
-
-    def run(self, loss: torch.Tensor) -> None:
-        """A script's own loop then runs to its optimizer.step()."""
-        self._running = True
-        try:
-            self._user.guard(loss.backward)
-        finally:
-            self._running = False
-        if self._user.loop is not None:
-            self._user.loop.end_pass()
-
-
 class MinibatchRunner:
-    """Runs in one thread. `parameters`: those of `plan`, in its order. `finite`: losses and norms that are not are refused.
-    `counts`: see LiveBuffers."""
+    """Runs in one thread. `parameters`: those of `plan`, in its order."""
 
     def __init__(
         self,
@@ -108,17 +53,17 @@ class MinibatchRunner:
         model: nn.Module,
         plan: Plan,
         parameters: list[nn.Parameter],
-        clip_lane_norm: float | None,
-        *,
-        finite: bool = True,
-        counts: bool = False,
-        precision: Precision = "fp32",
+        optimizer: torch.optim.Optimizer,
+        spec: JobSpec,
     ) -> None:
         self._user, self._model, self._plan, self._parameters = user, model, plan, parameters
-        self._device, self._clip_norm, self._finite = parameters[0].device, clip_lane_norm, finite
-        self._forward = partial(autocast, precision, self._device)
-        self._unshared = UnsharedState(model, plan)
-        self.buffers = LiveBuffers(model, plan, counts=counts)
+        self._device, self._clip_norm = parameters[0].device, spec.clip_lane_norm
+        self._finite = spec.on_nonfinite != "ignore"
+        self._forward = partial(autocast, spec.precision, self._device)
+        self._unshared, self._without = UnsharedState(model, plan, optimizer), MissingGradients(plan)
+        self._lanes = spec.lanes if spec.mode is Mode.SYNC else spec.push_every
+        self.averaged = AveragedBuffers(model, plan, self._lanes)
+        self.buffers = LiveBuffers(model, plan, counts=spec.mode is Mode.ASYNC)
         self._views: weakref.WeakKeyDictionary[Vector, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         self.gradient_views: list[torch.Tensor] = []  # by parameter: where this backward's gradients belong
         self.loss_sum = 0.0  # loss x records, and what was logged, once the loss is known: before any block is finished
@@ -128,6 +73,11 @@ class MinibatchRunner:
         self._missing: list[int] | None = None  # by block: gradients not made yet; None: not counted in this backward
         self._may_overlap = False
         self._guard = BackwardGuard(user)
+        self._told, self._own_state = set[str](), Watch(user.path, model)
+        self._modules = list(model.modules())
+        self.modes = Modes(model, own_loop=user.loop is not None)
+        self._sums: dict[int, torch.Tensor] = {}  # by parameter: digests of views, where it is looked
+        self._takes_at_end = False  # in this backward, gradients are copied to their views when it is over
         self._blocks_of = [plan.blocks_of(place) for place in plan.parameters]
         self._members = [0] * len(plan.blocks)
         for blocks in self._blocks_of:
@@ -144,9 +94,8 @@ class MinibatchRunner:
     def prepare(self, records: Records, seed: int, named: Callable[[object], Sequence[Grouped]]) -> Ready:
         """The minibatch for a later `backward`, and the ids that are `named` by what the script's `ids` returns. Random generators stay as
         they are."""
-        with undisturbed(self._device):
-            seed_everything(seed)
-            made = ReadyBatch.made(partial(self._batch, records), self._device)
+        with seeded(seed):
+            made = ReadyBatch.made(partial(self._batch, records))
             said = self._user.call("ids", made.batch)
         try:
             return Ready(named(said), made)
@@ -167,38 +116,53 @@ class MinibatchRunner:
 
         `finish(block)` is called while backward runs, for each block whose gradients are all there, if that can be known: right after
         the block was written.
-        Raises NonFiniteError.
+        Raises NonFiniteError; LeftOutError if the script's GradScaler leaves the minibatch out.
         """
-        overlaps = finish is not None and self._may_overlap
+        overlaps = finish is not None and self._may_overlap and not self._unshared.looks_next
         self._finish, self._missing = finish or bool, list(self._members) if overlaps else None
         if self._user.loop is not None:
+            # what the script does before its first batch is the same at every trainer, whichever lane and step that is for
+            seed_everything(seed if self._user.loop.has_begun else START_SEED)
             self._between_passes(current)
         self._bind(gradients)
         self.buffers.load(current)
         seed_everything(seed)
-        self._model.train()
+        self.modes.set_training()
         with collected() as self.logged:
-            batch = self._batch(records) if ready is None else ready.batch.begin(self.logged, self._device)
-            self._unshared.begin()
+            batch = self._batch(records) if ready is None else ready.batch.begin(self.logged)
+            self._unshared.begin(current if self._device.type == "cpu" else None, again=self._user.loop is not None)
             with self._forward():
                 found = self._guard.call("loss", self._model, batch)
-        loss = self._checked(self._user.guard(loss_in, found))
-        self._check_unshared("loss(model, batch)" if self._user.loop is None else "the script's loop")
-        on_cpu = self._device.type == "cpu"
-        value = self._value(loss, found, len(records)) if on_cpu else None  # on a GPU it would wait for forward
+        loss = checked_loss(self._user, found)
+        self._unshared.check(self._user)
+        self.modes.check(self._user)
+        loss_to_report = self._guard.reported(loss).detach()
+        # on a GPU it would wait for forward; in a loop of one's own the script goes on to its step whatever the loss is
+        early = self._device.type == "cpu" and self._user.loop is None
+        value = self._value(loss_to_report, found, len(records)) if early else None
         self._made = [0] * len(self._parameters)
-        self._guard.run(loss)
         if self._user.loop is not None:
-            self._check_unshared("the script's loop")
+            loss_to_report = loss_to_report.clone()
+        self._takes_at_end = self._user.loop is not None or self._has_later_hooks()
+        stepped = self._guard.run(loss)
+        self._unshared.check(self._user)  # hooks run in backward, and a loop goes on to its step
+        if not stepped:
+            raise LeftOutError
+        if self._takes_at_end:
+            self._take_gradients()
+        else:
+            self._check_kept()
         self._check_made()
+        self._without.minibatch(self._made)
         self._missing = None
         for view, made in zip(self.gradient_views, self._made, strict=True):
             if not made:
                 view.zero_()
-        value = self._value(loss, found, len(records)) if value is None else value
+        value = self._value(loss_to_report, found, len(records)) if value is None else value
         if self._clip_norm is not None:
             self._clip(self._clip_norm)
         self.buffers.store(gradients, current)
+        self.averaged.lane(gradients, current)
         return value * len(records)
 
     def evaluate(self, records: Records, seed: int, current: Vector) -> dict[str, float]:
@@ -206,8 +170,7 @@ class MinibatchRunner:
         `backward`, so neither changes what the other computes."""
         self.buffers.load(current)
         seed_everything(seed)
-        self._model.eval()
-        with torch.no_grad():
+        with evaluating(self._model), torch.no_grad():
             batch = self._batch(records)
             with self._forward():
                 found = self._guard.call("evaluate" if self._user.has("evaluate") else "loss", self._model, batch)
@@ -217,17 +180,44 @@ class MinibatchRunner:
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Metrics out of the sums of all minibatches."""
         if self._user.has("metrics"):
-            return self._numbers("metrics(sums)", self._user.call("metrics", dict(sums)))
+            with seeded(START_SEED):
+                return self._numbers("metrics(sums)", self._user.call("metrics", dict(sums)))
         return dict(sums) if self._user.has("evaluate") else means_of(sums)
 
     def permit(self, _: torch.Tensor | None = None) -> None:
         """See BackwardGuard."""
         self._guard.permit()
 
+    @property
+    def row_factor(self) -> float:
+        """See BackwardGuard."""
+        return self._guard.row_factor
+
+    def warnings(self) -> tuple[str, ...]:
+        """What the user should hear of the minibatches since the last call."""
+        loop = self._user.loop
+        found = [self.modes.notice]
+        if loop is not None:
+            found = notices(
+                scales=loop.scaling.is_used,
+                changes=loop.changes_gradients,
+                buffer=loop.undone_buffer,
+                lanes=self._lanes,
+                tables=bool(self._plan.layout.tables),
+            )
+        found = [*found, self._own_state.after_minibatch()]
+        new = [text for text in found if text and text not in self._told]
+        self._told.update(new)
+        return (*new, *self._without.told(), *self.averaged.told())
+
     def check_gradients(self) -> None:
         """Of the last backward. Raises NonFiniteError, which names a parameter."""
         names = (place.name for place in self._plan.parameters)
         check_gradients(dict(zip(names, self.gradient_views, strict=True)))
+
+    def check_at_end(self) -> None:
+        """The model is as it was laid out. Raises UserCodeError."""
+        self._unshared.check_at_end(self._user)
 
     def release(self) -> None:
         """The script may use its model as any other."""
@@ -239,13 +229,9 @@ class MinibatchRunner:
     def _between_passes(self, current: Vector) -> None:
         """What the script does between two batches sees buffers and parameters of `current`."""
         self.buffers.load(current)
-        self._unshared.begin()
+        self._unshared.begin(current if self._device.type == "cpu" else None)
         self._guard.begin()
-        self._check_unshared("the script's loop")
-
-    def _check_unshared(self, who: str) -> None:
-        if problem := self._unshared.change():
-            raise self._user.error_of(RuntimeError(f"{who} {problem}"), fatal=True)
+        self._unshared.check(self._user)
 
     def _batch(self, records: Records) -> Any:
         if self._user.has("collate"):
@@ -253,15 +239,6 @@ class MinibatchRunner:
         else:
             batch = self._user.guard(default_collate, records)  # columns of the user's own kinds run the user's code
         return batch if self._device.type == "cpu" else on_device(batch, self._device)
-
-    def _checked(self, loss: Any) -> torch.Tensor:
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
-            return loss
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            found = "a scalar that does not depend on the parameters"
-        message = f"loss(model, batch) returned {found}; return the minibatch's mean loss, a scalar with a gradient"
-        raise self._user.error_of(TypeError(message))
 
     def _value(self, loss: torch.Tensor, found: Any, records: int) -> float:
         """Of the loss. The metrics that came with it are logged."""
@@ -273,11 +250,12 @@ class MinibatchRunner:
         return value
 
     def _clip(self, limit: float) -> None:
-        """As nn.utils.clip_grad_norm_."""
-        norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        """As nn.utils.clip_grad_norm_, for the views."""
+        gradients = [view for view, made in zip(self.gradient_views, self._made, strict=True) if made]
+        norm = nn.utils.get_total_norm(gradients)
         if self._finite and not torch.isfinite(norm):
             self.check_gradients()
-        nn.utils.clip_grads_with_norm_(self._parameters, limit, norm)
+        torch._foreach_mul_(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0))
 
     def _numbers(self, what: str, found: Any) -> dict[str, float]:
         if not isinstance(found, Mapping):
@@ -294,33 +272,71 @@ class MinibatchRunner:
             self._views[gradients] = gradients.views(self._plan.parameters)
         self._gradients = gradients
         self.gradient_views = self._views[gradients]
-        for parameter in self._parameters:
-            parameter.grad = None
+        if self._user.loop is None:
+            for parameter in self._parameters:
+                parameter.grad = None
 
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         """The first gradient that autograd makes is copied to its view; later parts are added there. If `grad` were the view
-        from the start, autograd would add to zeros, which had to be written before. A gradient of several blocks is copied and
-        finished block by block, while each is in the processor's cache."""
+        from the start, autograd would add to zeros, which had to be written before."""
         self._guard.permit()
-        view, made, blocks = self.gradient_views[index], parameter.grad, self._blocks_of[index]
-        assert made is not None
+        made = parameter.grad
+        if made is None:  # an earlier hook of the script took it
+            made = torch.zeros_like(parameter)
+        if self._takes_at_end:
+            parameter.grad = made.to_dense() if parameter.grad is not None else None
+            return
         self._made[index] += 1
-        if made is not view:
-            made = made.to_dense()
-            parameter.grad = view
-            if self._missing is not None and len(blocks) > 1 and made.stride() == view.stride():
-                place = self._plan.parameters[index]
-                for block, target, source in self._gradients.parts(place, made):
-                    target.copy_(source)
-                    self._count(block)
-                return
-            view.copy_(made)
-        for block in blocks:
-            self._count(block)
+        if made is self.gradient_views[index]:
+            self._count(self._blocks_of[index])
+        else:
+            parameter.grad = self.gradient_views[index]
+            self._write(index, made.to_dense())
+        if self._missing is None and self._unshared.looks:
+            self._sums[index] = digest(self.gradient_views[index])
 
-    def _count(self, block: int) -> None:
-        """A gradient in the block is there."""
-        if self._missing is not None:
+    def _check_kept(self) -> None:
+        """Gradients are as `_on_gradient` has left them. What hooks of the script that are not known changed later may be on its way already."""
+        for index, (parameter, view) in enumerate(zip(self._parameters, self.gradient_views, strict=True)):
+            written = self._sums.get(index)
+            if self._made[index] and (
+                parameter.grad is not view or (written is not None and bool(digest(view) != written))
+            ):
+                message = CHANGED_LATE.format(name=self._plan.parameters[index].name)
+                raise self._user.error_of(RuntimeError(message), fatal=True)
+        self._sums.clear()
+
+    def _has_later_hooks(self) -> bool:
+        """Whether hooks of the script may change gradients after `_on_gradient` has seen them."""
+        handles = zip(self._hooks, self._parameters, strict=True)
+        if any(next(reversed(parameter._post_accumulate_grad_hooks)) != hook.id for hook, parameter in handles):  # noqa: SLF001
+            return True
+        shared = module_hooks._global_backward_hooks, module_hooks._global_backward_pre_hooks  # noqa: SLF001
+        return any(shared) or any(module._backward_hooks or module._backward_pre_hooks for module in self._modules)  # noqa: SLF001
+
+    def _take_gradients(self) -> None:
+        """What backward, and the script after it, have left in `grad` is the minibatch's gradient."""
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                self._made[index] = 1
+                self._write(index, parameter.grad)
+
+    def _write(self, index: int, gradient: torch.Tensor) -> None:
+        """Copy a gradient to its view. One of several blocks is copied and finished block by block, while each is in the processor's cache."""
+        view, blocks = self.gradient_views[index], self._blocks_of[index]
+        if self._missing is None or len(blocks) == 1 or gradient.stride() != view.stride():
+            view.copy_(gradient)
+            self._count(blocks)
+            return
+        for block, target, source in self._gradients.parts(self._plan.parameters[index], gradient):
+            target.copy_(source)
+            self._count((block,))
+
+    def _count(self, blocks: Sequence[int]) -> None:
+        """A gradient in each of the blocks is there."""
+        if self._missing is None:
+            return
+        for block in blocks:
             self._missing[block] -= 1
             if self._missing[block] == 0:
                 self._finish(block)
@@ -336,6 +352,18 @@ class MinibatchRunner:
             self._may_overlap = self._clip_norm is None and not in_parts
 
 
+def checked_loss(user: UserCode, found: Any) -> torch.Tensor:
+    """The loss in what the script's function returned. Raises UserCodeError."""
+    loss = user.guard(loss_in, found)
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    told = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        told = "a scalar that does not depend on the parameters"
+    message = f"loss(model, batch) returned {told}; return the minibatch's mean loss, a scalar with a gradient"
+    raise user.error_of(TypeError(message))
+
+
 def sums_of(found: Any, records: int, guard: Callable[..., Any]) -> dict[str, Any]:
     """Of a script without `evaluate`: what `loss` returned for one minibatch, times its records. `guard` calls what may refuse it."""
     values = {LOSS: guard(loss_in, found), **metrics_beside(found)}
@@ -346,35 +374,3 @@ def means_of(sums: Mapping[str, float]) -> dict[str, float]:
     """Of the sums that `sums_of` gave for all minibatches."""
     records = sums.get("records")
     return {name: total / records for name, total in sums.items() if name != "records"} if records else dict(sums)
-
-
-def on_device(batch: Any, device: torch.device) -> Any:
-    """`batch` with its tensors on `device`, in containers of the same kinds: lists, tuples, named tuples, dataclasses, mappings,
-    and objects that have their own `to(device)`. Other objects are left alone."""
-    match batch:
-        case torch.Tensor():
-            return batch.to(device, non_blocking=True)
-        case _ if callable(getattr(batch, "to", None)) and not isinstance(batch, type):
-            return batch.to(device)
-        case Mapping():
-            return _like(batch, {name: on_device(value, device) for name, value in batch.items()})
-        case tuple() if hasattr(batch, "_make"):
-            return batch._make(on_device(value, device) for value in batch)
-        case tuple() | list():
-            return type(batch)(on_device(value, device) for value in batch)
-        case _ if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-            moved = copy.copy(batch)
-            for field in dataclasses.fields(batch):
-                object.__setattr__(moved, field.name, on_device(getattr(batch, field.name), device))  # also if frozen
-            return moved
-    return batch
-
-
-def _like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
-    """`values`, which have the keys of `batch`, in a mapping of its kind. A mapping that cannot be written becomes a dict."""
-    if type(batch) is dict or not isinstance(batch, MutableMapping):
-        return values
-    moved = copy.copy(batch)
-    for name, value in values.items():
-        moved[name] = value
-    return moved

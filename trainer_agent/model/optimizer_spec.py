@@ -14,6 +14,7 @@ import torch
 
 from shared.errors import InvalidArgument
 from shared.optimizers.classes import ALL_CLASSES, CHOICES, OF_WHOLE_PARAMETERS, no_whole_parameters
+from shared.optimizers.own_step import check_step
 from shared.records import JobSpec, Strategy
 from shared.records.layout import OptimizerSpec
 from shared.records.step import LaneZero
@@ -43,6 +44,7 @@ def spec_of(optimizer: Any) -> OptimizerSpec:
             f"optimizer {type(optimizer).__module__}.{name} cannot run on parameter servers{reason}",
             hint=f"use {CHOICES}",
         )
+    check_step(optimizer)
     # a loop of one's own has made its scheduler already, which may have changed the learning rates
     rates = [{"lr": group["initial_lr"]} if "initial_lr" in group else {} for group in optimizer.param_groups]
     groups = tuple(_plain_options({**group, **rate}) for group, rate in zip(optimizer.param_groups, rates, strict=True))
@@ -148,8 +150,8 @@ def _plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        value = value.item()
+    if isinstance(value, torch.Tensor):  # torch computes with it in the tensor's precision, with other roundings
+        raise InvalidArgument(f"optimizer option {name} is a tensor, {value!r:.60}", hint="give it as a number")
     if value is None or isinstance(value, bool) or _is_number(value):
         return value
     if isinstance(value, tuple | list):

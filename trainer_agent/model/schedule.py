@@ -10,14 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
-from shared.errors import InvalidArgument
+from shared.errors import InvalidArgument, UserCodeError
+from shared.optimizers.own_step import check_scheduler_step
 from shared.records import JobSpec, Mode
 from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.optimizer import rate_scale
+from trainer_agent.model.optimizer_spec import encode
+from trainer_agent.own_loop.job_steps import known_steps
 
 Guard = Callable[..., Any]
+
+TOO_MANY = "Tried to step "  # torch's words
+MAKE_IT_SO = "make it with total_steps=trireme.total_steps() (with schedule_per epoch: the number of epochs)"
 
 
 class Schedule:
@@ -25,6 +31,7 @@ class Schedule:
 
     def __init__(self, scheduler: Any, spec: JobSpec, guard: Guard) -> None:
         check_scheduler(scheduler, spec)
+        check_total_steps(scheduler, spec)
         self.scheduler = scheduler
         self._guard = guard
         self._on_plateau = isinstance(scheduler, ReduceLROnPlateau)
@@ -41,17 +48,31 @@ class Schedule:
             if before.metric is not None:
                 self._guard(self.scheduler.step, before.metric)
         elif self._per_epoch and before.epoch_ended:
-            self._guard(self.scheduler.step)
+            self._step()
 
     def after_step(self) -> None:
         """The options of the step are read, or used."""
         if self.scheduler is not None and not self._on_plateau and not self._per_epoch:
+            self._step()
+
+    def _step(self) -> None:
+        """Raises InvalidArgument behind the last step of a scheduler."""
+        try:
             self._guard(self.scheduler.step)
+        except UserCodeError as error:
+            if TOO_MANY not in str(error):
+                raise
+            raise InvalidArgument(
+                f"the scheduler has come to its end before training: {error.message}; {MAKE_IT_SO}"
+            ) from error
 
 
 def check_scheduler(scheduler: Any, spec: JobSpec) -> None:
-    """Raises InvalidArgument for one that the job's settings do not fit."""
+    """Raises InvalidArgument for one that the job's settings do not fit, or whose state trainers cannot share."""
     rate_scale.check_scheduler(scheduler, spec)
+    if scheduler is not None:
+        check_scheduler_step(scheduler)
+        encode(scheduler.state_dict())
     metric = spec.plateau_metric
     if not isinstance(scheduler, ReduceLROnPlateau):
         if metric is not None:
@@ -70,3 +91,20 @@ def check_scheduler(scheduler: Any, spec: JobSpec) -> None:
             "ReduceLROnPlateau needs a metric of evaluations while the job trains, and plateau_metric is not set",
             hint='set plateau_metric = "loss" (or another metric of the evaluation) and evaluate_every = "epoch" (or a number of steps)',
         )
+
+
+def check_total_steps(scheduler: Any, spec: JobSpec) -> None:
+    """Raises InvalidArgument if a OneCycleLR would come to its end before training does, as far as that is known."""
+    cycles = [each for each in rate_scale.stepped_each_time(scheduler) if isinstance(each, OneCycleLR)]
+    steps = known_steps() if cycles else None
+    if steps is None or not steps.counted or steps.per_epoch is None:
+        return
+    total = steps.per_epoch * steps.epochs
+    wanted = spec.epochs - 1 if spec.schedule_per == "epoch" else total
+    for cycle in cycles:
+        if cycle.total_steps < wanted:
+            made = f"{total} steps ({steps.epochs} epoch{'s' * (steps.epochs != 1)} of {steps.per_epoch})"
+            raise InvalidArgument(
+                f"OneCycleLR has total_steps {cycle.total_steps}, and the job makes {made}: it would come to its end before training does; "
+                + MAKE_IT_SO
+            )

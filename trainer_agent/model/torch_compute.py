@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from shared.blocks.narrow import DTYPES
+from shared.datasets.random_state import alone, drawing
 from shared.errors import InvalidArgument, UserCodeError
 from shared.lanes import Interval
 from shared.records import JobSpec, Mode
@@ -32,14 +33,15 @@ from trainer_agent.model import optimizer_spec as optimizers
 from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, LaneResult, Ready, Records
 from trainer_agent.model.devices import HOST, check_precision, device_of, is_host
 from trainer_agent.model.export import write_model
-from trainer_agent.model.finite import NonFiniteError, check_gradients
+from trainer_agent.model.finite import LeftOutError, NonFiniteError, check_gradients
 from trainer_agent.model.flat import PinnedVector, Plan, Vector, bytes_of, checked_model, plan
 from trainer_agent.model.gradient_tree import Entry, GradientTree
-from trainer_agent.model.minibatch import MinibatchRunner, UserCode
+from trainer_agent.model.minibatch import MinibatchRunner
 from trainer_agent.model.optimizer.block_states import BlockStates
 from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.send_buffers import SendBuffers
-from trainer_agent.own_loop.turns import OwnLoop
+from trainer_agent.model.watch.backward_guard import UserCode
+from trainer_agent.model.watch.unshared_state import constants_of
 from trainer_agent.start_values.load import start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
 from trainer_agent.tables.files import StoredTable, StoredTables
@@ -75,23 +77,24 @@ class TorchCompute:
         self._on_host = is_host(self._device)
         self._result: LaneResult | None = LaneResult(0.0, 0)  # of the last lane; None: of the minibatch under way
         self._records = 0
-        torch.manual_seed(spec.seed)
-        model = checked_model(user.call("model"))
+        model = checked_model(drawing(spec.seed, user.call, "model"))
         self.started = start_values(model, spec, initial)
         check_precision(spec.precision, model, self._device)
         self.model = model.to(self._device)
         optimizers_without_compiler()
-        self.optimizer = optimizers.for_job(user.call("optimizer", self.model), spec)
+        self.optimizer = optimizers.for_job(drawing(spec.seed, user.call, "optimizer", self.model), spec)
         laid_out = plan(self.model, self.optimizer, spec.block_bytes, spec.slot_count, self._device.type)
         self.tables = TrainedTables(self.model, spec)
-        begun = laid_out.layout.model_copy(update={"initial": self.started.digest, "tables": self.tables.specs})
-        self.plan: Plan = replace(laid_out, layout=begun)
+        more: dict[str, Any] = {"initial": self.started.digest, "tables": self.tables.specs}
+        more["constants"] = constants_of(self.model, laid_out)
+        self.plan: Plan = replace(laid_out, layout=laid_out.layout.model_copy(update=more))
         self.places = self.plan.parameters
-        scheduler = user.call("scheduler", self.optimizer) if user.has("scheduler") else None
+        scheduler = drawing(spec.seed, user.call, "scheduler", self.optimizer) if user.has("scheduler") else None
         self._schedule = Schedule(scheduler, spec, user.guard)
         vars(self.optimizer)["_opt_called"] = True  # the servers step; without it schedulers warn about their order
         self._bind_parameters()
         self._initial_states: BlockStates | None = None
+        self.by_columns = not user.has("collate")
         self.may_initialise = not (spec.init_optimizer and initial)
         if spec.init_optimizer and not initial:  # else the parameter servers have it
             load_start_state(self.model, self.optimizer, self._schedule.scheduler, spec)
@@ -105,7 +108,6 @@ class TorchCompute:
             self.send_buffers = SendBuffers(
                 self.plan, self._device, spec.gradient_dtype, feedback=feedback, shared=shared
             )
-        rounded = payloads if spec.mode is Mode.SYNC else ()
         self._finite, self._skips = spec.on_nonfinite != "ignore", spec.on_nonfinite == "skip"
         # synchronous: parameter servers clip the mean over all lanes
         self._limit = spec.clip_grad_norm if spec.mode is Mode.ASYNC else None
@@ -113,7 +115,7 @@ class TorchCompute:
             self.plan,
             self._device,
             self.send_buffers,
-            rounded,
+            payloads if spec.mode is Mode.SYNC else (),
             whole=not self._on_host,
             finite=self._finite and spec.clip_lane_norm is None,  # to clip, the norm of all gradients is computed
             counts=spec.mode is Mode.ASYNC,
@@ -121,16 +123,7 @@ class TorchCompute:
             limit=self._limit,
             any_norm=not self._finite,
         )
-        self.minibatch = MinibatchRunner(
-            user,
-            self.model,
-            self.plan,
-            self._parameters,
-            spec.clip_lane_norm,
-            finite=self._finite,
-            counts=spec.mode is Mode.ASYNC,
-            precision=spec.precision,
-        )
+        self.minibatch = MinibatchRunner(user, self.model, self.plan, self._parameters, self.optimizer, spec)
         self.initial_lane_zero()
 
     def __repr__(self) -> str:
@@ -203,10 +196,11 @@ class TorchCompute:
 
     def begin_step(self, before: BeforeStep = NOTHING_BEFORE) -> LaneZero:
         self._initial_states = None
+        self.minibatch.averaged.version(self._current)
         self._schedule.before_step(before)
-        options = optimizers.numeric_options(self.optimizer)
+        options = optimizers.numeric_options(self.optimizer) if before.is_own else ()
         self._schedule.after_step()
-        return optimizers.lane_zero(self.optimizer, self._schedule.scheduler, options)
+        return optimizers.lane_zero(self.optimizer, self._schedule.scheduler if before.is_own else None, options)
 
     def initial_lane_zero(self) -> LaneZero:
         return optimizers.lane_zero(
@@ -218,6 +212,7 @@ class TorchCompute:
 
     def restore(self, lane_zero: LaneZero) -> None:
         optimizers.restore(self.optimizer, self._schedule.scheduler, lane_zero)
+        self.minibatch.averaged.forget()
         if self.send_buffers is not None:
             self.send_buffers.clear_residuals()
 
@@ -237,8 +232,8 @@ class TorchCompute:
         finished: Callable[[int], None],
         ready: Ready | None = None,
     ) -> LaneResult:
-        announce = announcer(self.plan.blocks, finished)
-        return await self._in_thread(self._gradient, node, lane, seed, records, announce, ready)
+        work = node, lane, seed, records, announcer(self.plan.blocks, finished), ready
+        return await self._in_thread(self._gradient, *work)
 
     def contribution(self, node: Interval, block: int) -> memoryview:
         return self.tree.contribution(node, block)
@@ -266,8 +261,8 @@ class TorchCompute:
     ) -> LaneResult:
         entry = Entry(1, len(records), self.tree.take()) if records else Entry(1, 0, None)
         last = lane == node[1] - 1
-        # what is announced cannot be left out or scaled down any more
-        overlaps = last and not self._skips and self._limit is None
+        # what is announced cannot be left out or changed any more; a script with its own loop may do both until its step
+        overlaps = last and not self._skips and self._limit is None and self._user.loop is None
         if overlaps:
             self.tree.open(node, entry, announce)
         self._result, self._records = (None, len(records)) if records else (LaneResult(0.0, 0), 0)
@@ -279,9 +274,10 @@ class TorchCompute:
             if overlaps:
                 self._close(entry)
         except NonFiniteError as error:
-            if not self._skips or entry.slot is None:
+            if entry.slot is None or not (self._skips or isinstance(error, LeftOutError)):
                 raise self._user.error_of(error, fatal=True) from error
             self.tree.free(entry.slot)
+            self.minibatch.averaged.forget()
             self.tables.begin_lane()
             self._result = LaneResult(0.0, 0, entry.count)
             entry = Entry(1, 0, None)
@@ -293,7 +289,7 @@ class TorchCompute:
                 raise self._user.error_of(error, fatal=True) from error
         elif not last:
             self._user.guard(self.tree.add, entry)
-        return self.result()
+        return replace(self.result(), warnings=self.minibatch.warnings())
 
     def result(self) -> LaneResult:
         if self._result is not None:
@@ -307,7 +303,7 @@ class TorchCompute:
         with self.tables.minibatch(self.minibatch.permit):
             self.minibatch.backward(records, seed, self._current, vector, finish if self._on_host else None, ready)
         try:
-            of_rows = self.tables.end_lane(len(records))
+            of_rows = self.tables.end_lane(len(records), self.minibatch.row_factor)
         except InvalidArgument as error:  # more ids than a table takes: that of the script's settings, not of a record
             raise self._user.error_of(error, fatal=True) from error
         if self._finite:
@@ -361,17 +357,17 @@ class TorchCompute:
 
     async def export(self, directory: str) -> dict[str, str]:
         self.minibatch.buffers.load(self._current)
-        return await self._in_thread(write_model, self.model, directory)
+        return await self._in_thread(self._export, directory)
+
+    def _export(self, directory: str) -> dict[str, str]:
+        self.minibatch.check_at_end()
+        return write_model(self.model, directory)
 
     async def finish(self) -> None:
         if self._user.loop is not None:
             self.is_finished = True
-            await self._in_thread(self._finish, self._user.loop)
-
-    def _finish(self, loop: OwnLoop) -> None:
-        self.minibatch.release()
-        self.model.train()
-        loop.end()
+            self.minibatch.release()
+            await self._in_thread(self._user.loop.end)
 
     def close(self) -> None:
         """The script ends, if it still waits."""
@@ -384,7 +380,7 @@ class TorchCompute:
         reads = work != self.minibatch.prepare  # that runs beside a forward pass
         if reads:  # not in the thread: it may be given up before it has one
             self.tables.rows.begin()
-        future = asyncio.get_running_loop().run_in_executor(self._executor, partial(on_record, work, *arguments))
+        future = asyncio.get_running_loop().run_in_executor(self._executor, partial(alone, on_record, work, *arguments))
         try:
             return await asyncio.shield(future)
         except UserCodeError as error:

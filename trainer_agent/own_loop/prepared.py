@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shared.logged_metrics import loss_in
+from shared.optimizers.own_step import check_step
 
 FUNCTIONS = "collate", "ids", "evaluate", "metrics"
 
@@ -27,7 +28,7 @@ class Prepared:
 
 
 def check(parts: Prepared) -> None:
-    """Raises TypeError, ValueError."""
+    """Raises TypeError, ValueError, InvalidArgument."""
     model: object = parts.model
     optimizer: object = parts.optimizer
     if not isinstance(model, nn.Module):
@@ -36,6 +37,7 @@ def check(parts: Prepared) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         msg = f"trireme.prepare got {type(parts.optimizer).__name__} as the optimizer; give a torch.optim optimizer"
         raise TypeError(msg)
+    check_step(parts.optimizer)  # here the script's own `step` is still there
     for name in FUNCTIONS:
         if name in parts.hooks and not callable(parts.hooks[name]):
             msg = f"trireme.prepare got {type(parts.hooks[name]).__name__} as {name}; give a function"
@@ -46,6 +48,11 @@ def check(parts: Prepared) -> None:
     if "scheduler" not in parts.hooks and any("initial_lr" in group for group in parts.optimizer.param_groups):
         msg = "the optimizer has a scheduler; give it to Trireme, which steps it: trireme.prepare(..., scheduler=scheduler)"
         raise ValueError(msg)
+
+
+def is_function(scheduler: Any) -> bool:
+    """Whether it makes the scheduler of an optimizer, and is none itself."""
+    return callable(scheduler) and not hasattr(scheduler, "step")
 
 
 def check_loss(loss: Any) -> None:

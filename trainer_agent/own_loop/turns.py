@@ -27,13 +27,15 @@ import torch
 from torch import nn
 
 from shared.errors import InvalidArgument, UserCodeError
-from shared.logged_metrics import Logged, collect_in, collector
+from shared.logged_metrics import Logged, collect_in, collector, loss_in
 from trainer_agent.own_loop.autocast import enabled
+from trainer_agent.own_loop.buffers import noted, put_back
+from trainer_agent.own_loop.grad_scaler import Scaling, unscale_for_kernel
+from trainer_agent.own_loop.gradients import check_none_is_left, forget_those_of_others, marks
 from trainer_agent.own_loop.places import GOES_ON, Place
-from trainer_agent.own_loop.prepared import Prepared, check, check_loss
+from trainer_agent.own_loop.prepared import Prepared, check, check_loss, is_function
 
 CLOSE_S = 5.0
-LOOK_EVERY = 64  # passes: then it is looked whether the model still has the parameters that it was prepared with
 
 _running: ContextVar[OwnLoop | None] = ContextVar("own_loop", default=None)
 
@@ -89,10 +91,14 @@ class OwnLoop:
         self._prepared: Prepared | None = None
         self._place, self._ends = Place.START, False
         self._loss: Any = None
+        self._left_out = False  # in this pass, by the script's GradScaler
+        self.changes_gradients = False  # the first pass did, between trireme.backward and optimizer.step
+        self.undone_buffer = ""  # the name of one that the script changed behind optimizer.step()
+        self.scaling = Scaling(self._scaler_stepped)
+        self.true_loss: torch.Tensor | None = None  # of this pass, before a GradScaler scaled it
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._acting = threading.local()
-        self._evaluating_modules: list[nn.Module] | None = None  # not in training mode when the loop began
         self._logged: dict[str, Logged] | None = None
         self._autocast: list[torch.autocast] = []
         self._passes = 0
@@ -110,6 +116,11 @@ class OwnLoop:
     @property
     def is_prepared(self) -> bool:
         return self._prepared is not None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the script was asked for a batch."""
+        return self._passes > 0
 
     @property
     def is_over(self) -> bool:
@@ -131,37 +142,32 @@ class OwnLoop:
     def next_pass(self) -> None:
         """Up to where the script asks for a batch. Raises UserCodeError."""
         self._go_to_top()
-        if self._passes % LOOK_EVERY == 0:
-            self._check_model()
         self._passes += 1
 
     def forward(self, batch: Any) -> Any:
-        """The batch's loss, as the script gave it to trireme.backward. Modules are in the mode that they had when the loop began. Raises
-        UserCodeError."""
+        """The batch's loss, as the script gave it to trireme.backward. Raises UserCodeError."""
         assert self._place is Place.ASKS, self
-        self._set_modes()
         self._logged = collector()
         self._autocast = enabled()
         self._resume(batch)
         loss, self._loss = self._loss, None
         return loss
 
-    def end_pass(self) -> None:
-        """Up to optimizer.step(). Raises UserCodeError, also if the gradients were changed."""
-        before = self._gradients()
+    def end_pass(self) -> bool:
+        """Up to optimizer.step(): then the parameters have the gradients that the batch shall be trained with. False: the script's GradScaler has
+        left the step out. Raises UserCodeError."""
+        looks = self._passes == 1
+        before = marks(self._held()) if looks else []
         self._resume()
-        if self._gradients() != before:
-            self._fail(
-                "the gradients were changed between trireme.backward and optimizer.step, and they are on their way already; "
-                "to clip them, set clip_grad_norm; to scale them, scale the loss"
-            )
+        if looks:
+            self.changes_gradients = marks(self._held()) != before
+        return not self._left_out
 
     def end(self) -> None:
         """Training is over: the loop ends, and the script runs to its end. Raises UserCodeError."""
         if self._place is Place.OVER and self._ends:
             return
         self._go_to_top()
-        self._set_modes()
         self._ends = True
         self._resume(_End)
 
@@ -172,7 +178,6 @@ class OwnLoop:
     def finish_here(self) -> None:
         """As `end`, for a script that runs in the main thread: does not wait for its end."""
         self._go_to_top()
-        self._set_modes()
         self._to_script.put(_Turn(_End, logged=self._logged))
 
     def fail_here(self, error: BaseException) -> None:
@@ -200,32 +205,19 @@ class OwnLoop:
     def _resume(self, value: Any = None) -> None:
         """The script's turn, until it waits again. Raises UserCodeError, also if the script has ended while it should not."""
         self._check_there()
-        options = self._options()
         self._to_script.put(_Turn(value, logged=self._logged))
         self._failure = self._to_trainer.get()
         self._check_there()
-        if options is not None and not self._ends and self._options() != options:
-            self._fail(
-                "the script changed the optimizer's options, which the parameter servers do not see; for a learning rate that changes "
-                "give a scheduler: trireme.prepare(..., scheduler=scheduler)"
-            )
 
     def _go_to_top(self) -> None:
-        """To where the script asks for a batch. What it does on its way to the model's buffers is undone: the next batch may be that of
-        another lane. Raises UserCodeError."""
-        before = [buffer.clone() for buffer in self.prepared.model.buffers()]
+        """To where the script asks for a batch. What it does on its way to the model's buffers is undone, and told: the next batch may be that
+        of another lane. Raises UserCodeError."""
+        before = noted(self.prepared.model)
         while self._place is not Place.ASKS:
             self._resume()
-        with torch.no_grad():
-            for buffer, value in zip(self.prepared.model.buffers(), before, strict=False):
-                buffer.copy_(value)
-        if self._evaluating_modules is None:
-            self._evaluating_modules = [module for module in self.prepared.model.modules() if not module.training]
-
-    def _set_modes(self) -> None:
-        """In a model in training mode: those that were in evaluation mode when the loop began."""
-        for module in self._evaluating_modules or []:
-            module.training = False
+        changed = put_back(self.prepared.model, before)
+        if not self.undone_buffer:
+            self.undone_buffer = changed
 
     def _check_there(self) -> None:
         """Raises UserCodeError if the script has ended, and should not."""
@@ -244,25 +236,13 @@ class OwnLoop:
         if self._failure is not None:
             raise self._error_of(self._failure) from self._failure
 
-    def _options(self) -> list[dict[str, Any]] | None:
-        if self._prepared is None:
-            return None
-        groups = self._prepared.optimizer.param_groups
-        return [{name: value for name, value in group.items() if name != "params"} for group in groups]
-
-    def _gradients(self) -> list[tuple[int, int]]:
-        """Which tensors the gradients are, and how often each was written in place."""
-        found = (p.grad for group in self.prepared.optimizer.param_groups for p in group["params"])
-        return [(id(gradient), gradient._version) for gradient in found if gradient is not None]  # noqa: SLF001
-
-    def _check_model(self) -> None:
-        found = {id(parameter) for parameter in self.prepared.model.parameters()}
-        if found != self._parameters:
-            self._fail("the model's parameters are others than when trireme.prepare got it; change the model before")
+    def _held(self) -> Iterator[torch.Tensor]:
+        """The parameters that the optimizer holds."""
+        return (parameter for group in self.prepared.optimizer.param_groups for parameter in group["params"])
 
     def _run(self, script: Callable[[], object]) -> None:
         """In the script's thread."""
-        _running.set(self)
+        self.begin_here()
         self._take(self._to_script.get())
         error: BaseException | None = None
         try:
@@ -279,6 +259,7 @@ class OwnLoop:
     def begin_here(self) -> None:
         """The script runs in this thread."""
         _running.set(self)
+        self.scaling.use()
 
     def prepare(self, parts: Prepared) -> tuple[nn.Module, torch.optim.Optimizer, Batches]:
         """See trireme.prepare. Raises RuntimeError, TypeError, ValueError."""
@@ -286,8 +267,8 @@ class OwnLoop:
             raise RuntimeError("trireme.prepare was called twice; a script trains one model")
         check(parts)
         self._prepared = parts
-        self._parameters = {id(parameter) for parameter in parts.model.parameters()}
-        self._take_over(parts.optimizer, parts.hooks.get("scheduler"))
+        scheduler = parts.hooks.get("scheduler")
+        self._take_over(parts.optimizer, None if is_function(scheduler) else scheduler)
         self._hand_over(Place.PREPARED)
         for device in {parameter.device for parameter in parts.model.parameters() if parameter.is_cuda}:
             torch.cuda.set_device(device)  # of this thread, so that the script's `.cuda()` means the same
@@ -314,6 +295,9 @@ class OwnLoop:
         if batch is _End:
             self._place = Place.AFTER
             raise StopIteration
+        self.scaling.begin()
+        self._left_out = False
+        forget_those_of_others(self.prepared.model, self._held())
         for context in self._autocast:
             context.__enter__()  # type: ignore[no-untyped-call]
         return batch
@@ -328,6 +312,8 @@ class OwnLoop:
         if self._place is not Place.COMPUTES:
             raise RuntimeError(f"trireme.backward was called without a batch: the script is {self._place.value}")
         check_loss(loss)
+        self.true_loss = self.scaling.unscaled(loss_in(loss))
+        check_none_is_left(self._held())
         for context in self._autocast:
             context.__exit__(None, None, None)
         self._loss = loss
@@ -340,6 +326,16 @@ class OwnLoop:
             raise RuntimeError(
                 f"optimizer.step() was called without trireme.backward(loss): the script is {self._place.value}"
             )
+        self._left_out = not unscale_for_kernel(self.prepared.optimizer)
+        self._end_pass()
+
+    def _scaler_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """`scaler.step(optimizer)` is over. If it called no `optimizer.step()`, this batch is left out."""
+        if self._place is Place.HAS_GRADIENTS and optimizer is self.prepared.optimizer:
+            self._left_out = True
+            self._end_pass()
+
+    def _end_pass(self) -> None:
         self._logged = _NoStep()
         self._hand_over(Place.STEPPED)
 

@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
+from shared.datasets.random_state import seeded
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.evaluations import check_criteria
 from shared.records import JobSpec
 from shared.records.datasets import Dataset
-from trainer_agent.script.sample_records import first_records
+from trainer_agent.own_loop.job_steps import UNCOUNTED, JobSteps, telling
+from trainer_agent.script.sample_records import compare_files, first_records
 from trainer_agent.script.user_module import UserModule, load
 
 if TYPE_CHECKING:
@@ -63,14 +65,18 @@ def _inspect(script: str, check: bool, settings: dict[str, str]) -> dict[str, An
 
 
 def _described(user: UserModule, check: bool, settings: dict[str, str]) -> dict[str, Any]:
-    dataset = user.dataset()
-    evaluation = user.dataset("evaluation_dataset") if user.has("evaluation_dataset") else None
+    seed = _seed(settings)
+    with seeded(seed):  # a script with a loop of its own runs here, as it does in a trainer
+        config = user.config
+    seed = _seed({**config, **settings})
+    dataset = user.dataset(seed=seed)
+    evaluation = user.dataset("evaluation_dataset", seed) if user.has("evaluation_dataset") else None
     found: dict[str, Any] = {
-        "config": user.config,
+        "config": config,
         "dataset": dataset.model_dump(mode="json"),
         "evaluation_dataset": evaluation.model_dump(mode="json") if evaluation is not None else None,
     }
-    wanted = {**user.config, **settings}
+    wanted = {**config, **settings}
     if check:
         found |= _try(user, dataset, evaluation, wanted)
     if wanted.get("backend") == "nccl":
@@ -80,26 +86,39 @@ def _described(user: UserModule, check: bool, settings: dict[str, str]) -> dict[
     return found
 
 
+def _seed(settings: Mapping[str, Any]) -> int:
+    """What is no number is refused with the other settings."""
+    try:
+        return int(settings.get("seed", JobSpec.model_fields["seed"].default))
+    except (TypeError, ValueError):
+        return 0
+
+
 def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, settings: dict[str, Any]) -> dict[str, Any]:
     from trainer_agent.model.flat import groups_of, tensors_of  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.model.optimizer.rate_scale import sentence  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.model.torch_compute import TorchCompute  # noqa: PLC0415  torch only when it is needed
+    from trainer_agent.script.twice import Twice  # noqa: PLC0415  torch only when it is needed
 
     spec = _spec(user, dataset, evaluation, settings)
-    with ThreadPoolExecutor(1, "compute") as executor:
+    made_up = JobSteps(UNCOUNTED, spec.epochs, counted=False)
+    with ThreadPoolExecutor(1, "compute") as executor, telling(lambda: made_up):
         compute = executor.submit(TorchCompute, user, spec, executor).result()
-        minibatch = first_records(dataset, spec.minibatch_size)
+        twice = Twice(user.path, spec, compute)
+        if not user.has("collate") and user.loop is None:
+            compare_files(dataset, spec.seed)
+        minibatch = twice.records("dataset()", lambda: first_records(dataset, spec.minibatch_size, spec.seed))
         compute.begin_step()
         with _doing("the first minibatch"):
-            asyncio.run(_with_rows(compute, lambda: _gradient(compute, minibatch)))
+            twice.minibatch(lambda: asyncio.run(_with_rows(compute, lambda: _gradient(compute, minibatch))))
         if evaluation is not None:
-            held_out = first_records(evaluation, spec.minibatch_size)
+            held_out = first_records(evaluation, spec.minibatch_size, spec.seed)
             with _doing("the first minibatch of the evaluation"):
                 sums = asyncio.run(_with_rows(compute, lambda: compute.evaluate(held_out)))
                 metrics = asyncio.run(compute.metrics(sums))
             check_criteria(spec, metrics)
     tensors = tensors_of(compute.model, groups_of(compute.optimizer))
-    notice = "\n".join(filter(None, (compute.started.sentence, sentence(spec))))
+    notice = "\n".join(filter(None, (compute.started.sentence, sentence(spec), *twice.notices)))
     layout = compute.layout
     tables = [table.model_dump(mode="json") for table in layout.tables]
     model = {"tensors": tensors, "optimizer": layout.optimizer.model_dump(mode="json"), "tables": tables}

@@ -8,14 +8,21 @@ from types import TracebackType
 
 from shared.errors import TriremeError
 
+ONE_RECORD = "Expected more than 1 value per channel when training"  # torch's words
+DROP_LAST = (
+    "BatchNorm cannot train on a minibatch of one record, which the last one of a file may be; set drop_last=True, which leaves short "
+    "minibatches out, or another global_batch_size or number of lanes"
+)
 _PACKAGES = Path(__file__).resolve().parents[2]
 _OURS = ("shared", "trainer_agent", "trireme")
 
 
 def message_of(error: BaseException) -> str:
-    """What `error` says, with its hint if it is one of ours."""
+    """What `error` says, with its hint if it is one of ours, or if a setting helps."""
     if isinstance(error, TriremeError) and error.hint:
         return f"{error.message}; {error.hint}"
+    if isinstance(error, ValueError) and ONE_RECORD in str(error):
+        return f"{error}; {DROP_LAST}"
     return str(error)
 
 

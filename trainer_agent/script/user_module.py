@@ -19,9 +19,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast, get_args
 
-from shared.errors import InvalidArgument, UserCodeError, is_interrupt
+from shared.datasets.in_code import make
+from shared.datasets.random_state import START_SEED, seeded
+from shared.errors import InvalidArgument, TriremeError, UserCodeError, is_interrupt
 from shared.records.datasets import Dataset, IterableStyle, MapStyle
-from trainer_agent.own_loop.prepared import Prepared
+from trainer_agent.own_loop.prepared import Prepared, is_function
 from trainer_agent.own_loop.source import FromSource, has_own_loop, run_as_main
 from trainer_agent.own_loop.turns import OwnLoop
 from trainer_agent.script.tracebacks import message_of, traceback_of
@@ -81,10 +83,11 @@ class UserModule:
                 raise
             raise self.error_of(error) from error
 
-    def dataset(self, hook: str = "dataset") -> Dataset:
+    def dataset(self, hook: str = "dataset", seed: int = 0) -> Dataset:
         """The dataset that `dataset()` or `evaluation_dataset()` describes. An object with a length, such as a
-        `torch.utils.data.Dataset`, is described by the hook's own name: each trainer calls it."""
-        found = self.call(hook)
+        `torch.utils.data.Dataset`, is described by the hook's own name: each trainer calls it. `seed`: of the job; every call of both
+        functions, in any process, draws the same random numbers, so both can take parts of one random split."""
+        found = self._made(hook, seed)
         if hasattr(found, "__len__") and not isinstance(found, str | bytes | Mapping):
             return self._described(found, hook)
         if hasattr(found, "__iter__") and not isinstance(found, (*DATASETS, str, bytes, Mapping)):
@@ -98,6 +101,9 @@ class UserModule:
             )
         return cast("Dataset", found)
 
+    def _made(self, hook: str, seed: int) -> Any:
+        return self.guard(make, self._hooks[hook], seed)
+
     def _described(self, found: Any, hook: str) -> Dataset:
         """An object of the script by the name of the hook that makes it."""
         if not self.path.stem.isidentifier():
@@ -109,6 +115,7 @@ class UserModule:
     def error_of(self, error: BaseException, *, fatal: bool = False) -> UserCodeError:
         """`error` as UserCodeError, with the traceback cut down to the frames below the script's folder. If there are none, it
         has the frames of libraries, never ours. `fatal`: see UserFailure."""
+        fatal = fatal or (isinstance(error, TriremeError) and bool(error.details.get("fatal")))
         return _user_code_error(error, message_of(error), self.path.parent, fatal=fatal)
 
 
@@ -129,6 +136,10 @@ class LoopModule(UserModule):
     def config(self) -> dict[str, Any]:
         return _config(self.path, self._prepared().config)
 
+    def _made(self, hook: str, seed: int) -> Any:
+        with seeded(seed):
+            return self.call(hook)
+
     def _described(self, found: Any, hook: str) -> Dataset:
         msg = f"{self._DATASET.format(hook=hook, path=self.path)} {type(found).__name__}, an object that trainers cannot find"
         hint = 'put it into a module beside the script: trireme.data.MapStyle("module:name") or IterableStyle'
@@ -144,7 +155,7 @@ class LoopModule(UserModule):
                 return getattr(prepared, hook)
             case "loss":
                 return self.loop.forward(arguments[1])
-            case "scheduler":
+            case "scheduler" if not is_function(prepared.hooks[hook]):
                 return prepared.hooks[hook]
             case "evaluation_dataset" if not callable(prepared.hooks[hook]):
                 return prepared.hooks[hook]
@@ -182,7 +193,8 @@ def load(script: str | Path) -> UserModule:
         sys.path.insert(0, str(path.parent))
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with seeded(START_SEED):
+            spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
         if is_interrupt(error):

@@ -18,7 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 from shared.errors import InvalidArgument
 from shared.records.layout import RowInit, RowOptimizer
 from shared.tables.grouping import grouped
-from trainer_agent.tables.ids import check_offsets, integers, on_host
+from trainer_agent.tables.ids import check_offsets, integers, on_host, signed
 from trainer_agent.tables.settings import Adagrad, spec_of
 from trainer_agent.tables.source import Bound
 
@@ -48,9 +48,9 @@ class TableLayer(nn.Module):
         limits = {"max_rows": max_rows, "admit_after": admit_after, "evict_after_steps": evict_after_steps}
         self.spec = spec_of(name, dim, Adagrad(lr=0.05) if optimizer is None else optimizer, init, **limits)
         padding: object = padding_idx
-        if padding is not None and (not isinstance(padding, int) or not -(2**63) <= padding < 2**63):
+        if padding is not None and (not isinstance(padding, int) or not -(2**63) <= padding < 2**64):
             raise InvalidArgument(f"table {name}: padding_idx is {padding!r:.80}; it is an id, an integer of 64 bits")
-        self.embedding_dim, self.padding_idx = dim, padding_idx
+        self.embedding_dim, self.padding_idx = dim, None if padding_idx is None else signed(padding_idx)
         self.bound: Bound | None = None
 
     def extra_repr(self) -> str:
@@ -89,7 +89,7 @@ class TableLayer(nn.Module):
 
 
 class Embedding(TableLayer):
-    """As torch.nn.Embedding, without a number of rows: any int64 is an id, and an id that was never trained has its initial row.
+    """As torch.nn.Embedding, without a number of rows: any integer of 64 bits is an id (uint64 by its bits, so -1 and 2**64 - 1 are one), and an id that was never trained has its initial row.
 
     `name`: of the table; layers with one name share it, and then have the same settings. `optimizer`: one of trireme.nn.SGD, Adagrad, Adam,
     Ftrl; Adagrad(lr=0.05) if left out. `init`: "uniform(x)" in [-x, x), "normal(deviation)", "constant(x)" or "zeros". `max_rows`: then the
@@ -99,7 +99,7 @@ class Embedding(TableLayer):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  as torch.nn.Embedding
-        """int64 or int32 of any shape -> float32 (*shape, dim). Raises InvalidArgument."""
+        """int64, int32, uint64 or uint32 of any shape -> float32 (*shape, dim). Raises InvalidArgument."""
         numbers, rows, padding = self._rows(integers(f"table {self.spec.name}", input))
         found = F.embedding(
             numbers.view(-1), rows, padding, sparse=True
@@ -123,7 +123,7 @@ class EmbeddingBag(TableLayer):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """float32 (bags, dim). `input`: int64 or int32, (bags, ids), padded with padding_idx; or (ids,), with `offsets`: where each bag
+        """float32 (bags, dim). `input`: as of Embedding, (bags, ids), padded with padding_idx; or (ids,), with `offsets`: where each bag
         begins. `per_sample_weights`: float32 as `input`, for mode "sum". Raises InvalidArgument."""
         what = f"table {self.spec.name}"
         ids = integers(what, input)

@@ -11,7 +11,7 @@ from shared.errors import InvalidArgument
 from shared.tables.grouping import Grouped, Numbers, grouped
 from shared.tables.hashing import ids_of_texts
 
-INTEGERS = torch.int64, torch.int32
+INTEGERS = torch.int64, torch.int32, torch.uint64, torch.uint32
 
 
 def ids_of(texts: Iterable[str]) -> torch.Tensor:
@@ -26,14 +26,22 @@ def ids_of(texts: Iterable[str]) -> torch.Tensor:
 
 
 def integers(what: str, value: object) -> torch.Tensor:
-    """As int64, where it is. Raises InvalidArgument."""
+    """A tensor of integers as int64, on its device. Unsigned numbers of 64 bits keep their bits: 2**64 - 1 becomes -1, so that each has an
+    id of its own. Raises InvalidArgument."""
     if not isinstance(value, torch.Tensor):
         msg = f"{what}: got {type(value).__name__}; give a tensor of integers (torch.tensor(ids), trireme.nn.ids_of(texts))"
         raise InvalidArgument(msg)
     if value.dtype not in INTEGERS:
         msg = f"{what}: got a tensor of {value.dtype}; ids are int64 or int32, and .long() converts, if it holds whole numbers"
         raise InvalidArgument(msg)
+    if value.dtype == torch.uint64:
+        return value.detach().view(torch.int64)
     return value.detach().to(torch.int64)
+
+
+def signed(number: int) -> int:
+    """A Python integer of 64 bits, unsigned or not, as `integers` makes it."""
+    return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def on_host(ids: torch.Tensor) -> Numbers:

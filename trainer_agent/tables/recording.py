@@ -56,9 +56,9 @@ class Recording:
             leaf.register_post_accumulate_grad_hook(self._permit)  # type: ignore[no-untyped-call]
         self._calls[table].append(_Call(occurrences, leaf))
 
-    def lane_rows(self, records: int) -> tuple[LaneRows, ...]:
-        """Of each table: the ids that got a gradient, and their sums over all occurrences in all calls, added as torch adds those of one call. `records`:
-        of the minibatch. Raises InvalidArgument for a minibatch that does not fit a table."""
+    def lane_rows(self, records: int, factor: float = 1.0) -> tuple[LaneRows, ...]:
+        """Of each table: the ids that got a gradient, and their sums over all occurrences in all calls, added as torch adds those of one call; each
+        gradient is multiplied by `factor` before. `records`: of the minibatch. Raises InvalidArgument for a minibatch that does not fit a table."""
         if not self._specs:
             return ()
         from shared.tables.lanes import LaneRows, sums_of  # noqa: PLC0415  only where there are tables: it loads numba
@@ -66,6 +66,8 @@ class Recording:
         found = []
         for spec, calls in self._named():
             occurrences, gradients = _joined(calls, spec.dim)
+            if factor != 1.0:
+                gradients = gradients * np.float32(factor)
             if spec.max_rows is not None and len(occurrences.ids) > spec.max_rows:
                 msg = f"a minibatch has {len(occurrences.ids)} ids of table {spec.name}, whose max_rows is {spec.max_rows}"
                 raise InvalidArgument(msg, hint="raise max_rows, or take smaller minibatches")

@@ -63,11 +63,11 @@ class TrainedTables:
         with self._layers.recording(self.rows, permit, self._named) as self._recording:
             yield
 
-    def end_lane(self, records: int) -> dict[str, torch.Tensor]:
-        """`lane` is of the last minibatch. Its gradients, as errors name them."""
+    def end_lane(self, records: int, factor: float = 1.0) -> dict[str, torch.Tensor]:
+        """`lane` is of the last minibatch. Its gradients times `factor`, as errors name them."""
         if self._recording is None:
             return {}
-        self.lane, self._recording = self._recording.lane_rows(records), None
+        self.lane, self._recording = self._recording.lane_rows(records, factor), None
         named = zip(self.specs, self.lane, strict=True)
         return {f"table {table.name}": torch.from_numpy(rows.gradients) for table, rows in named}
 

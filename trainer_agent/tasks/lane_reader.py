@@ -126,7 +126,7 @@ class LaneReader:
         match answer.answer:
             case "task":
                 assert answer.task is not None
-                return LoadedTask(answer.task, await self._source.read(answer.task))
+                return await self._source.load(answer.task)
             case "skip":
                 return _after_task(position, answer.stream_length)
             case "end":

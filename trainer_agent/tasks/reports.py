@@ -19,8 +19,9 @@ from shared.logged_metrics import Logged
 from shared.metric_names import MOST_NAMES
 from shared.records import CompleteTask, MetricBatch, MetricsTaken, StepMetrics, Task, TaskProgress
 from shared.records.step import StepRecord, StepResult
-from shared.records.tasks import WAITS_FOR_CHARACTERS, MetricValue
+from shared.records.tasks import MOST_WARNINGS, WAITS_FOR_CHARACTERS, MetricValue
 from shared.runtime import clock, ids, telemetry
+from trainer_agent.model.compute import LaneResult
 from trainer_agent.tasks.held import PROGRESS_S, Held
 from trainer_agent.tasks.master import MasterPort
 from trainer_agent.tasks.step_times import Times, TimesBuffer
@@ -143,6 +144,7 @@ class Reports:
         self._times = TimesBuffer()
         self._suspected: dict[str, float] = {}
         self._suspects: asyncio.Queue[tuple[str, str]] = asyncio.Queue(100)
+        self._warnings, self._warned = list[str](), set[str]()
         self._more = asyncio.Event()
         self._idle = asyncio.Event()
 
@@ -169,6 +171,20 @@ class Reports:
         if not finite:
             log.warning("loss_is_not_finite", step=share.step, epoch=share.epoch, records=share.records)
         return finite
+
+    def notice(self, result: LaneResult, **where: str | int) -> None:
+        """What is remarkable about a minibatch. Its warnings become events of the job, each once."""
+        if result.skipped:
+            log.warning("minibatch_skipped", records=result.skipped, **where)
+        for text in result.warnings:
+            self.warn(text, **where)
+
+    def warn(self, text: str, **where: str | int) -> None:
+        """Make a sentence an event of the job, once."""
+        if text not in self._warned:
+            log.warning("warning", message=text, **where)
+            self._warned.add(text)
+            self._warnings.append(text)
 
     def whole(self, record: StepRecord, timeline: int, grad_norm: float | None = None) -> None:
         """This trainer owns lane 0, and the step that made this version is done. `grad_norm`: of its gradient, if this trainer knows it."""
@@ -204,7 +220,7 @@ class Reports:
                     self._idle.clear()
                     await self._idle.wait()
                 await self._report_metrics()
-                while self._metrics.steps or self.steps.tellable:
+                while self._metrics.steps or self.steps.tellable or self._warnings:
                     await self._report_metrics()
         except TimeoutError:
             log.warning("reports_left", completions=len(self._completed))
@@ -231,6 +247,8 @@ class Reports:
 
     def _due_in(self, now: float) -> float | None:
         """Seconds until a report is due; None: nothing to report."""
+        if self._warnings:
+            return 0.0
         if not self.steps.waiting:
             return self._metrics.due_in(now)
         many = self.steps.waiting >= METRICS_STEPS and self.steps.missing_from is None
@@ -241,7 +259,8 @@ class Reports:
         pace, times = self._pace(), self._times.take()
         whole, timeline, lost = store or self.steps.active, self.steps.timeline, self.steps.lost_before
         steps = self.steps.portion(METRICS_STEPS, METRICS_VALUES) if whole else self._metrics.take()
-        if not (steps or any(pace) or times is not None or store):
+        warnings, self._warnings = self._warnings[:MOST_WARNINGS], self._warnings[MOST_WARNINGS:]
+        if not (steps or any(pace) or times is not None or store or warnings):
             return None
         self._told_pace = pace, clock.monotonic()
         self._whole_since = clock.monotonic()
@@ -254,9 +273,12 @@ class Reports:
             whole=whole,
             lost_before=lost,
             store=store,
+            warnings=tuple(warnings),
         )
         call = partial(self._master.report_metrics, batch)
         taken = await self._report(call, "reporting metrics", METRICS_LIMIT_S)
+        if taken is None:
+            self._warnings = warnings + self._warnings
         if whole and taken is None:
             self.steps.untold(steps)
         elif whole and isinstance(taken, MetricsTaken):

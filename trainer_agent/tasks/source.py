@@ -7,24 +7,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from shared.errors import CallerError, DatasetError, StaleAttempt, TriremeError
-from shared.records import AcquireTask, CompleteTask, FailTask, JobSpec, TakeNext, Task, TaskAnswer
+from shared.errors import CallerError, DatasetError, DeadlineExceeded, PeerError, StaleAttempt, TriremeError
+from shared.records import AcquireTask, CompleteTask, FailTask, JobSpec, TakeNext, Task, TaskAnswer, TaskProgress
 from shared.records.begun import BegunWork
 from shared.records.datasets import IterableStyle, MapStyle
 from shared.records.step import LanePosition
+from shared.records.tasks import WAITS_FOR_CHARACTERS
 from shared.runtime import begun, ids, telemetry
-from trainer_agent.data import Reader, Shard, minibatch_indices, open_dataset
+from trainer_agent.data import Blaming, Shard, minibatch_in, open_dataset
+from trainer_agent.data.drawing import EVALUATION, reading
+from trainer_agent.data.order import Indices, record_order
+from trainer_agent.data.reader import blaming
 from trainer_agent.model.compute import Records
 from trainer_agent.script.tracebacks import traceback_of
 from trainer_agent.tasks.master import MasterPort, failure_of
-from trainer_agent.waiting.retry import retry
+from trainer_agent.waiting.retry import Backoff, retry
 
 WAIT_S = 10.0  # the master answers as soon as there is a task
+READ_LIMIT_S = 120.0
 
 T = TypeVar("T")
 log = telemetry.logger("tasks")
@@ -50,21 +56,35 @@ class TaskFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoadedTask:
-    """A task with its records in memory."""
+    """A task with its records in memory. `order`: in which they are trained; None: as they are."""
 
     task: Task
     shard: Shard
+    order: Indices | None = None
 
 
 class TaskSource:
-    """All of it is retried until the master or the reader answers. `alone`: runs work while nothing is computed; None: as `offload`."""
+    """All of it is retried until the master or the reader answers. `alone`: runs work while nothing is computed; None: as `offload`.
+    `by_columns`: nobody asks for records one by one."""
 
     def __init__(
-        self, spec: JobSpec, master: MasterPort, trainer: str, offload: Offload, alone: Offload | None = None
+        self,
+        spec: JobSpec,
+        master: MasterPort,
+        trainer: str,
+        offload: Offload,
+        alone: Offload | None = None,
+        warn: Callable[[str], object] = log.info,
+        *,
+        by_columns: bool = False,
     ) -> None:
+        """`warn`: tells the user a sentence."""
+        self._by_columns = by_columns
         self.spec, self.trainer = spec, trainer
+        self._warn = warn
+        self._changed = deque[str]()  # what readers, in their threads, say of files that are trained all the same
         self._master, self.offload, self._alone = master, offload, alone or offload
-        self._readers: dict[str, Reader] = {}
+        self._readers: dict[bool, Blaming] = {}  # of the records that are held out, and of the others
 
     async def acquire(
         self,
@@ -121,53 +141,88 @@ class TaskSource:
         )
         return (await self._master.acquire_task(ask)).task
 
-    async def read(self, task: Task) -> Shard:
-        """The records of a task. Raises TaskFailed; DeadlineExceeded if the storage does not answer for too long."""
+    async def load(self, task: Task) -> LoadedTask:
+        """A task with its records. Raises TaskFailed; ResourceExhausted, StorageUnreachable if this machine or the dataset's storage has
+        not let it read for READ_LIMIT_S: that is no failure of the task, and another trainer may be able to read it. Until then the
+        master is told that the task waits, since one whose trainer is silent counts as failed."""
+        backoff, tries = Backoff(f"reading {described(task)}", READ_LIMIT_S), 0
         offload = self._alone if task.alone else self.offload
-        try:
-            return await retry(lambda: offload(self._read, task), f"reading {described(task)}")
-        except DatasetError as error:
-            if error.__cause__ is not None:
-                error.details["traceback"] = traceback_of(error.__cause__, Path(self.spec.script).parent)
-            raise TaskFailed(task, error) from error
+        while True:
+            try:
+                loaded = await offload(self._load, task)
+                while self._changed:
+                    self._warn(self._changed.popleft())
+                return loaded
+            except DatasetError as error:
+                if error.__cause__ is not None:
+                    error.details["traceback"] = traceback_of(error.__cause__, Path(self.spec.script).parent)
+                raise TaskFailed(task, error) from error
+            except PeerError as error:
+                tries += 1
+                await self._tell_waiting(task, tries, error)
+                try:
+                    await backoff.failed(error)
+                except DeadlineExceeded:
+                    raise error from None
+
+    async def _tell_waiting(self, task: Task, tries: int, error: PeerError) -> None:
+        """It is told again with the next try if it is lost."""
+        waits = TaskProgress(
+            trainer=self.trainer,
+            attempt=task.attempt,
+            minibatches=0,
+            work=tries,
+            epoch=task.epoch,
+            timeline=task.timeline,
+            waits_for=error.message[:WAITS_FOR_CHARACTERS],
+        )
+        with contextlib.suppress(TriremeError):
+            await self._master.report_progress(task.task_id, waits)
 
     async def make_datasets(self) -> None:
         """Make the objects of the script's code (what `dataset()` gives) before this trainer is a member: that may take minutes, and keep the
         interpreter, so that no lease could be renewed. What fails is told with the first task."""
-        for kind, dataset in (("TRAIN", self.spec.dataset), ("EVALUATE", self.spec.evaluation_dataset)):
+        for held_out, dataset in ((False, self.spec.dataset), (True, self.spec.evaluation_dataset)):
             if isinstance(dataset, MapStyle | IterableStyle):
                 with contextlib.suppress(TriremeError):
-                    await self.offload(lambda: self._reader(kind).read(dataset.reader, 0, 0))  # noqa: B023  awaited here
+                    await self.offload(self._make, held_out, dataset.reader)
 
-    def _reader(self, kind: str) -> Reader:
-        """Raises DatasetError."""
-        reader = self._readers.get(kind)
+    def _make(self, held_out: bool, name: str) -> None:  # noqa: FBT001  the offload passes no names
+        self._reader(held_out=held_out).read(name, 0, 0)  # no record, but the object is made
+
+    def _reader(self, *, held_out: bool) -> Blaming:
+        """The reader of the evaluation dataset, or of the one that is trained. Raises DatasetError."""
+        reader = self._readers.get(held_out)
         if reader is None:
-            evaluation = kind in ("EVALUATE", "VALIDATE") and self.spec.evaluation_dataset is not None
-            dataset = self.spec.evaluation_dataset if evaluation else self.spec.dataset
+            dataset = self.spec.evaluation_dataset if held_out else self.spec.dataset
             assert dataset is not None
-            reader = self._readers[kind] = open_dataset(dataset)
+            reader = self._readers[held_out] = open_dataset(
+                dataset, self.spec.seed, self._changed.append if self.spec.changed_files == "report" else None
+            )
         return reader
 
-    def _read(self, task: Task) -> Shard:
-        reader = self._reader(task.kind)
+    def _load(self, task: Task) -> LoadedTask:
         with begun.at(BegunWork.of(task).to_bytes()):
-            return reader.read(task.file, task.first, task.count, task.offset)
+            shard = self._read(task)
+            if self._by_columns:
+                with blaming(task.file, task.first, task.count):
+                    shard.keep_columns()
+        if not self.spec.shuffle or task.kind != "TRAIN":
+            return LoadedTask(task, shard)
+        number = int(task.task_id.rpartition("-")[2])
+        return LoadedTask(task, shard, record_order(self.spec.seed, task.epoch, number, len(shard)))
+
+    def _read(self, task: Task) -> Shard:
+        evaluates = task.kind in ("EVALUATE", "VALIDATE")
+        reader = self._reader(held_out=evaluates and self.spec.evaluation_dataset is not None)
+        with reading(EVALUATION if evaluates else task.epoch):
+            return reader.read(task.file, task.first, task.count, task.offset, task.stamp)
 
     def minibatch(self, loaded: LoadedTask, number: int) -> Records:
         """Minibatch `number` of a task, in the order of (seed, epoch, task)."""
-        task, spec = loaded.task, self.spec
-        indices = minibatch_indices(
-            spec.seed,
-            task.epoch,
-            int(task.task_id.rpartition("-")[2]),
-            len(loaded.shard),
-            spec.minibatch_size,
-            number,
-            shuffle=spec.shuffle and task.kind == "TRAIN",
-        )
+        indices = minibatch_in(loaded.order, len(loaded.shard), self.spec.minibatch_size, number)
         found = loaded.shard.minibatch(indices)
-        found.work = BegunWork.of(task, number).to_bytes()
+        found.work = BegunWork.of(loaded.task, number).to_bytes()
         return found
 
     def completion(self, task: Task, **more: Any) -> CompleteTask:

@@ -16,6 +16,7 @@ from master_service.control.pause_runner import seconds_between
 from shared.errors import PeerError, TriremeError
 from shared.etcd import NoSpace, Space
 from shared.etcd.embedded import READY_TIMEOUT_S, find_binary
+from shared.membership import hash_seed
 from shared.membership.etcd_access import EtcdAccess
 from shared.membership.settings import MemberSettings
 from shared.records import JobSpec
@@ -34,6 +35,7 @@ def examine(data_dir: Path | None, *, as_json: bool) -> int:
     checks: dict[str, Callable[[], str]] = {
         "python": lambda: f"{platform.python_version()} on {platform.platform(terse=True)}, {os.cpu_count()} cores",
         "torch": lambda: _installed("torch"),
+        "hashing": lambda: f"{hash_seed.NAME}={hash_seed.hash_seed(os.environ)} in all members that are started here",
         "etcd": _etcd,
         "space": lambda: _space(data_dir or DATA_DIR),
         "ports": _ports,

@@ -100,7 +100,8 @@ async def show_tasks(client: AnyClient, console: Console | None, state: str | No
     tasks = [task async for task in client.tasks(state.upper() if state else None)]
     if console:
         counts = "  ".join(f"{name} {summary[name]:,}" for name in ("todo", "pending", "done", "discarded"))
-        console.print(f"epoch {min(summary['epoch'] + 1, summary['epochs'])}/{summary['epochs']}  {counts}")
+        steps = f"  ({summary['steps_per_epoch']:,} steps an epoch)" if summary["steps_per_epoch"] else ""
+        console.print(f"epoch {min(summary['epoch'] + 1, summary['epochs'])}/{summary['epochs']}  {counts}{steps}")
         columns = ("task_id", "state", "attempt", "trainer", "file", "first", "count", "cause")
         print_table(console, columns, tasks)
     return {"summary": summary, "tasks": tasks}

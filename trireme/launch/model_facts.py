@@ -29,10 +29,20 @@ def difference(then: Facts | None, now: Facts | None) -> str:
     """The first difference, with both values; "" if there is none or one side is not known."""
     if then is None or now is None:
         return ""
+    if is_reordered(then, now):
+        old, new = next((a[1], b[1]) for a, b in zip(then["tensors"], now["tensors"], strict=True) if a != b)
+        return f"the same parameters and buffers are in another order ({new} is where {old} was)"
     for old, new in zip_longest(then["tensors"], now["tensors"]):
         if old != new:
             return _tensors(old, new)
     return _optimizers(then["optimizer"], now["optimizer"]) or _tables(then, now)
+
+
+def is_reordered(then: Facts | None, now: Facts | None) -> bool:
+    """Whether both have the same parameters and buffers, in another order."""
+    if then is None or now is None or then["tensors"] == now["tensors"]:
+        return False
+    return sorted(map(str, then["tensors"])) == sorted(map(str, now["tensors"]))
 
 
 def tables_in(facts: Facts) -> dict[str, TableSpec]:

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import IO, Protocol, Self
 
 from shared.errors import PeerError, TriremeError
+from shared.membership import hash_seed
 from shared.runtime import telemetry
 from shared.runtime.lifelines import adopting, die_with_parent
 from shared.runtime.malloc import tunables
@@ -46,9 +47,9 @@ class Process(Protocol):
 
 
 def inherited_environment() -> dict[str, str]:
-    """Our environment for children, without TRIREME_* (those settings are in the spec), with the malloc tunables."""
+    """Our environment for children, without TRIREME_* (those settings are in the spec), with the malloc tunables and a fixed hash seed."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TRIREME_")}
-    return clean | {"PYTHONUNBUFFERED": "1"} | tunables(clean)
+    return clean | {"PYTHONUNBUFFERED": "1", hash_seed.NAME: hash_seed.hash_seed(clean)} | tunables(clean)
 
 
 Start = Callable[[Sequence[str], Mapping[str, str], IO[bytes], IO[bytes]], Awaitable[Process]]

@@ -126,6 +126,11 @@ def decide(
     if different_model := model_facts.difference(previous.model, model):
         msg = f"job {spec.job} in {folder} {what} and its model has changed: {different_model}"
         hint = "its checkpoints hold the old model: restore the script, use another name (--job NAME), or --fresh to start from the beginning"
+        if model_facts.is_reordered(previous.model, model):
+            hint = (
+                "modules that are made from a set of names change their order with PYTHONHASHSEED: sort the names in the old order, start with the "
+                "PYTHONHASHSEED that the job began with, or use --fresh to start from the beginning"
+            )
         raise Conflict(msg, hint=hint)
     untold = ("sources", "trackers")
     told = ", ".join(f"{before} -> {now} {name}" for name, before, now in changes if name not in untold)

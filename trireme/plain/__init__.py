@@ -10,77 +10,52 @@ from __future__ import annotations
 
 import argparse
 import copy
-import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from master_service.core.queue.epoch_order import EpochOrder
-from master_service.core.queue.file_table import FileTable
-from master_service.core.state.series import Series, Value
-from master_service.storage.counting import count_records
+from master_service.core.state.series import Value
+from shared.datasets.random_state import START_SEED, drawing, seed_everything
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
-from shared.evaluations import Evaluation, Patience, better, check_criteria, patience_after, why_unreported
 from shared.lanes import step_seed
-from shared.logged_metrics import Logged, add, collected, loss_in, metrics_beside
+from shared.logged_metrics import Logged, add, collected, metrics_beside
 from shared.metric_names import LOSS
-from shared.records import EvaluationSums, JobSpec
-from shared.records.datasets import Dataset
-from shared.records.job_spec import Precision
-from shared.records.tasks import BestEvaluation
+from shared.records import JobSpec
+from shared.runtime.service import allow_open_files
 from shared.storage import files
-from trainer_agent.data import (
-    Minibatch,
-    default_collate,
-    evaluation_seed,
-    minibatch_indices,
-    minibatches_in,
-    open_dataset,
-)
-from trainer_agent.data.ready_batch import seed_everything
+from trainer_agent.data import open_dataset
 from trainer_agent.model.clipping import GradientClipper
 from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.devices import autocast, check_precision, device_of
 from trainer_agent.model.export import write_model
-from trainer_agent.model.finite import NonFiniteError, check_gradients, check_loss
+from trainer_agent.model.finite import LeftOutError, NonFiniteError, check_gradients, check_loss
 from trainer_agent.model.flat import checked_model, plan, trained_parameters
-from trainer_agent.model.minibatch import BackwardGuard, means_of, on_device, sums_of
+from trainer_agent.model.minibatch import checked_loss
 from trainer_agent.model.optimizer import rate_scale
 from trainer_agent.model.schedule import Schedule
+from trainer_agent.model.watch.backward_guard import BackwardGuard
+from trainer_agent.model.watch.modes import Modes
+from trainer_agent.model.watch.own_state import Watch
+from trainer_agent.model.watch.unshared_state import UnsharedState
+from trainer_agent.own_loop.gradients import BUFFERS
+from trainer_agent.own_loop.job_steps import JobSteps, telling
 from trainer_agent.script.user_module import UserModule
 from trainer_agent.start_values.load import load_start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
 from trainer_agent.tables.files import StoredTable, write_tables
 from trainer_agent.tables.one_lane import OneLane
 from trireme import settings
+from trireme.plain.counted import Counted, count
+from trireme.plain.evaluations import Evaluations, evaluate
+from trireme.plain.minibatches import batch_of
+from trireme.plain.minibatches import epoch_minibatches as epoch_minibatches
 from trireme.plain.progress_lines import ProgressLines
+from trireme.plain.result import PlainResult as PlainResult
 from trireme.view.chart import show_chart
-
-
-@dataclass(slots=True)
-class PlainResult:
-    """`metrics` as the script's `metrics(sums)` gives them; `losses`: mean loss of each epoch; `epochs`: means of the loss and of what
-    the script logs, by epoch. `evaluations`: those while it trained; `best`, `best_state`, `best_tables`: of the best one, that after training
-    included, as `keep_best` says. `curve`: the loss by step."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    tables: OneLane
-    steps: int = 0
-    records: int = 0
-    losses: list[float] = field(default_factory=list)
-    curve: Series = field(default_factory=Series)
-    epochs: list[dict[str, float]] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
-    evaluations: list[Evaluation] = field(default_factory=list)
-    best: BestEvaluation | None = None
-    best_state: dict[str, torch.Tensor] = field(default_factory=dict)
-    best_tables: tuple[StoredTable, ...] = ()
 
 
 def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> PlainResult:
@@ -91,8 +66,13 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
     SystemExit(2) for invalid settings.
     """
     options = _parser().parse_args(arguments)
+    allow_open_files()
     try:
-        user = UserModule(Path(str(sys.modules[module].__file__)), sys.modules[module])
+        script = sys.modules[module]
+        user = UserModule(Path(str(script.__file__)), script)
+        sys.modules.setdefault(
+            user.path.stem, script
+        )  # else readers, which find dataset() by name, would run the script again
         flags = {
             name: getattr(options, name)
             for name in ("epochs", "seed", "global_batch_size", "init_from", "init_partial", "init_optimizer")
@@ -134,6 +114,8 @@ def plain_spec(user: UserModule, flags: Mapping[str, Any], assignments: Sequence
     """
     outside = settings.outside_script(flags, assignments)
     merged = settings.merge([settings.from_script(user.config)]) | outside
+    seed = merged["seed"].value if "seed" in merged else JobSpec.model_fields["seed"].default
+    seed = seed if isinstance(seed, int) else 0  # what is no number is refused below
     alone = {
         "mode": "sync", "lanes": 1, "gradient_dtype": "float32", "parameter_dtype": "float32", "error_feedback": None,
         "checkpoint_kind": "coordinated", "skip_after_seconds": None, "lr_staleness_modulation": False,
@@ -144,8 +126,8 @@ def plain_spec(user: UserModule, flags: Mapping[str, Any], assignments: Sequence
     return settings.job_spec(
         named | merged | one_lane,
         script=str(user.path),
-        dataset=user.dataset(),
-        evaluation_dataset=user.dataset("evaluation_dataset") if user.has("evaluation_dataset") else None,
+        dataset=user.dataset(seed=seed),
+        evaluation_dataset=user.dataset("evaluation_dataset", seed) if user.has("evaluation_dataset") else None,
         storage=str(user.path.parent),
     )
 
@@ -155,26 +137,33 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     if spec.lanes != 1:
         raise InvalidArgument(f"plain training has one lane, the spec has {spec.lanes}", hint="set lanes=1")
     torch.set_num_threads(spec.threads_per_trainer)
-    table = count_records(spec.dataset, spec.task_records)
+    counted = count(spec, report)
+    with telling(lambda: JobSteps(counted.steps, spec.epochs)):
+        return _train(user, spec, counted, report)
+
+
+def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> PlainResult:
     device = device_of(spec.device, deterministic=spec.deterministic)
-    torch.manual_seed(spec.seed)
-    model = checked_model(user.call("model"))
+    model = checked_model(drawing(spec.seed, user.call, "model"))
     started = load_start_values(model, spec)
     for sentence in filter(None, (started.sentence, rate_scale.sentence(spec))):
         report(sentence)
     check_precision(spec.precision, model, device)
     model = model.to(device)
-    optimizer = rate_scale.scaled(user.call("optimizer", model), spec)
+    optimizer = rate_scale.scaled(drawing(spec.seed, user.call, "optimizer", model), spec)
+    laid_out = plan(model, optimizer, spec.block_bytes, spec.slot_count)  # refuses what no job can train
     tables = OneLane(model, spec.seed, spec.slot_count, optimizer)
     tables.start_with(started.tables)
-    schedule = Schedule(user.call("scheduler", optimizer) if user.has("scheduler") else None, spec, user.guard)
+    scheduler = drawing(spec.seed, user.call, "scheduler", optimizer) if user.has("scheduler") else None
+    schedule = Schedule(scheduler, spec, user.guard)
     load_start_state(model, optimizer, schedule.scheduler, spec)
     vars(optimizer)["_opt_called"] = True  # a first step that is left out is no mistake in the order of calls
     trained, guard = trained_parameters(model, optimizer), BackwardGuard(user)
-    clipper = None
-    if spec.clip_grad_norm is not None:
-        laid_out = plan(model, optimizer, spec.block_bytes, spec.slot_count)
-        clipper = GradientClipper(laid_out, spec.clip_grad_norm, device)
+    modes = Modes(model, own_loop=user.loop is not None)
+    if modes.notice:
+        report(modes.notice)
+    clipper = None if spec.clip_grad_norm is None else GradientClipper(laid_out, spec.clip_grad_norm, device)
+    unshared = UnsharedState(model, laid_out, optimizer, steps_elsewhere=False)
 
     def on_gradient(parameter: torch.Tensor) -> None:
         guard.permit()
@@ -187,47 +176,69 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
         parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
         for parameter in trained.values()
     ]
-    result = PlainResult(model, optimizer, tables)
-    progress = ProgressLines(spec, table.records, report)
-    evaluations = _Evaluations(user, spec, table, device, report)
+    result, reader = (
+        PlainResult(model, optimizer, tables),
+        open_dataset(spec.dataset, spec.seed, report if spec.changed_files == "report" else None),
+    )
+    progress = ProgressLines(spec, counted.table.records, report)
+    watch, told_of_buffers, by_columns = Watch(user.path, model), False, not user.has("collate")
+    evaluations = Evaluations(user, spec, counted.steps, device, report)
     for epoch in range(spec.epochs):
         loss_sum, records, trained_records = 0.0, 0, 0
         sums: dict[str, Logged] = {}
-        for number, minibatch in enumerate(epoch_minibatches(spec, table, epoch)):
+        for number, minibatch in enumerate(
+            epoch_minibatches(spec, counted.table, epoch, reader, by_columns=by_columns)
+        ):
+            seed_everything(step_seed(spec.seed, result.steps, 0) if result.steps else START_SEED)
+            unshared.begin()
             guard.begin()
+            unshared.check(user)
+            if user.loop is not None and user.loop.undone_buffer and not told_of_buffers:
+                told_of_buffers = True
+                report(BUFFERS.format(name=user.loop.undone_buffer))
             schedule.before_step(BeforeStep(epoch > 0 and number == 0, evaluations.plateau_value))
             seed_everything(step_seed(spec.seed, result.steps, 0))
-            model.train()
-            optimizer.zero_grad()
-            buffers = [buffer.clone() for buffer in model.buffers()] if spec.on_nonfinite == "skip" else []
+            modes.set_training()
+            if user.loop is None:  # else the script does it
+                optimizer.zero_grad()
+            keeps = spec.on_nonfinite == "skip" or user.loop is not None  # the minibatch may be left out
+            buffers = [buffer.clone() for buffer in model.buffers()] if keeps else []
             with tables.minibatch(guard.permit) as recorded:
                 with collected() as logged:
-                    batch = _batch(user, minibatch, device)
+                    batch = batch_of(user, minibatch, device)
+                    unshared.begin(again=True)
                     with autocast(spec.precision, device):
                         found = guard.call("loss", model, batch)
-                loss = user.guard(loss_in, found)
-                guard.run(loss)
-            rows = recorded.lane_rows(len(minibatch))
-            if (error := _nonfinite(spec, loss, trained, tables.gradients(rows))) is None:
+                loss = checked_loss(user, found)
+                unshared.check(user)
+                modes.check(user)
+                to_report = guard.reported(loss).detach().clone()
+                stepped = guard.run(loss)
+                unshared.check(user)
+            rows = recorded.lane_rows(len(minibatch), guard.row_factor)
+            error = _nonfinite(spec, to_report, trained, tables.gradients(rows)) if stepped else LeftOutError()
+            if error is None:
                 if spec.clip_lane_norm is not None:
                     nn.utils.clip_grad_norm_(trained.values(), spec.clip_lane_norm)
                 if clipper is not None:
                     clipper.clip([parameter.grad for parameter in trained.values()])
                 user.guard(optimizer.step)
                 tables.step(rows)
-                found_loss = loss.item()
+                found_loss = to_report.item()
                 loss_sum += found_loss * len(minibatch)
                 result.curve.append(result.steps, 0, Value(found_loss, 1, found_loss, found_loss))
                 trained_records += len(minibatch)
                 user.guard(add, logged, metrics_beside(found), float(len(minibatch)))
                 sums |= {name: sums[name].plus(value) if name in sums else value for name, value in logged.items()}
-            elif spec.on_nonfinite == "skip":
+            elif spec.on_nonfinite == "skip" or not stepped:
                 report(f"step {result.steps} is left out: {error}")
                 for buffer, before in zip(model.buffers(), buffers, strict=True):
                     buffer.copy_(before)
                 tables.step(None)
             else:
                 raise user.error_of(error)
+            if told := watch.after_minibatch():
+                report(f"warning: {told}")
             schedule.after_step()
             records += len(minibatch)
             result.steps += 1
@@ -241,10 +252,11 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
         progress.update(epoch, result.steps, records, result.epochs[-1], final=True)
         if evaluations.stopped:
             break
+    unshared.check_at_end(user)
     for hook in hooks:
         hook.remove()  # the model is the caller's now
     if spec.evaluation_dataset is not None:
-        result.metrics = _evaluate(user, spec, spec.evaluation_dataset, model, device)
+        result.metrics = evaluate(user, spec, spec.evaluation_dataset, model, device)
         evaluations.note_last(result)
     return result
 
@@ -265,119 +277,6 @@ def _nonfinite(
     except NonFiniteError as error:
         return error
     return None
-
-
-def epoch_minibatches(spec: JobSpec, table: FileTable, epoch: int) -> Iterator[Minibatch]:
-    """All minibatches of an epoch, in the order in which the only lane trains them."""
-    reader = open_dataset(spec.dataset)
-    order = EpochOrder(table.tasks, spec.seed, epoch, spec.shuffle)
-    for position in range(table.tasks):
-        task = order.task_at(position)
-        place = table.locate(task)
-        shard = reader.read(place.file, place.first, place.count, place.offset)
-        for number in range(minibatches_in(place.count, spec.minibatch_size)):
-            yield shard.minibatch(
-                minibatch_indices(
-                    spec.seed, epoch, task, place.count, spec.minibatch_size, number, shuffle=spec.shuffle
-                )
-            )
-
-
-def _evaluate(
-    user: UserModule, spec: JobSpec, dataset: Dataset, model: nn.Module, device: torch.device
-) -> dict[str, float]:
-    """Task by task, as trainers do it, so the numbers are the same. The model's buffers stay as they are."""
-    reader, table, size = open_dataset(dataset), count_records(dataset, spec.task_records), spec.minibatch_size
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    total = EvaluationSums()
-    model.eval()
-    with torch.no_grad():
-        for task in range(table.tasks):
-            place = table.locate(task)
-            shard = reader.read(place.file, place.first, place.count, place.offset)
-            sums: dict[str, float] = {}
-            for number in range(minibatches_in(place.count, size)):
-                seed_everything(evaluation_seed(spec.seed, task, number))
-                minibatch = shard.minibatch(
-                    minibatch_indices(spec.seed, 0, task, place.count, size, number, shuffle=False)
-                )
-                for name, value in _sums(user, spec.precision, model, minibatch, device).items():
-                    sums[name] = sums.get(name, 0.0) + float(value)
-            total = total.plus(sums)
-        for buffer, before in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
-    if user.has("metrics"):
-        return {name: float(value) for name, value in user.call("metrics", dict(total.sums)).items()}
-    return dict(total.sums) if user.has("evaluate") else means_of(total.sums)
-
-
-def _sums(
-    user: UserModule, precision: Precision, model: nn.Module, minibatch: Minibatch, device: torch.device
-) -> Mapping[str, Any]:
-    batch = _batch(user, minibatch, device)
-    with autocast(precision, device):
-        found = user.call("evaluate" if user.has("evaluate") else "loss", model, batch)
-    sums: Mapping[str, Any] = found if user.has("evaluate") else sums_of(found, len(minibatch), user.guard)
-    return sums
-
-
-class _Evaluations:
-    """While the model trains, as `evaluate_every`, `keep_best` and `stop_early` say. `stopped`: training ends here. `plateau_value`: see
-    BeforeStep.metric, for the next step."""
-
-    def __init__(self, user: UserModule, spec: JobSpec, table: FileTable, device: torch.device, report: Any) -> None:
-        self._user, self._spec, self._device, self._report = user, spec, device, report
-        per_epoch = sum(minibatches_in(table.locate(task).count, spec.minibatch_size) for task in range(table.tasks))
-        self._per_epoch, self._steps = per_epoch, per_epoch * spec.epochs
-        self._patience: Patience | None = None
-        self.stopped = False
-        self.plateau_value: float | None = None
-
-    def after_step(self, result: PlainResult) -> None:
-        """`result.steps` are done. The last one is evaluated after training."""
-        every, step = self._spec.evaluate_every, result.steps
-        self.plateau_value = None
-        steps = self._per_epoch if every == "epoch" else every
-        if steps is None or step % int(steps) or step >= self._steps:
-            return
-        if self._patience is not None and self._patience.over:
-            self.stopped = True
-            self._report(f"training ends at step {step}, as stop_early says")
-            return
-        if self._spec.plateau_metric is not None and result.evaluations:
-            self.plateau_value = result.evaluations[-1].metrics.get(self._spec.plateau_metric, math.nan)
-        assert self._spec.evaluation_dataset is not None
-        metrics = _evaluate(self._user, self._spec, self._spec.evaluation_dataset, result.model, self._device)
-        check_criteria(self._spec, metrics)
-        self._note(result, step // int(steps), metrics)
-        self._patience = patience_after(self._patience, result.evaluations[-1].metrics, self._spec.stop_early)
-        shown = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
-        best = " (the best so far)" if result.best is not None and result.best.step == step else ""
-        self._report(f"evaluation {step // int(steps)} (step {step}): {shown}{best}")
-
-    def note_last(self, result: PlainResult) -> None:
-        """In place: the evaluation after training may be the best one."""
-        if self._spec.keep_best is not None:
-            if why := why_unreported(self._spec, result.metrics):
-                self._report(f"{why}: the last model alone is kept")
-            self._note(result, len(result.evaluations) + 1, result.metrics)
-            del result.evaluations[-1]
-
-    def _note(self, result: PlainResult, number: int, metrics: Mapping[str, float]) -> None:
-        """In place."""
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        done = Evaluation(number=number, step=result.steps, timeline=0, checkpoint="", metrics=finite)
-        best = better(result.best, done, self._spec.keep_best)
-        if best is not None and best.step == result.steps:
-            result.best_state = {name: value.detach().clone() for name, value in result.model.state_dict().items()}
-            result.best_tables = result.tables.stored()
-        result.evaluations.append(done)
-        result.best = best
-
-
-def _batch(user: UserModule, minibatch: Minibatch, device: torch.device) -> Any:
-    batch = user.call("collate", list(minibatch)) if user.has("collate") else default_collate(minibatch)
-    return batch if device.type == "cpu" else on_device(batch, device)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -47,6 +47,9 @@ SHOWN_EVENTS = {
     "stopped_early",
     "stage_changed",
     "user_failure",
+    "warning",
+    "steps_are_short",
+    "records_left_out",
 }
 
 
@@ -69,11 +72,11 @@ CONSEQUENCES = {
 }
 
 
-def too_few_tasks(spec: JobSpec, tasks: int) -> str:
+def too_few_tasks(spec: JobSpec, tasks: int, task_records: int) -> str:
     """A warning for the user if some trainers will have nothing to do, else ""."""
     if tasks >= spec.trainers:
         return ""
-    made = f"{tasks} task{'' if tasks == 1 else 's'} of {spec.task_records} records"
+    made = f"{tasks} task{'' if tasks == 1 else 's'} of {task_records} records"
     return (
         f"an epoch has {made} for {spec.trainers} trainers: {spec.trainers - tasks} of them will have nothing to do; "
         "set a smaller records_per_task"
@@ -174,7 +177,7 @@ class ProgressReporter:
             self._last = await client.job()
             over = Phase(self._last["phase"]).final
             if not self._counted and not over and self._last["stage"] == Stage.TRAIN:
-                self._count((await client.task_summary())["total"])
+                self._count(await client.task_summary())
             self._after = page["next_after"]  # last, so that a failed poll gets the same events again
         for event in page["events"]:
             if event["event_time"] < self._since:
@@ -192,8 +195,8 @@ class ProgressReporter:
             self._after = max(0, int(error.details.get("oldest", 1)) - 1)
             return await client.events(after=self._after)
 
-    def _count(self, tasks: int) -> None:
-        """`tasks`: of an epoch; 0 while the dataset is being counted."""
-        self._counted = tasks > 0
-        if self._counted and (warning := too_few_tasks(self._spec, tasks)):
+    def _count(self, summary: Mapping[str, Any]) -> None:
+        """`summary`: of the tasks of an epoch; there are none while the dataset is being counted."""
+        self._counted = summary["total"] > 0
+        if self._counted and (warning := too_few_tasks(self._spec, summary["total"], summary["task_records"])):
             self._screen.event(warning)

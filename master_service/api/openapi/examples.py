@@ -118,7 +118,7 @@ def _about_a_job() -> Iterator[BaseModel]:
     yield of_job.TaskPage(tasks=(task,), next_page_token="100")  # noqa: S106
     yield TaskSummary(
         epoch=1, epochs=5, stage=Stage.TRAIN, total=24, todo=14, pending=2, done=8, discarded=0,
-        records_total=11990, records_done=4096,
+        records_total=11990, records_done=4096, task_records=512, steps_per_epoch=47, total_steps=235,
     )  # fmt: skip
     member = of_job.MemberView(
         member_id="trainer-0",

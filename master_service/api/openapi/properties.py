@@ -249,7 +249,7 @@ PROPERTIES = {
     "records": "Number of records.",
     "records_done": "Number of records that are done.",
     "records_per_s": "Records per second of late; null: not known.",
-    "records_per_task": "Number of records in one task; null: 16 minibatches.",
+    "records_per_task": "Number of records in one task; null: up to 16 minibatches, fewer where lanes would not end an epoch together.",
     "records_total": "Number of records in all.",
     "recovery_timeout_s": "The job fails if members that it needs do not come back within so many seconds.",
     "remaining_s": "Seconds until the attempt's deadline; null: nobody works on it.",

@@ -17,7 +17,7 @@ from master_service.core.changes import Change, Decision, Event, Fields, NextEpo
 from master_service.core.placement.lanes import LaneSeconds, new_list
 from master_service.core.state.job import FailureBudget, Job
 from master_service.core.state.members import Members
-from shared.errors import Conflict, DatasetError, LayoutMismatch, StorageUnreachable
+from shared.errors import Conflict, DatasetError, LayoutMismatch, ResourceExhausted, StorageUnreachable
 from shared.records import (
     CompleteTask,
     EvaluationSums,
@@ -55,7 +55,11 @@ def cause_of(failure: UserFailure | None) -> FailureCause:
     """None: no code raised, a trainer was silent."""
     if failure is None:
         return FailureCause.MEMBERS
-    causes = {DatasetError.code: FailureCause.DATASET, StorageUnreachable.code: FailureCause.STORAGE}
+    causes = {
+        DatasetError.code: FailureCause.DATASET,
+        ResourceExhausted.code: FailureCause.MEMBERS,
+        StorageUnreachable.code: FailureCause.STORAGE,
+    }
     return causes.get(failure.error_type, FailureCause.SCRIPT)
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+from master_service.core.changes import Decision, Event
+from master_service.core.state.event_log import KEPT
 from master_service.core.state.job import Job
 from shared.errors import InvalidArgument, NotFound
+from shared.events import MESSAGE
 from shared.records import MetricBatch, StepMetrics, UserFailure
+from shared.records.record import shortened
 
 
 def current_metrics(job: Job, batch: MetricBatch) -> MetricBatch:
@@ -21,6 +26,13 @@ def current_metrics(job: Job, batch: MetricBatch) -> MetricBatch:
     if times is not None and not 0 <= times.step < most_steps(job):
         raise InvalidArgument(f"{batch.trainer} reports step {times.step}: the job has at most {most_steps(job)} steps")
     return batch.model_copy(update={"steps": current, "times": times})
+
+
+def warnings_told(job: Job, warnings: Sequence[str]) -> Decision[None]:
+    """As events of the job, without those that are among its events."""
+    told = {event.message for event in job.events.after(0, KEPT) if event.name == "warning"}
+    new = [text for text in dict.fromkeys(shortened(text, MESSAGE) for text in warnings) if text not in told]
+    return Decision(None, (), tuple(Event("warning", text) for text in new))
 
 
 def check_failure(member_id: str, failure: UserFailure) -> None:
@@ -43,7 +55,8 @@ def most_steps(job: Job) -> int:
     """The job has no more steps: every task of the longest stream, in every epoch."""
     streams, spec = job.training.streams, job.spec
     longest = max(streams.length(number) for number in range(streams.count))
-    return spec.epochs * longest * -(-spec.task_records // spec.minibatch_size)
+    task_records = streams.table.task_records if streams.table is not None else 0
+    return spec.epochs * longest * -(-task_records // spec.minibatch_size)
 
 
 def _impossible(job: Job, share: StepMetrics) -> str:

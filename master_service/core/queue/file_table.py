@@ -18,26 +18,42 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class TableFile:
-    """`offsets[k]`: byte at which the file's k-th task starts, in formats of lines; else empty."""
+    """`offsets[k]`: byte at which the file's k-th task starts, in formats of lines; else empty. `stamp`: what the file was when it was
+    counted (shared/storage/stamps.py); "": that is not known."""
 
     path: str
     records: int
     offsets: tuple[int, ...] = ()
+    stamp: str = ""
+
+    def to_map(self) -> dict[str, Any]:
+        """JSON types."""
+        found = {"path": self.path, "records": self.records, "offsets": list(self.offsets)}
+        return found | ({"stamp": self.stamp} if self.stamp else {})
+
+    @classmethod
+    def from_map(cls, value: dict[str, Any]) -> TableFile:
+        """Raises KeyError, TypeError or ValueError if `value` is not what `to_map` gives."""
+        offsets = tuple(map(int, value["offsets"]))
+        return cls(str(value["path"]), int(value["records"]), offsets, str(value.get("stamp", "")))
 
 
 @dataclass(frozen=True, slots=True)
 class ShardLocation:
-    """Records [first, first + count) of `file`; `offset`: the byte where record `first` starts, None where unknown."""
+    """Records [first, first + count) of `file`; `offset`: the byte where record `first` starts, None where unknown; `stamp`: see
+    TableFile."""
 
     file: str
     first: int
     count: int
     offset: int | None = None
+    stamp: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class FileTable:
     """`digest` names the table (SHA-256 of its content, see master_service/storage/counting.py). Files without records have no task.
+    `left_out`: records at the ends of files that no task has, because the job drops short minibatches.
 
     Raises ValueError if a file's offsets do not fit its records.
     """
@@ -45,6 +61,7 @@ class FileTable:
     files: tuple[TableFile, ...]
     task_records: int
     digest: str = ""
+    left_out: int = 0
     task_ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -75,6 +92,11 @@ class FileTable:
             if rest := file.records % self.task_records:
                 yield end - 1, rest
 
+    def uneven(self, minibatch: int) -> bool:
+        """Whether some task has fewer minibatches, of so many records, than the others."""
+        full = -(-self.task_records // minibatch)
+        return any(-(-records // minibatch) < full for _, records in self.short_tasks)
+
     def locate(self, task: int) -> ShardLocation:
         """Where task number `task` lies, in O(log files). Raises IndexError outside [0, tasks)."""
         if not 0 <= task < self.tasks:
@@ -85,15 +107,15 @@ class FileTable:
         within = task - (self.task_ends[place - 1] if place else 0)
         first = within * self.task_records
         count = min(self.task_records, file.records - first)
-        return ShardLocation(file.path, first, count, file.offsets[within] if file.offsets else None)
+        return ShardLocation(file.path, first, count, file.offsets[within] if file.offsets else None, file.stamp)
 
     def to_map(self) -> dict[str, Any]:
         """JSON types, without the digest (which is computed from them)."""
         return {
             "format": FORMAT,
             "task_records": self.task_records,
-            "files": [{"path": f.path, "records": f.records, "offsets": list(f.offsets)} for f in self.files],
-        }
+            "files": [file.to_map() for file in self.files],
+        } | ({"left_out": self.left_out} if self.left_out else {})
 
     @classmethod
     def from_map(cls, value: dict[str, Any], digest: str = "") -> FileTable:
@@ -102,11 +124,8 @@ class FileTable:
             if value["format"] != FORMAT:
                 msg = f"file table of format {value['format']}; this version reads format {FORMAT}"
                 raise ValueError(msg)
-            files = tuple(
-                TableFile(str(f["path"]), int(f["records"]), tuple(int(offset) for offset in f["offsets"]))
-                for f in value["files"]
-            )
-            return cls(files, int(value["task_records"]), digest)
+            files = tuple(map(TableFile.from_map, value["files"]))
+            return cls(files, int(value["task_records"]), digest, int(value.get("left_out", 0)))
         except (KeyError, TypeError) as error:
             msg = f"not a file table: {error!r}"
             raise ValueError(msg) from error

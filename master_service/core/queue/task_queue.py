@@ -27,10 +27,10 @@ from master_service.core.changes import (
     RestartQueue,
 )
 from master_service.core.queue.deadlines import Deadlines
-from master_service.core.queue.epoch_order import Streams
 from master_service.core.queue.late_tasks import LateTasks
 from master_service.core.queue.open_tasks import OpenOfStreams, Pending, RequeuedTasks, requeued_task
 from master_service.core.queue.repeats import Repeats
+from master_service.core.queue.streams import Streams
 from shared.errors import Conflict, StaleAttempt
 from shared.records import AcquireTask, Attempt, DiscardedTask, PendingTask, TaskAnswer, TaskKind
 

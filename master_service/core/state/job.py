@@ -27,8 +27,9 @@ from master_service.core.changes import (
     RestartQueue,
 )
 from master_service.core.queue.deadlines import Deadlines
-from master_service.core.queue.epoch_order import Streams
+from master_service.core.queue.epoch_plan import plan_of
 from master_service.core.queue.file_table import FileTable
+from master_service.core.queue.streams import Streams
 from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.answers import KeptAnswers
 from master_service.core.state.event_log import EventLog
@@ -38,6 +39,7 @@ from master_service.core.state.speeds import Speeds
 from shared.errors import NotFound
 from shared.evaluations import Evaluation, EvaluationStatus
 from shared.records import (
+    EpochPlan,
     EvaluationSums,
     JobSpec,
     JobState,
@@ -79,6 +81,7 @@ class Job:
     meta: TaskMeta
     queues: dict[TaskKind, TaskQueue]
     budget: FailureBudget
+    plan: EpochPlan
     state: JobState = field(default_factory=JobState)
     trainers: TrainerList = field(default_factory=TrainerList)
     slots: SlotMap | None = None
@@ -98,13 +101,15 @@ class Job:
     speeds: Speeds = field(default_factory=Speeds)
 
     @classmethod
-    def open(cls, spec: JobSpec, table: FileTable, evaluation: FileTable | None) -> Job:
-        """A job that has not begun."""
+    def open(cls, spec: JobSpec, table: FileTable, evaluation: FileTable | None, known: TaskMeta | None = None) -> Job:
+        """A job that has not begun; `known`: of one that has."""
 
         def deadlines() -> Deadlines:
             return Deadlines(spec.task_timeout_floor_s, spec.task_timeout_ceiling_s)
 
-        streams, allowed = Streams(TaskKind.TRAIN, table, spec.streams, spec.seed, spec.shuffle), spec.max_task_failures
+        allowed, balanced = spec.max_task_failures, known.balanced if known else True
+        chosen = (spec.streams, spec.seed, spec.shuffle, spec.minibatch_size, balanced)
+        streams = Streams(TaskKind.TRAIN, table, *chosen)
         queues = {
             TaskKind.TRAIN: TaskQueue(streams, deadlines(), spec.mode is Mode.SYNC, spec.epochs, max_failures=allowed),
             TaskKind.EXPORT: TaskQueue(Streams(TaskKind.EXPORT), deadlines(), max_failures=allowed),
@@ -123,8 +128,13 @@ class Job:
             tasks=table.tasks,
             evaluation_tasks=evaluation.tasks if evaluation else 0,
             evaluation_digest=evaluation.digest if evaluation else "",
+            task_records=table.task_records,
+            evaluation_task_records=evaluation.task_records if evaluation else 0,
+            balanced=balanced,
         )
-        return cls(spec, meta, queues, FailureBudget(spec.max_user_failures))
+        return cls(
+            spec, meta, queues, FailureBudget(spec.max_user_failures), plan_of(spec, queues[TaskKind.TRAIN].streams)
+        )
 
     @property
     def training(self) -> TaskQueue:
@@ -219,7 +229,7 @@ class Job:
     def summary(self) -> TaskSummary:
         queue = self.due or self.queues[TaskKind.EXPORT]
         todo, pending, done, discarded = queue.counts
-        total = queue.streams.records
+        total, plan = queue.streams.records, self.plan
         return TaskSummary(
             epoch=self.training.current,
             epochs=self.spec.epochs,
@@ -231,6 +241,10 @@ class Job:
             discarded=discarded,
             records_total=total,
             records_done=round(total * done / queue.total) if queue.total else 0,
+            task_records=plan.task_records,
+            steps_per_epoch=plan.steps,
+            total_steps=plan.steps * self.spec.epochs if plan.steps is not None else None,
+            records_left_out=plan.left_out,
         )
 
     def apply(self, change: Change, now: float) -> None:

@@ -14,6 +14,10 @@ from shared.records.record import Record
 Narrow = Literal["bfloat16", "float16"]
 Precision = Literal["fp32", "bf16"]
 Nonfinite = Literal["fail", "skip", "ignore"]
+ChangedFiles = Annotated[
+    Literal["fail", "report"],
+    Field(description="A file of the dataset that is not the counted one: the job fails, or it is trained and told."),
+]
 Transported = Literal["float32", "bfloat16", "float16"]
 Backend = Literal["auto", "gloo", "nccl"]
 RateScale = Literal["none", "linear", "sqrt"]

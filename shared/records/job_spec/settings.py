@@ -17,6 +17,7 @@ from shared.records.job_spec.choices import (
     RENAMED,
     SNAPSHOT_BYTES,
     Backend,
+    ChangedFiles,
     Dispatch,
     EvaluateEvery,
     JobTask,
@@ -31,6 +32,7 @@ from shared.records.job_spec.choices import (
 )
 from shared.records.job_spec.combinations import check_evaluations, check_mode, check_start_values
 from shared.records.job_spec.rates import check_rates, lr_factor
+from shared.records.job_spec.sizes import check_sizes
 from shared.records.job_spec.strategy import check_strategy
 from shared.records.record import Record
 from shared.trackers import MAX_TRACKERS, Tracker
@@ -103,6 +105,10 @@ class JobSettings(Record):
         description="A dead trainer or parameter server is started again after so many seconds at the earliest.",
     )
     records_per_task: int | None = Field(default=None, ge=1, lt=2**63)
+    drop_last: bool = Field(
+        default=False,
+        description="A minibatch that would be short, at the end of a file, is not trained; the number of records left out is told.",
+    )
     block_bytes: int = Field(default=1 << 20, ge=256, le=64 << 20)
     slot_count: int = Field(default=1024, ge=128, le=1024)
     push_every: int = Field(default=1, ge=1, lt=2**63)
@@ -156,6 +162,7 @@ class JobSettings(Record):
     max_task_failures: int = Field(default=3, ge=1, lt=2**63)
     max_discarded_fraction: float = Field(default=0.01, ge=0, le=1)
     max_user_failures: int = Field(default=3, ge=1, lt=2**63)
+    changed_files: ChangedFiles = "fail"
     checkpoint_every_steps: int | None = Field(default=None, ge=1, lt=2**63)
     checkpoint_every_epochs: int | None = Field(default=1, ge=1, lt=2**63)
     keep_checkpoints: int = Field(default=2, ge=1, le=100)
@@ -284,16 +291,7 @@ class JobSettings(Record):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         check_strategy(self)
-        if self.lanes & (self.lanes - 1):
-            below = 1 << (self.lanes.bit_length() - 1)
-            msg = f"lanes must be a power of two, got {self.lanes}; use {below} or {below * 2}"
-            raise ValueError(msg)
-        if self.mode is Mode.SYNC and self.global_batch_size < self.lanes:
-            msg = f"global_batch_size {self.global_batch_size} is less than lanes {self.lanes}: every lane needs a record; lower lanes"
-            raise ValueError(msg)
-        if self.mode is Mode.SYNC and self.global_batch_size % self.lanes:
-            msg = f"global_batch_size {self.global_batch_size} is not a multiple of lanes {self.lanes}: lanes take equal shares"
-            raise ValueError(msg)
+        check_sizes(self.mode, self.lanes, self.global_batch_size, self.records_per_task, drop_last=self.drop_last)
         check_mode(self)
         check_evaluations(self)
         check_rates(self.lr_scale, self.lr_base_batch_size)
@@ -331,11 +329,6 @@ class JobSettings(Record):
     @property
     def streams(self) -> int:
         return self.lanes if self.mode is Mode.SYNC else 1
-
-    @property
-    def task_records(self) -> int:
-        """Records per task: as given, else 16 minibatches."""
-        return self.records_per_task or 16 * self.minibatch_size
 
 
 class JobSpec(JobSettings):

@@ -18,8 +18,8 @@ import torch
 
 State = Mapping[str, torch.Tensor]
 DirectStep = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, State], None]
-_EXTRAS_OF_SGD = ("maximize",)
-_EXTRAS_OF_FOREACH_SGD = ("maximize", "momentum", "weight_decay")  # foreach rounds some of them differently
+_EXTRAS_OF_SGD = ("maximize", "fused")
+_EXTRAS_OF_FOREACH_SGD = ("maximize", "fused", "momentum", "weight_decay")  # foreach rounds some of them differently
 _EXTRAS_OF_ADAM = ("amsgrad", "maximize", "foreach")
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from shared.errors import InvalidArgument, TooLarge
-from shared.records.layout import ELEMENT_BYTES, Block, Layout
+from shared.optimizers.parameter_parts import ParameterParts, Parts
+from shared.records.layout import ALIGNMENT_BYTES, ELEMENT_BYTES, Block, Layout, Segment
 
 MAX_BLOCKS = 1 << 20
 MAX_INIT_PARTS = 8 * MAX_BLOCKS  # values, and the state of an optimizer
@@ -33,12 +34,14 @@ class Geometry:
             if segment.kind == "param" and segment.dtype == "int64":
                 msg = f"segment {index} holds int64 parameters: integers have no gradients, make them buffers"
                 raise InvalidArgument(msg)
+            _check_parameters(index, segment)
             self._firsts.append(self.blocks)
             step = layout.block_bytes // ELEMENT_BYTES[segment.dtype]
             self.blocks += -(-segment.elements // step)
         if self.blocks > MAX_BLOCKS:
             msg = f"the layout has {self.blocks} blocks: at most {MAX_BLOCKS}; use larger blocks than {layout.block_bytes} bytes"
             raise TooLarge(msg)
+        self._parts = ParameterParts(layout)
 
     def block(self, number: int) -> Block | None:
         """The block, None if the layout has no such number."""
@@ -49,3 +52,16 @@ class Geometry:
         step = self.layout.block_bytes // ELEMENT_BYTES[segment.dtype]
         first = (number - self._firsts[index]) * step
         return Block(number, index, first, min(step, segment.elements - first), segment.dtype)
+
+    def parts(self, block: Block) -> Parts:
+        """Of its parameters, if steps depend on them."""
+        return self._parts.of(block)
+
+
+def _check_parameters(index: int, segment: Segment) -> None:
+    """Raises InvalidArgument: the sizes of its parameters do not fill it."""
+    grain, sizes = ALIGNMENT_BYTES // ELEMENT_BYTES[segment.dtype], segment.parameters
+    filled = sum(-(-size // grain) * grain for size in sizes[:-1]) + sum(sizes[-1:])
+    if sizes and filled != segment.elements:
+        msg = f"the {len(sizes)} parameters of segment {index} take {filled} elements of {segment.elements}"
+        raise InvalidArgument(msg)

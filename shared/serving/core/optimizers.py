@@ -1,11 +1,12 @@
 """Optimizers on blocks: the user's optimizer, built from data, with its own state for each block.
 
-Only element-wise classes are allowed, so stepping blocks gives the same bits as stepping whole parameters. SGD's
-fused kernel is the exception (its last bits depend on where a block ends): it becomes `foreach`.
+Only element-wise classes are allowed. So stepping blocks gives the same bits as stepping whole parameters, and where the last few
+numbers of a parameter are rounded otherwise than the rest, by_parameter.py keeps its end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from shared.blocks.buffers import bytes_of
 from shared.errors import InvalidArgument
 from shared.optimizers.classes import ALL_CLASSES, CHOICES, CLASSES, OF_WHOLE_PARAMETERS, no_whole_parameters
+from shared.optimizers.parameter_parts import is_narrow
 from shared.optimizers.state import SCALAR, kinds_of
 from shared.records.layout import OptimizerSpec
 from shared.serving.core.direct_steps import DirectStep, direct_step, has_state
@@ -38,9 +40,10 @@ def _plain(name: str, value: Any) -> Any:
     raise InvalidArgument(msg)
 
 
-def arguments(spec: OptimizerSpec, group: int, *, whole: bool = False) -> Options:
-    """Constructor arguments of one parameter group. `whole`: for whole parameters, not blocks. Raises InvalidArgument for an unknown class
-    or group."""
+def arguments(spec: OptimizerSpec, group: int, dtype: str = "float32", *, whole: bool = False) -> Options:
+    """Constructor arguments of one parameter group, for parameters of `dtype`. `whole`: for whole parameters, not blocks. Raises InvalidArgument for
+    an unknown class or group. With 16-bit parameters and momentum the result of SGD's fused kernel depends on memory that nobody has written, in plain
+    PyTorch too: it becomes `foreach` there."""
     cls: Any = (ALL_CLASSES if whole else CLASSES).get(spec.name)
     if cls is None and spec.name in OF_WHOLE_PARAMETERS:
         raise InvalidArgument(no_whole_parameters(spec.name), hint=f"use strategy collective, or {CHOICES}")
@@ -56,7 +59,7 @@ def arguments(spec: OptimizerSpec, group: int, *, whole: bool = False) -> Option
     merged = options_of({**spec.defaults, **spec.groups[group]})
     chosen = {name: value for name, value in merged.items() if name in known}
     chosen.update(dict.fromkeys(_OFF & chosen.keys(), False))
-    if spec.name == "SGD" and chosen.get("fused"):
+    if spec.name == "SGD" and chosen.get("fused") and is_narrow(dtype):
         chosen.update(fused=False, foreach=True)
     try:
         cls([torch.nn.Parameter(torch.zeros(1))], **chosen)
@@ -69,10 +72,13 @@ def arguments(spec: OptimizerSpec, group: int, *, whole: bool = False) -> Option
 class BlockOptimizer:
     """Steps one block. Its values may lie in other memory at each step; the state is kept here."""
 
-    def __init__(self, name: str, chosen: Options, values: torch.Tensor) -> None:
+    def __init__(
+        self, name: str, chosen: Options, values: torch.Tensor, parts: Sequence[torch.nn.Parameter] = ()
+    ) -> None:
+        """`parts`: of the values, if each is to be stepped by itself."""
         make: Any = ALL_CLASSES[name]
         self._parameter = torch.nn.Parameter(values)
-        self.torch_optimizer: torch.optim.Optimizer = make([self._parameter], **chosen)
+        self.torch_optimizer: torch.optim.Optimizer = make(parts or [self._parameter], **chosen)
         self._options: Options | None = None
         self._unhooked = _unhooked(type(self.torch_optimizer).step)
         self._direct: DirectStep | None = None
@@ -128,7 +134,7 @@ class BlockOptimizer:
         if payload.nbytes != like.nbytes:
             return False
         bytes_of(like.reshape(-1))[:] = payload.cast("B")
-        self.torch_optimizer.state[self._parameter][name] = like
+        self.load({**self.state(), name: like})
         return True
 
     def _take(self, options: Options) -> None:

@@ -35,6 +35,7 @@ def progress_of(store: Store) -> dict[str, Any]:
         "highest": store.highest,
         "missing": missing_lanes(store),
         "updates": store.updates,
+        "schedules": store.schedules.kept,
     }
 
 

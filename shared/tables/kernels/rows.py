@@ -117,13 +117,14 @@ def _update(kind, row, gradient, dim, s):
             g, z, total = gradient[j], row[dim + j], row[2 * dim + j]
             grown = total + g * g
             before, after = np.sqrt(total) * s[4], np.sqrt(grown) * s[4]
-            z += g - (after - before) * row[j]
+            z += g * s[0] - (after - before) * row[j]
             row[dim + j], row[2 * dim + j] = z, grown
+            weight = s[3] + after + s[2]
             if abs(z) <= s[1]:
                 row[j] = np.float32(0.0)
-            else:
+            elif weight > 0:  # else the square of its gradient is too small for a float32: it stays as it is
                 bound = -s[1] if z > 0 else s[1]
-                row[j] = -(z + bound) / (s[3] + after + s[2])
+                row[j] = -(z + bound) / weight
 
 
 @compiled
@@ -146,7 +147,7 @@ def update(
     squares,
 ):
     """One step of all rows. `words`: EMPTY for those without a past; what the others were goes into `before` (float32 (n, width)).
-    `fresh[i]`: the row begins with initial values, and with `state` in its optimizer's state. Adagrad and Adam put the numbers whose roots they
+    `fresh[i]`: the row begins with initial values, and with `state` (float32 (width - dim,)) as its optimizer's state. Adagrad and Adam put the numbers whose roots they
     need into `squares` (float32 (n, dim)) and go on in `divide`: torch's root does not always round correctly, and theirs must be the same."""
     dim = gradients.shape[1]
     for i in range(len(rows)):
@@ -161,7 +162,7 @@ def update(
         if fresh[i]:
             _initial(seed, ids[i], init_kind, scale, row[:dim])
             for j in range(dim, width):
-                row[j] = state
+                row[j] = state[j - dim]
         _update(kind, row, gradients[i], dim, scalars)
         if kind in (ADAGRAD, ADAM):
             for j in range(dim):

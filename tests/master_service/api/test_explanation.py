@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from master_service.core.queue.file_table import FileTable
+from master_service.core.queue.task_sizes import TaskSizes
 from master_service.leadership.master import Master
 from shared.errors import LayoutMismatch, StorageUnreachable
 from shared.records import (
@@ -94,9 +95,9 @@ class SlowStorage(Storage):
         super().__init__()
         self.counting = asyncio.Event()
 
-    async def count(self, source: Any, task_records: int) -> FileTable:
+    async def count(self, source: Any, sizes: TaskSizes) -> FileTable:
         await self.counting.wait()
-        return await super().count(source, task_records)
+        return await super().count(source, sizes)
 
 
 def test_the_dataset_is_being_counted() -> None:

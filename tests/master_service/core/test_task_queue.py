@@ -17,7 +17,7 @@ from master_service.core.changes import (
 )
 from master_service.core.queue.checks import violations
 from master_service.core.queue.deadlines import Deadlines
-from master_service.core.queue.epoch_order import Streams
+from master_service.core.queue.streams import Streams
 from master_service.core.queue.task_queue import Closing, TaskQueue
 from shared.errors import Conflict, NotFound, StaleAttempt
 from shared.records import AcquireTask, PendingTask, RequeuedTask, TaskAnswer, TaskKind, TrainerList

@@ -24,6 +24,7 @@ from shared.membership.local_script import LocalScripts
 from shared.records import JobSpec
 from shared.records.datasets import Bytes, Csv, Custom, JsonLines, Npy, Parquet, TextLines
 from shared.storage import files
+from shared.storage.stamps import stamp_of
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.waiting import until
 from trainer_agent.script.sample_records import first_records
@@ -34,7 +35,8 @@ def test_offsets_are_the_bytes_where_tasks_start(tmp_path):
     content = b'a,b\r\n1,"x\r\ny"\r\n\r\n2,z\r\n3,w'
     (tmp_path / "x.csv").write_bytes(content)
     table = count_records(Csv(str(tmp_path / "x.csv")), 2)
-    assert table.files == (TableFile(str(tmp_path / "x.csv"), 3, (content.index(b'1,"x'), content.index(b"3,w"))),)
+    offsets = content.index(b'1,"x'), content.index(b"3,w")
+    assert table.files == (TableFile(path := str(tmp_path / "x.csv"), 3, offsets, stamp_of(path)),)
 
 
 def test_a_file_larger_than_a_chunk_is_counted_like_its_lines(tmp_path):

@@ -30,7 +30,7 @@ def push_of(task, start, end, minibatches=4, **fields):
             "start": start,
             "end": end,
             "minibatches": minibatches,
-            "lane_zero": LaneZero(options=({"lr": 0.1},)),
+            "lane_zero": LaneZero(options=({"lr": 0.1},), scheduler={"state": {"last_epoch": 1}}, number=start),
             **fields,
         }
     )

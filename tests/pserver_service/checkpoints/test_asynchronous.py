@@ -91,6 +91,8 @@ def test_a_paused_checkpoint_is_of_one_instant_while_training_goes_on(tmp_path):
             values = {name: value for name, value in before.items() if not name.endswith("version")}
             assert {name: loaded[name] for name in values} == values
             assert [store.ledger.next_of(0, 3).next for store in stores] == [1] * pservers
+            schedules = [[state.number for state in store.schedules.kept] for store in stores]
+            assert schedules == [[0]] * pservers  # who joins behind a restart goes on from there
 
     run_scenario(scenario)
 

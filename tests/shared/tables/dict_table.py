@@ -83,12 +83,10 @@ class DictTable:
             if entry is None and key not in coming:
                 continue
             if entry is None or self.is_expired(entry, self.version - 1):
-                state = (
-                    self.spec.optimizer.initial_accumulator_value
-                    if self.spec.optimizer.kind in ("adagrad", "ftrl")
-                    else 0.0
-                )
-                rest = np.full(self.spec.row_words - self.spec.dim, state, np.float32)
+                rest = np.zeros(self.spec.row_words - self.spec.dim, np.float32)
+                if self.spec.optimizer.kind in ("adagrad", "ftrl"):  # of both the sum of squares is last
+                    squares = rest[-1:] if self.spec.optimizer.per_row else rest[-self.spec.dim :]
+                    squares[:] = self.spec.optimizer.initial_accumulator_value
                 entry = self.entries[key] = _Entry(np.concatenate([initial(self.spec, key), rest]), 0)
             entry.stamp = self.version
             self._update(entry.values, gradient, self.spec.optimizer.lr if lr is None else lr)
@@ -146,8 +144,8 @@ class DictTable:
         else:
             g, w, z, total = (np.float64(part) for part in (gradient, row[:dim], row[dim : 2 * dim], row[2 * dim :]))
             grown = total + g * g
-            z = z + g - (np.sqrt(grown) - np.sqrt(total)) / lr * w
-            found = -(z - np.sign(z) * spec.l1) / ((spec.beta + np.sqrt(grown)) / lr + spec.l2)
+            z = z + g * (lr / spec.lr) - (np.sqrt(grown) - np.sqrt(total)) / spec.lr * w
+            found = -(z - np.sign(z) * spec.l1) / ((spec.beta + np.sqrt(grown)) / spec.lr + spec.l2)
             row[dim : 2 * dim], row[2 * dim :] = z, grown
             weight.data[0] = torch.tensor(np.where(np.abs(z) <= spec.l1, 0.0, found))
         row[:dim] = weight.detach().numpy()[0]

@@ -25,7 +25,7 @@ EXACT = [
 ]
 CLOSE = [
     RowOptimizer(kind="adagrad", lr=0.05, per_row=True),
-    RowOptimizer(kind="ftrl", lr=0.1, l1=0.01, l2=0.1, beta=1.0),
+    RowOptimizer(kind="ftrl", lr=0.1, l1=0.01, l2=0.1, beta=1.0, initial_accumulator_value=0.1),
 ]
 
 

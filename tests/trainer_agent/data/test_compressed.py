@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 
 from master_service.storage.counting import count_records
-from shared.errors import DatasetError
+from shared.errors import DatasetError, ResourceExhausted
 from shared.records.datasets import Csv, JsonLines, TextLines, TFRecord, WebDataset
 from shared.storage.compressed import Decompressed
 from tests.equipment.small_disk import small_disk
@@ -104,7 +104,7 @@ def small_temporary(small_disk, monkeypatch):
 def test_a_full_folder_of_temporary_files_is_told_with_the_file_and_what_to_do(tmp_path, small_temporary):
     path = tmp_path / "large.txt.gz"
     random_lines(path, 3000)
-    with pytest.raises(DatasetError) as told:
+    with pytest.raises(ResourceExhausted) as told:
         open_dataset(TextLines(str(path))).read(str(path), 0, 5, 0)
     assert told.value.message.startswith(f"{small_temporary} is full: {path} is read by way of a temporary file there")
     assert "needs at least 1048576 bytes, and there is room for 524288; free space, or set TMPDIR" in told.value.message

@@ -7,9 +7,8 @@ import random
 import numpy as np
 import torch
 
-from trainer_agent.data.ready_batch import ReadyBatch, undisturbed
-
-HOST = torch.device("cpu")
+from shared.datasets.random_state import undisturbed
+from trainer_agent.data.ready_batch import ReadyBatch
 
 
 def draws() -> tuple[float, float, float]:
@@ -29,9 +28,9 @@ def test_a_batch_goes_on_behind_its_collate_and_disturbs_nobody() -> None:
     before, behind = draws(), draws()
     seed(1)
     assert draws() == before
-    with undisturbed(HOST):
+    with undisturbed():
         seed(7)
-        ready = ReadyBatch.made(draws, HOST)
+        ready = ReadyBatch.made(draws)
     assert draws() == behind
-    assert ready.begin({}, HOST) == in_collate
+    assert ready.begin({}) == in_collate
     assert draws() == in_forward

@@ -30,8 +30,8 @@ def spec_of(script, **values):
 
 
 def minibatches_of_an_epoch(spec):
-    whole, rest = divmod(RECORDS, spec.task_records)
-    return whole * -(-spec.task_records // spec.minibatch_size) + -(-rest // spec.minibatch_size)
+    whole, rest = divmod(RECORDS, spec.records_per_task)
+    return whole * -(-spec.records_per_task // spec.minibatch_size) + -(-rest // spec.minibatch_size)
 
 
 async def job(made):
@@ -118,7 +118,7 @@ async def test_a_task_that_always_fails_is_discarded_and_the_rest_is_trained(tmp
         assert (state.phase, state.result.discarded_tasks, state.result.discarded_records) == (
             Phase.COMPLETED,
             EPOCHS,
-            EPOCHS * spec.task_records,
+            EPOCHS * spec.records_per_task,
         )
 
 

@@ -15,7 +15,7 @@ from shared.serving.core.table.rows import TableRows
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.loops.test_async_tables import LOSS, MODEL
 from tests.trainer_agent.loops.test_asynchronous import assert_exactly_once, job, spec_of, updates
-from tests.trainer_agent.scripts import RECORDS, differing, write_script
+from tests.trainer_agent.scripts import differing, table_of, write_script
 from trainer_agent.data import minibatch_indices, minibatches_in
 from trainer_agent.script.user_module import load
 
@@ -30,11 +30,10 @@ def one_trainer_in_plain_pytorch(script, spec, *, modulated=True) -> dict[str, t
     optimizer = user.call("optimizer", model)
     rate = optimizer.param_groups[0]["lr"]
     x, y = np.load(script.parent / "x.npy"), np.load(script.parent / "y.npy")
-    tasks, done, seen = -(-RECORDS // spec.task_records), 0, copy.deepcopy(model)
-    for position in range(tasks):
-        task = EpochOrder(tasks, spec.seed, 0, shuffle=True).task_at(position)
-        first = task * spec.task_records
-        count = min(spec.task_records, RECORDS - first)
+    table, done, seen = table_of(spec), 0, copy.deepcopy(model)
+    for position in range(table.tasks):
+        task = EpochOrder(table.tasks, spec.seed, 0, shuffle=True).task_at(position)
+        first, count = table.locate(task).first, table.locate(task).count
         for number in range(minibatches_in(count, spec.minibatch_size)):
             if done % spec.pull_every == 0:
                 seen.load_state_dict(model.state_dict())

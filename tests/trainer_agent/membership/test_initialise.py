@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import re
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from shared.errors import LayoutMismatch
 from shared.etcd import Etcd
 from shared.keys import Keys
 from shared.membership.directory import Directory
-from shared.records import JobState, Phase, PserverMember, SlotMap
-from shared.records.layout import Layout, OptimizerSpec, RowInit, RowOptimizer, TableSpec
+from shared.records import JobState, Phase, PserverMember, SlotMap, Strategy
+from shared.records.layout import MOST_CONSTANTS, Layout, OptimizerSpec, RowInit, RowOptimizer, TableSpec
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.trainer_agent.cluster import cluster, trained
+from tests.trainer_agent.collective.cluster import cluster as collective
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.agent import LEASE_LOST, OK
 from trainer_agent.membership.initialise import check_layout, ensure_initialised, followed
+from trainer_agent.model.torch_compute import TorchCompute
+from trainer_agent.script.user_module import load
 
 
 async def test_a_trainer_with_another_model_is_turned_away_and_the_job_goes_on(tmp_path):
@@ -38,11 +43,6 @@ async def test_a_trainer_with_another_model_is_turned_away_and_the_job_goes_on(t
 
 
 def test_a_layout_mismatch_says_what_differs(tmp_path):
-    from concurrent.futures import ThreadPoolExecutor
-
-    from trainer_agent.model.torch_compute import TorchCompute
-    from trainer_agent.script.user_module import load
-
     script = write_script(tmp_path)
     with ThreadPoolExecutor(1) as executor:
         mine = TorchCompute(load(script), spec_for(script), executor).layout
@@ -184,3 +184,114 @@ async def test_initial_values_are_published_for_the_state_that_etcd_has(tmp_path
     following.cancel()
     assert sent[-1] == (7, 2)
     assert published == [None] * len(sent)
+
+
+def layout_of(script):
+    with ThreadPoolExecutor(1) as executor:
+        return TorchCompute(load(script), spec_for(script), executor).layout
+
+
+TOWERS = """
+    def model():
+        towers = nn.ModuleDict({{kind: nn.Linear(5, 3) for kind in {names}}})
+        return nn.Sequential(towers["near"], nn.ModuleDict(towers))
+"""
+
+
+def test_a_model_whose_parts_are_in_another_order_is_told_so_with_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    names = ["near", "far", "past"], ["past", "near", "far"]
+    mine, job = (
+        layout_of(write_script(tmp_path, name=f"script_{n}", model=TOWERS.format(names=order)))
+        for n, order in enumerate(names)
+    )
+    with pytest.raises(LayoutMismatch, match="the parameters and buffers of the job's, but in another order") as raised:
+        check_layout(mine, job)
+    assert "made from a set of names" in raised.value.hint
+    assert "PYTHONHASHSEED (it is 7 here)" in raised.value.hint
+
+
+CONSTANTS = """
+    import numpy as np, random, os
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.features, self.head = nn.Linear(5, 8), nn.Linear(8, 3)
+            self.features.requires_grad_(False)
+            with torch.no_grad():
+                self.features.weight.copy_(torch.from_numpy(np.random.standard_normal((8, 5))))
+            self.register_buffer("mask", torch.from_numpy(np.random.random(8) < 0.5))
+            self.register_buffer("order", torch.tensor(random.sample(range(8), 8), dtype=torch.int32))
+            self.register_buffer("mean", torch.from_numpy(np.random.standard_normal(8)).float())
+            {more}
+        def forward(self, x): return self.head(self.features(x) * self.mask + self.mean)
+    def model(): return Net()
+"""
+
+
+def test_constants_that_draw_from_any_seeded_generator_are_the_same_in_every_trainer(tmp_path):
+    script = write_script(tmp_path, model=CONSTANTS.format(more=""))
+    np.random.seed(1)  # noqa: NPY002
+    job = layout_of(script)
+    np.random.seed(2)  # noqa: NPY002
+    mine = layout_of(script)
+    check_layout(mine, job)
+    assert [each.name for each in mine.constants] == ["features.weight", "features.bias", "mask", "order"]
+    assert mine.constants == job.constants
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ("with torch.no_grad(): self.features.bias.fill_(float(os.environ['PLACE']))", "features.bias"),
+        ("self.mask[0] = int(os.environ['PLACE']) == 1", "mask"),
+        ("self.order = self.order.roll(int(os.environ['PLACE']))", "order"),
+    ],
+)
+def test_constants_of_ones_own_are_refused_by_name_with_both_values(tmp_path, monkeypatch, more, name):
+    script = write_script(tmp_path, model=CONSTANTS.format(more=more))
+    layouts = []
+    for place in "01":
+        monkeypatch.setenv("PLACE", place)
+        layouts.append(layout_of(script))
+    mine, job = ({each.name: each.digest for each in layout.constants} for layout in layouts)
+    if mine == job:  # a mask that was so already
+        pytest.fail("the constants do not differ")
+    with pytest.raises(LayoutMismatch, match="other constants than the job began with") as raised:
+        check_layout(*layouts)
+    assert f"{name} (digest {mine[name]}, the job has {job[name]})" in raised.value.message
+    assert "must give the same values on every host" in raised.value.hint
+    check_layout(layouts[0].model_copy(update={"constants": None}), layouts[1])  # a layout of an earlier version
+
+
+def test_very_many_constants_are_compared_in_runs(tmp_path):
+    model = """
+        def model():
+            frozen = nn.ModuleList([nn.Linear(1, 1) for _ in range(100)]).requires_grad_(False)
+            with torch.no_grad(): frozen[{number}].bias.fill_({value})
+            return nn.ModuleList([frozen, nn.Linear(5, 3)])
+    """
+    mine, job = (
+        layout_of(write_script(tmp_path, name=f"many_{value}", model=model.format(number=70, value=value)))
+        for value in (1, 2)
+    )
+    assert len(mine.constants) <= MOST_CONSTANTS
+    with pytest.raises(LayoutMismatch, match=r"constants than the job began with: 0.70.weight to 0.\S+ \(digest"):
+        check_layout(mine, job)
+
+
+@pytest.mark.parametrize("strategy", Strategy)
+async def test_a_trainer_with_other_constants_is_turned_away_before_it_trains(tmp_path, monkeypatch, strategy):
+    more = "with torch.no_grad(): self.features.weight.mul_(float(os.environ['PLACE']))"
+    script = write_script(tmp_path, model=CONSTANTS.format(more=more))
+    monkeypatch.setenv("PLACE", "1")
+    spec = spec_for(script, lanes=2, strategy=strategy, pservers=0 if strategy is Strategy.COLLECTIVE else 1)
+    make = collective if strategy is Strategy.COLLECTIVE else cluster
+    async with make(spec, 1) as made:
+        await made.directory.wait_for(lambda view: view.init_done, 20, "the first values")
+        monkeypatch.setenv("PLACE", "2")
+        made.add_trainer("stranger")
+        outcome = await asyncio.wait_for(made.running["stranger"], 20)
+        assert isinstance(outcome, LayoutMismatch)
+        assert "features.weight (digest" in outcome.message
+        assert (await made.ended()).phase is Phase.COMPLETED

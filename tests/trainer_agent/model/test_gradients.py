@@ -16,7 +16,7 @@ from shared.wire.shared_memory import place_of
 from tests.trainer_agent.scripts import records
 from trainer_agent.model.finite import all_finite, is_finite
 from trainer_agent.model.gradient_tree import WATCHED_STEPS
-from trainer_agent.model.unshared_state import FIRST_LOOKS
+from trainer_agent.model.watch.unshared_state import FIRST_LOOKS
 
 
 async def contributions(compute, node, batches, seed=3):

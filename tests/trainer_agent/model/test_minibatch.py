@@ -16,7 +16,7 @@ from shared.logged_metrics import Logged
 from shared.records.tasks import MetricValue
 from tests.trainer_agent.scripts import records
 from trainer_agent.model.compute import metrics_of
-from trainer_agent.model.minibatch import on_device
+from trainer_agent.model.devices import on_device
 
 OWN = """
 class NAME(torch.optim.SGD):

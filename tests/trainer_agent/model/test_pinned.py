@@ -53,9 +53,9 @@ async def test_gradients_do_not_depend_on_evaluations_between_them(build):
     assert await bits(build(model=MODEL), False) == await bits(build(model=MODEL), True)
 
 
-@pytest.mark.parametrize("left_out", ["parameters", "buffers", "mode"])
+@pytest.mark.parametrize("left_out", ["parameters", "buffers"])
 async def test_each_part_that_is_set_again_is_needed(build, left_out):
-    load, train = LiveBuffers.load, torch.nn.Module.train
+    load = LiveBuffers.load
     one, other = build(model=MODEL), build(model=MODEL)
 
     def load_evaluated(self, vector):
@@ -65,10 +65,17 @@ async def test_each_part_that_is_set_again_is_needed(build, left_out):
     ablations = {
         "parameters": replaced(TorchCompute, "use_current", lambda self: None),
         "buffers": replaced(LiveBuffers, "load", load_evaluated),
-        "mode": replaced(torch.nn.Module, "train", lambda self, mode=True: self if mode else train(self, mode)),
     }
     with ablations[left_out]:
         assert await bits(one, False) != await bits(other, True)
+
+
+async def test_modes_are_put_back_after_an_evaluation(build):
+    compute = build(model=MODEL)
+    compute.minibatch.modes.set_training = bool  # as in a loop of one's own, which sets them itself
+    compute.model[2].eval()
+    await bits(compute, True)
+    assert [module.training for module in compute.model.modules()] == [True, True, True, False, True]
 
 
 async def test_rows_are_those_that_were_pinned_and_training_goes_on_with_its_own(build):

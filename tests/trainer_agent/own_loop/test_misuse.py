@@ -16,7 +16,7 @@ from tests.trainer_agent.scripts import records, spec_for
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
 
-BODY = "    loss = F.cross_entropy(model(batch['x']), batch['y'])\n    trireme.backward(loss)\n    optimizer.step()\n"
+BODY = "    optimizer.zero_grad()\n    loss = F.cross_entropy(model(batch['x']), batch['y'])\n    trireme.backward(loss)\n    optimizer.step()\n"
 LOOP = "for batch in batches:\n" + BODY
 
 
@@ -50,7 +50,7 @@ WRONG = {
         "optimizer.step()",
     ),
     "two backwards": (
-        LOOP.replace("    optimizer", "    trireme.backward(loss)\n    optimizer"),
+        LOOP.replace("    optimizer.step", "    trireme.backward(loss)\n    optimizer.step"),
         "called twice for one batch",
         "trireme.backward(loss)",
     ),
@@ -93,14 +93,19 @@ WRONG = {
     "no scalar": (LOOP.replace("(loss)", "(loss + torch.zeros(2))"), r"shape \(2,\)", "trireme.backward"),
     "no gradient": (LOOP.replace("(loss)", "(loss.detach())"), "does not depend on the parameters", "trireme.backward"),
     "gradients set to zero": (
-        LOOP.replace("    optimizer", "    optimizer.zero_grad()\n    optimizer"),
+        LOOP.replace("    optimizer.step", "    optimizer.zero_grad()\n    optimizer.step"),
         r"zero_grad\(\) was called between",
         "optimizer.zero_grad()",
     ),
-    "gradients clipped": (
-        LOOP.replace("    optimizer", "    nn.utils.clip_grad_norm_(model.parameters(), 0.01)\n    optimizer"),
-        "gradients were changed between trireme.backward and optimizer.step",
-        "",
+    "gradients of the batch before": (
+        LOOP.replace("    optimizer.zero_grad()\n", ""),
+        r"still have gradients of an earlier batch; call optimizer\.zero_grad\(\) before trireme\.backward",
+        "trireme.backward(loss)",
+    ),
+    "another loss than the scaled one": (
+        "scaler = torch.amp.GradScaler('cpu')\n" + LOOP.replace("backward(loss)", "backward(scaler.scale(loss) / 2)"),
+        r"call trireme\.backward\(scaler\.scale\(loss\)\)",
+        "trireme.backward(scaler",
     ),
     "another learning rate": (
         LOOP + "    optimizer.param_groups[0]['lr'] = 0.01\n",
@@ -112,7 +117,26 @@ WRONG = {
         "changed the optimizer's options",
         "",
     ),
-    "another layer": ("model.append(nn.Linear(3, 3))\n" + LOOP, "parameters are others than when trireme.prepare", ""),
+    "another layer": (
+        "model.append(nn.Linear(3, 3))\n" + LOOP,
+        r"changed the model: the parameter 7\.weight was added since training began",
+        "",
+    ),
+    "another layer instead": (
+        LOOP + "    model[0] = nn.Linear(5, 24)\n",
+        r"changed the model: the parameter 0\.weight was replaced",
+        "",
+    ),
+    "a layer that is frozen later": (
+        LOOP + "    model[0].requires_grad_(False)\n",
+        r"changed requires_grad of the parameter 0\.weight: it was True when training began, and now it is False",
+        "",
+    ),
+    "a mode that is another one later": (
+        LOOP + "    model[1].eval()\n",
+        r"forward had 1 in evaluation mode, and in an earlier minibatch it was in training mode",
+        "",
+    ),
     "parameters written": (
         LOOP + "    with torch.no_grad():\n        model[0].weight.clamp_(-1, 1)\n",
         "the script's loop changed the parameter 0.weight",
@@ -198,6 +222,7 @@ def test_a_script_that_does_not_come_to_its_end_is_left_as_by_an_exit(passes, tm
     left = f"""
         try:
             for batch in batches:
+                optimizer.zero_grad()
                 trireme.backward(F.cross_entropy(model(batch["x"]), batch["y"]))
                 optimizer.step()
         finally:
@@ -209,10 +234,12 @@ def test_a_script_that_does_not_come_to_its_end_is_left_as_by_an_exit(passes, tm
     assert (tmp_path / "left").exists()
 
 
-def test_modules_keep_the_mode_that_they_have_when_the_loop_begins(passes):
-    compute = passes(
-        finish=False, prepare=PARTS["prepare"].strip() + "\nmodel[1].eval()\n", loop=LOOP + "    model.eval()\n"
+def test_modules_have_the_modes_that_the_loop_gives_them(passes):
+    loop = (
+        LOOP.replace("    optimizer.zero", "    model.train()\n    model[1].eval()\n    optimizer.zero")
+        + "    model.eval()\n"
     )
+    compute = passes(finish=False, prepare=PARTS["prepare"].strip() + "\nmodel[1].eval()\n", loop=loop)
     assert compute.model[1].num_batches_tracked == 0
     assert compute.model[3].training
 
@@ -229,7 +256,9 @@ def test_what_is_logged_in_the_body_belongs_to_its_minibatch(passes):
 
 def test_the_callers_autocast_is_that_of_the_forward_pass(tmp_path):
     said = "said.append(torch.is_autocast_enabled('cpu'))"
-    loop = f"for batch in batches:\n    {said}\n" + BODY.replace("    optimizer", f"    {said}\n    optimizer")
+    loop = f"for batch in batches:\n    {said}\n" + BODY.replace(
+        "    optimizer.step", f"    {said}\n    optimizer.step"
+    )
     prepare = "said = torch.said = []\n" + PARTS["prepare"].strip()
     user = load(write_loop(tmp_path, prepare=prepare, loop=loop, after=""))
     model, batch = user.call("model"), {"x": torch.randn(4, 5), "y": torch.zeros(4, dtype=torch.int64)}

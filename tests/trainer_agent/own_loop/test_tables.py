@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from shared.records import Phase
 from tests.equipment.cluster import direct_ports
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.own_loop.scripts import write_loop
 from tests.trainer_agent.scripts import differing, spec_for, write_script
+from trainer_agent.own_loop.source import run_as_main
 from trainer_agent.script.inspect import inspect_script
-from trainer_agent.script.user_module import load
+from trainer_agent.script.user_module import LoopModule, load
 from trainer_agent.tables.files import write_tables
 from trireme import plain
 
@@ -76,6 +79,28 @@ async def test_the_bits_are_those_of_functions_whoever_computes_and_who_dies(tmp
         found = await trained(spec_for(loop, **four, storage=storage), trainers, kill=kill)
         assert differing(found[0], expected[0]) == []
         assert found[1] == expected[1]
+
+
+async def test_a_scaled_loss_does_not_scale_the_gradients_of_rows(tmp_path):
+    scaled = """
+        scaler = torch.amp.GradScaler("cpu")
+        for batch in batches:
+            optimizer.zero_grad()
+            trireme.backward(scaler.scale(F.cross_entropy(model(batch["x"]), batch["y"])))
+            scaler.step(optimizer)
+            scaler.update()
+    """
+    plain_loop, scaling = write_loop(tmp_path, **LOOP), write_loop(tmp_path, "scaled", **LOOP | {"loop": scaled})
+    expected = await trained(spec_for(plain_loop, storage=str(tmp_path / "plain")))
+    found = await trained(spec_for(scaling, storage=str(tmp_path / "scaled")))
+    assert differing(found[0], expected[0]) == []
+    assert found[1] == expected[1]
+    user = LoopModule(scaling, script=partial(run_as_main, scaling))
+    torch.manual_seed(7)
+    alone = plain.run(user, spec_for(scaling))
+    user.loop.close()
+    write_tables(alone.tables.stored(), str(tmp_path))
+    assert found[1] == {name: (tmp_path / "tables" / f"{name}.safetensors").read_bytes() for name in found[1]}
 
 
 async def test_one_lane_has_the_bits_of_plain_python(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from master_service.storage.counting import count_records
 from shared.errors import DatasetError, InvalidArgument
@@ -123,3 +124,56 @@ def test_a_script_with_its_own_loop_is_told_to_name_the_object(tmp_path):
     with pytest.raises(InvalidArgument, match="got as dataset list, an object that trainers cannot find") as caught:
         load(path).dataset()
     assert 'MapStyle("module:name")' in str(caught.value.hint)
+
+
+SPLIT = """
+    import random, numpy as np
+    full = list(range(60))
+    made = []
+    def parts():
+        made.append(1)
+        shift = np.random.randint(1000) + random.randint(0, 1000)
+        return torch.utils.data.random_split([n + shift for n in full], [40, 20])
+    def dataset(): return parts()[0]
+    def evaluation_dataset(): return parts()[1]
+"""
+
+
+def split(folder, name, seed):
+    """What the two functions give in a process of its own, through the readers and as the script's description sees it; and how often they were called."""
+    user = load(write_script(folder, name, dataset=SPLIT))
+    import sys
+
+    found = []
+    for hook in ("dataset", "evaluation_dataset"):
+        described = user.dataset(hook, seed)
+        assert user.dataset(hook, seed) == described
+        reader = open_dataset(described, seed)
+        records = reader.read("", 0, described.records).minibatch(range(described.records))
+        assert list(open_dataset(described, seed).read("", 0, 5).minibatch(range(5))) == list(records)[:5]
+        found.append([record["x"] for record in records])
+    return found, len(sys.modules.pop(name).made)
+
+
+def test_a_random_split_gives_the_same_parts_in_every_process_and_both_calls(tmp_path):
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    parts, calls = split(tmp_path, "random_split_one", 3)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert split(tmp_path, "random_split_one", 3) == (parts, calls), "another process of the job"
+    assert calls == 2, "each object is made once"
+    trained, held_out = parts
+    low = min(trained + held_out)
+    assert sorted(n - low for n in trained + held_out) == list(range(60)), "each record is trained or evaluated"
+    assert split(tmp_path, "random_split_one", 4)[0] != parts
+
+
+def test_an_object_whose_length_is_another_one_in_this_process_is_refused_with_both(tmp_path):
+    load(script(tmp_path, "objects_shrunk", "Map()"))
+    for described, why in ((4, "has 5 records at this trainer, and 4 were counted"), (6, "and 6 were counted")):
+        with pytest.raises(InvalidArgument, match=why):
+            open_dataset(MapStyle("objects_shrunk:dataset", records=described)).read("", 0, 2)
+    assert len(open_dataset(MapStyle("objects_shrunk:Map", records=4)).read("", 0, 2)) == 2, (
+        "the user says how many to use"
+    )

@@ -135,6 +135,15 @@ def test_int32_is_an_id_too_and_rows_that_the_loss_does_not_use_get_no_gradient(
     assert recording.lane_rows(1)[0].ids.tolist() == [3, 5]
 
 
+def test_unsigned_ids_of_64_bits_keep_their_bits() -> None:
+    tables = ModelTables(model := trireme.nn.Embedding("t", DIM, padding_idx=2**64 - 1), 0)
+    tables.bind(Weights())
+    unsigned = torch.from_numpy(np.array([2**63, 2**64 - 1, 7], dtype=np.uint64))
+    found = model(unsigned).detach()
+    assert torch.equal(found, model(torch.tensor([-(2**63), -1, 7])).detach())
+    assert torch.equal(found[1], torch.zeros(DIM))
+
+
 def test_outside_of_a_minibatch_rows_are_constants_or_nowhere() -> None:
     layer, source = trireme.nn.Embedding("t", DIM), Weights()
     tables = ModelTables(layer, 1)
@@ -204,7 +213,7 @@ def test_what_is_no_input_is_told(kind: str, arguments: tuple[Any, ...], message
         ({"max_rows": 0}, "max_rows is 0"),
         ({"admit_after": 300}, "admit_after is 300"),
         ({"evict_after_steps": 0}, "evict_after_steps is 0"),
-        ({"padding_idx": 2**63}, "padding_idx is 9223372036854775808"),
+        ({"padding_idx": 2**64}, "padding_idx is 18446744073709551616"),
     ],
 )
 def test_settings_that_cannot_be_are_told_when_the_layer_is_made(arguments: dict[str, Any], message: str) -> None:

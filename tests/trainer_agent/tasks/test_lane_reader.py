@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 
 import numpy as np
 import pytest
 
-from shared.errors import StaleGeneration
-from shared.records import AcquireTask
+from shared.errors import NotLeader, PeerError, StaleGeneration
+from shared.records import AcquireTask, Task
 from shared.records.step import LanePosition
+from shared.storage import files
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import RECORDS, spec_for, write_script
+from trainer_agent.data import Shard
 from trainer_agent.tasks.held import Held
 from trainer_agent.tasks.lane_reader import LaneReader
 from trainer_agent.tasks.source import TaskFailed, TaskSource, TrainingOver
@@ -159,3 +162,46 @@ async def test_a_lost_answer_is_asked_for_with_the_same_request(made):
     answer = await TaskSource(made.spec, Lossy(), ME, at_once).acquire(made.directory.state.generation, 0, 0, 0)
     assert answer.task.attempt == 1
     assert [ask.request for ask in asked] == [asked[0].request] * 2
+
+
+class FailingReader:
+    """Reads after `failures` failures of this machine."""
+
+    def __init__(self, error, failures):
+        self.error, self.failures, self.reads = error, failures, 0
+
+    def read(self, file, first, count, offset=None, stamp=""):
+        self.reads += 1
+        if self.reads <= self.failures:
+            with files.reading(file, "a file"):
+                raise self.error
+        return Shard({"x": np.zeros(count)}, count)
+
+
+class WaitingMaster:
+    """Hears what tasks wait for."""
+
+    def __init__(self):
+        self.heard = []
+
+    async def report_progress(self, task_id, progress):
+        self.heard.append((task_id, progress.work, progress.waits_for))
+        if progress.work == 2:
+            raise NotLeader("nobody leads now")
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOSPC, errno.EIO, errno.ETIMEDOUT])
+async def test_what_a_machine_lacks_is_waited_for_and_is_never_a_tasks_failure(tmp_path, monkeypatch, number):
+    failing, spec = FailingReader(OSError(number, "no"), 3), spec_for(write_script(tmp_path))
+    task = Task(task_id="1", kind="TRAIN", attempt=1, count=2)
+    monkeypatch.setattr("trainer_agent.waiting.retry.FIRST_S", 0.001)
+    monkeypatch.setattr("trainer_agent.tasks.source.open_dataset", lambda *_: failing)
+    source = TaskSource(spec, master := WaitingMaster(), ME, at_once)
+    assert len((await source.load(task)).shard) == 2
+    assert failing.reads == 4
+    assert [heard[:2] for heard in master.heard] == [("1", 1), ("1", 2), ("1", 3)]  # it grows: the task is not late
+    assert "no" in master.heard[0][2]
+    monkeypatch.setattr("trainer_agent.tasks.source.READ_LIMIT_S", 0.002)
+    failing.failures = 1000
+    with pytest.raises(PeerError, match="no"):
+        await source.load(task)

@@ -34,7 +34,7 @@ def later():
 print(json.dumps({
     "module": __name__, "argv": sys.argv[1:], "environment": dict(os.environ), "parent": os.getppid(), "session": os.getsid(0), "group": os.getpgid(0) == os.getpid(),
     "stdin": sys.stdin.read(), "main": __spec__.name, "drawn": [random.random(), numpy.random.random()],
-    "torch": "torch" in sys.modules, "threads": threading.active_count()}))
+    "torch": "torch" in sys.modules, "hash": hash("near"), "threads": threading.active_count()}))
 print("err", file=sys.stderr)
 atexit.register(print, "atexit")
 threading.Thread(target=later).start()
@@ -81,6 +81,8 @@ async def test_a_forked_child_has_its_own_arguments_environment_session_output_a
             expected = inherited_environment() | {"TRIREME_NAME": "pserver-0", "TRIREME_JOB": f"job-{code}"}
             assert facts.pop("environment") == expected
             drawn |= set(facts.pop("drawn"))
+            spawned = [sys.executable, "-c", "print(hash('near'))"]
+            assert facts.pop("hash") == int(subprocess.check_output(spawned, env=expected))
             assert facts == {
                 "module": "__main__",
                 "argv": [str(code)],

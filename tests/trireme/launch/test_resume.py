@@ -78,6 +78,17 @@ MODEL = {
 }
 
 
+def test_a_model_whose_parts_only_changed_their_order_is_told_so_and_what_changes_it(tmp_path):
+    left(tmp_path, spec_of())
+    resume.write_start(tmp_path, "digest", MODEL)
+    previous, reordered = resume.read_previous_run(tmp_path), MODEL | {"tensors": MODEL["tensors"][::-1]}
+    with pytest.raises(Conflict) as caught:
+        resume.decide(previous, spec_of(), "digest", tmp_path, fresh=False, model=reordered)
+    assert "the same parameters and buffers are in another order (0.bias is where 0.weight was)" in caught.value.message
+    assert "made from a set of names change their order with PYTHONHASHSEED" in caught.value.hint
+    assert "restore the script" not in caught.value.hint
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -44,7 +44,7 @@ class Master:
         self.asked += 1
         if self.asked == 1:
             raise PeerError("nobody leads")
-        return {"total": 0 if self.asked == 2 else 1}
+        return {"total": 0 if self.asked == 2 else 1, "task_records": 64}
 
 
 class Screen:
@@ -67,7 +67,7 @@ async def test_a_master_that_leaves_in_the_middle_of_an_answer_costs_no_event_an
     assert screen.shown == []
     for _ in range(4):
         await reporter.poll(master.client)
-    assert screen.shown == ["it runs", too_few_tasks(spec, 1)]
+    assert screen.shown == ["it runs", too_few_tasks(spec, 1, 64)]
     assert master.asked == 3, "it is asked until it knows, and no more"
 
 
@@ -203,5 +203,5 @@ def test_while_nobody_answers_the_silence_is_shown_and_no_time_left(etcd, who):
 )
 def test_a_dataset_of_too_few_tasks_is_told(trainers, tasks, said):
     spec = JobSpec.model_construct(trainers=trainers, records_per_task=64)
-    assert too_few_tasks(spec, tasks).startswith(said)
-    assert bool(too_few_tasks(spec, tasks)) == bool(said)
+    assert too_few_tasks(spec, tasks, 64).startswith(said)
+    assert bool(too_few_tasks(spec, tasks, 64)) == bool(said)

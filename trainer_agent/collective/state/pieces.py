@@ -13,7 +13,9 @@ import torch
 
 from shared.blocks.narrow import DTYPES
 from shared.optimizers.classes import OF_WHOLE_PARAMETERS
+from shared.optimizers.parameter_parts import ParameterParts, Parts
 from shared.records.layout import Block, Layout
+from shared.serving.core.by_parameter import block_optimizer
 from shared.serving.core.optimizers import BlockOptimizer, Options, arguments
 from trainer_agent.collective.replica_optimizer import Gathered, Gradients
 from trainer_agent.model.compute import Compute
@@ -69,26 +71,27 @@ def wanted_pieces(compute: Compute) -> list[Wanted]:
     layout = compute.layout
     spec, whole = layout.optimizer, layout.optimizer.name in OF_WHOLE_PARAMETERS
     chosen = [
-        arguments(spec, segment.group, whole=whole) if segment.kind == "param" else None for segment in layout.segments
+        arguments(spec, segment.group, segment.dtype, whole=whole) if segment.kind == "param" else None
+        for segment in layout.segments
     ]
-    found, trained = [], []
+    found, trained, parts = [], [], ParameterParts(layout)
     for block in layout.blocks():
         if whole and chosen[block.segment] is not None:
             trained.append(block)
         else:
-            found.append(_of_block(layout, block, chosen[block.segment]))
+            found.append(_of_block(layout, block, chosen[block.segment], parts.of(block)))
     places = [place for place in compute.places if place.elements] if whole else []
     found += [_of_parameter(layout, Gathered(place, trained), chosen[place.segment] or {}) for place in places]
     return found
 
 
-def _of_block(layout: Layout, block: Block, chosen: Options | None) -> Wanted:
+def _of_block(layout: Layout, block: Block, chosen: Options | None, parts: Parts) -> Wanted:
     group = layout.segments[block.segment].group
 
     def made(version: int, values: Tensors, states: States) -> Piece:
         optimizer = None
         if chosen is not None:
-            optimizer = BlockOptimizer(layout.optimizer.name, chosen, values[block.number])
+            optimizer = block_optimizer(layout.optimizer.name, chosen, values[block.number], parts)
             optimizer.load(dict(states[block.number]))
         return _Block(block, version, values[block.number], optimizer, group)
 

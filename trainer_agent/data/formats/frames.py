@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -13,10 +14,14 @@ from shared.datasets import record_io, tf_record
 from shared.errors import DatasetError
 from shared.records.datasets import RecordIO, TFRecord
 from shared.storage import files
-from shared.storage.compressed import Decompressed
+from shared.storage.compressed import Decompressed, scanning
+from shared.storage.dataset_files import from_first_file
+from trainer_agent.data.column_types import ColumnTypes
 from trainer_agent.data.formats.tf_example import example
 from trainer_agent.data.reader import too_short
-from trainer_agent.data.shard import Record, RecordShard, Shard
+from trainer_agent.data.shard import Record, Shard
+
+SAMPLE_RECORDS = 100
 
 T = TypeVar("T")
 
@@ -36,15 +41,38 @@ def chosen(found: Iterator[T], file: str, first: int, count: int, offset: int | 
 
 class TFRecordReader:
     def __init__(self, dataset: TFRecord) -> None:
-        self._decode, self._lists = dataset.decode, frozenset(dataset.lists)
+        self._dataset, self._lists = dataset, frozenset(dataset.lists)
         self._content = Decompressed()
+        self._types: ColumnTypes | None = None
+        self._lock = Lock()
 
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:
         with files.reading(file, "TFRecord"), self._content.opened(file) as source:
             found = chosen(tf_record.payloads(source, file, offset or 0), file, first, count, offset)
-        if self._decode == "bytes":
+        if self._dataset.decode == "bytes":
             return Shard({"bytes": found}, count)
-        return RecordShard([self._example(file, first + n, payload) for n, payload in enumerate(found)])
+        records = [self._example(file, first + n, payload) for n, payload in enumerate(found)]
+        return self._column_types().shard(records, file, first)
+
+    def _column_types(self) -> ColumnTypes:
+        """From the first file with records, so that all trainers use the same."""
+        with self._lock:
+            if self._types is None:
+                file, sample = from_first_file(self._dataset, self._sample)
+                advice = (
+                    "write each feature with one type (lists: TFRecord(..., lists=(...))), or define collate(records)"
+                )
+                self._types = ColumnTypes(sample, f"the first {len(sample)} records of {file}", advice)
+            return self._types
+
+    def _sample(self, file: str) -> list[Record]:
+        with files.reading(file, "TFRecord"), scanning(file) as source:
+            payloads = list(islice(tf_record.payloads(source, file), SAMPLE_RECORDS))
+        found = []
+        for number, payload in enumerate(payloads):
+            with contextlib.suppress(DatasetError):  # the task that has it tells that
+                found.append(self._example(file, number, payload))
+        return found
 
     def _example(self, file: str, number: int, payload: bytes) -> Record:
         try:

@@ -13,6 +13,7 @@ from shared.errors import DatasetError
 from shared.records.datasets import HuggingFace
 from shared.storage import files
 from shared.storage.arrow_file import read_table
+from shared.storage.trouble import kept_open
 from trainer_agent.data.arrow import columns_of_table
 from trainer_agent.data.formats import images
 from trainer_agent.data.reader import too_short
@@ -26,6 +27,7 @@ class HuggingFaceReader:
 
     def __init__(self, dataset: HuggingFace) -> None:
         self._dataset = dataset
+        self._kept_files = min(KEPT_FILES, kept_open())
         self._tables: OrderedDict[str, pa.Table] = OrderedDict()
         self._lock = Lock()
 
@@ -48,7 +50,7 @@ class HuggingFaceReader:
                 msg = f"{file} has no column {missing[0]!r}; it has {', '.join(table.column_names)}"
                 raise DatasetError(msg, hint="correct columns=(…) in dataset()", url=file)
             self._tables[file] = table.select(list(self._dataset.columns)) if self._dataset.columns else table
-            if len(self._tables) > KEPT_FILES:
+            if len(self._tables) > self._kept_files:
                 self._tables.popitem(last=False)
         self._tables.move_to_end(file)
         return self._tables[file]

@@ -3,51 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from threading import Lock
 from typing import Any
 
 from shared.datasets.in_code import load_object
-from shared.errors import DatasetError, is_interrupt, is_of_the_environment
+from shared.datasets.random_state import seeded
+from shared.errors import DatasetError, InvalidArgument, is_interrupt
 from shared.records.datasets import IterableStyle, MapStyle
+from shared.storage.trouble import trouble_in_user_code
+from trainer_agent.data.drawing import Drawing
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Record, RecordShard, Shard
 
 _END = object()
 _PLAIN_NAMES = ("x", "y")
+_HOOKS = (":dataset", ":evaluation_dataset")
 
 
 class MapStyleReader:
-    """The object is made by the first read."""
+    """The object is made by the first read. `seed`: of the job."""
 
-    def __init__(self, dataset: MapStyle) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: MapStyle, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
         self._object: Any = None
+        self._drawing = Drawing(dataset.reader, seed)
         self._lock = Lock()
 
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:  # noqa: ARG002
         with self._lock:
             if self._object is None:
-                self._object = load_object(self._dataset)
-            found = []
-            for number in range(first, first + count):
+                self._object = self._loaded()
+
+            def record(number: int) -> Record:
                 try:
                     item = self._object[number]
                 except IndexError as error:
                     raise too_short(file, first, count, number) from error
                 except BaseException as error:  # the user's code may raise anything
-                    if is_interrupt(error) or is_of_the_environment(error):
+                    if is_interrupt(error):
                         raise
+                    if (trouble := trouble_in_user_code(error, f"item {number} of {file}")) is not None:
+                        raise trouble from error
                     msg = f"item {number} of {file} cannot be read: {type(error).__name__}: {error}"
                     raise DatasetError(msg, hint="correct the dataset's __getitem__", url=file) from error
-                found.append(as_record(item, self._dataset.columns, file, number))
-        return RecordShard(found)
+                return as_record(item, self._dataset.columns, file, number)
+
+            return RecordShard(list(self._drawing.each(file, range(first, first + count), record)))
+
+    def _loaded(self) -> Any:
+        """Raises DatasetError; InvalidArgument if its length is not what was counted."""
+        made, name, counted = load_object(self._dataset, seed=self._seed), self._dataset.reader, self._dataset.records
+        if counted is None or not hasattr(made, "__len__"):
+            return made
+        records = len(made)
+        if records < counted or (records > counted and name.endswith(_HOOKS)):
+            msg = f"{name} has {records} records at this trainer, and {counted} were counted when the job was made"
+            hint = "it must have the same records in every process, whatever the host, the time and the process"
+            raise InvalidArgument(msg, hint=hint, url=name, records=records)
+        return made
 
 
 class IterableStyleReader:
     """Keeps one iterator and its place: tasks that follow each other go on with it."""
 
-    def __init__(self, dataset: IterableStyle) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: IterableStyle, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+        self._drawing = Drawing(dataset.reader, seed, by_epoch=False)
         self._iterator: Iterator[Any] | None = None
         self._next = 0
         self._lock = Lock()
@@ -57,8 +79,8 @@ class IterableStyleReader:
             if self._iterator is None or self._next > first:
                 self._begin(file)
             found = []
-            for number in range(self._next, first + count):
-                item = self._item(file, number)
+            numbers = range(self._next, first + count)
+            for number, item in zip(numbers, self._drawing.each("", numbers, partial(self._item, file)), strict=False):
                 if item is _END:
                     self._iterator = None
                     raise too_short(file, first, count, number)
@@ -67,12 +89,15 @@ class IterableStyleReader:
         return RecordShard(found)
 
     def _begin(self, file: str) -> None:
-        made = load_object(self._dataset)
+        made = load_object(self._dataset, seed=self._seed)
         try:
-            self._iterator, self._next = iter(made), 0
+            with seeded(self._seed):
+                self._iterator, self._next = iter(made), 0
         except BaseException as error:  # the user's code may raise anything
-            if is_interrupt(error) or is_of_the_environment(error):
+            if is_interrupt(error):
                 raise
+            if (trouble := trouble_in_user_code(error, file)) is not None:
+                raise trouble from error
             msg = f"{file} cannot be iterated: {type(error).__name__}: {error}"
             raise DatasetError(msg, hint="correct the dataset's __iter__", url=file) from error
 
@@ -82,8 +107,10 @@ class IterableStyleReader:
             item = next(self._iterator, _END)
         except BaseException as error:  # the user's code may raise anything
             self._iterator = None
-            if is_interrupt(error) or is_of_the_environment(error):
+            if is_interrupt(error):
                 raise
+            if (trouble := trouble_in_user_code(error, f"item {number} of {file}")) is not None:
+                raise trouble from error
             msg = f"item {number} of {file} cannot be read: {type(error).__name__}: {error}"
             raise DatasetError(msg, hint="correct the dataset's __iter__", url=file) from error
         self._next = number + 1

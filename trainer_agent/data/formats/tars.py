@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+from itertools import islice
+from threading import Lock
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -12,10 +14,12 @@ from shared.datasets.tar_records import Member, TarRecord, records
 from shared.errors import DatasetError
 from shared.records.datasets import WebDataset
 from shared.storage import files
-from shared.storage.compressed import Decompressed
+from shared.storage.compressed import Decompressed, scanning
+from shared.storage.dataset_files import from_first_file
+from trainer_agent.data.column_types import ColumnTypes
 from trainer_agent.data.formats import images
 from trainer_agent.data.formats.frames import chosen
-from trainer_agent.data.shard import Record, RecordShard, Shard
+from trainer_agent.data.shard import Record, Shard
 
 _TEXTS = ("txt", "text", "transcript")
 _NUMBERS = ("cls", "cls2", "index", "inx", "id")
@@ -23,13 +27,29 @@ _NUMBERS = ("cls", "cls2", "index", "inx", "id")
 
 class WebDatasetReader:
     def __init__(self, dataset: WebDataset) -> None:
-        self._decode, self._size = dataset.decode, dataset.image_size
+        self._dataset, self._decode, self._size = dataset, dataset.decode, dataset.image_size
         self._content = Decompressed()
+        self._types: ColumnTypes | None = None
+        self._lock = Lock()
 
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:
         with files.reading(file, "a tar file"), self._content.opened(file) as source:
             found = chosen(records(source, file, offset or 0), file, first, count, offset)
-            return RecordShard([self._record(source, file, record) for record in found])
+            samples = [self._record(source, file, record) for record in found]
+        return self._column_types().shard(samples, file, first)
+
+    def _column_types(self) -> ColumnTypes:
+        """From the first file with samples, so that all trainers use the same."""
+        with self._lock:
+            if self._types is None:
+                file, first = from_first_file(self._dataset, self._sample)
+                advice = "write the files of a column with one type and no gap, or define collate(records)"
+                self._types = ColumnTypes(first, f"the first sample of {file}", advice)
+            return self._types
+
+    def _sample(self, file: str) -> list[Record]:
+        with files.reading(file, "a tar file"), scanning(file) as source:
+            return [self._record(source, file, record) for record in islice(records(source, file), 1)]
 
     def _record(self, source: BinaryIO, file: str, record: TarRecord) -> Record:
         values = {name: self._value(source, file, name, member) for name, member in record.members.items()}

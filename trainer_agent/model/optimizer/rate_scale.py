@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
+from torch.optim.lr_scheduler import ChainedScheduler, CyclicLR, OneCycleLR
 
 from shared.errors import InvalidArgument
 from shared.records import JobSpec
@@ -51,6 +51,14 @@ def sentence(spec: JobSpec) -> str:
         f"learning rates are {spec.lr_factor:.6g} times the script's: {spec.records_per_step} records a step instead of "
         f"{spec.lr_base_batch_size} (lr_scale {spec.lr_scale})"
     )
+
+
+def stepped_each_time(scheduler: Any) -> Iterator[Any]:
+    """With those inside of ChainedScheduler; SequentialLR steps its own in turn."""
+    yield scheduler
+    if isinstance(scheduler, ChainedScheduler):
+        for each in scheduler._schedulers:  # noqa: SLF001  torch has no public name for them
+            yield from stepped_each_time(each)
 
 
 def _all_of(scheduler: Any) -> Iterator[Any]:

@@ -17,6 +17,7 @@ from shared.records.step import LaneZero
 from shared.serving.core.asynchronous import staleness
 from shared.serving.core.calls import BlockServer
 from shared.serving.core.moving import LeavingBlocks
+from shared.serving.core.optimizers import BlockOptimizer
 from shared.serving.core.pushes import OpenPush
 from shared.serving.core.store import Store
 from shared.serving.data_plane.lookups import found_end, lookup
@@ -81,6 +82,23 @@ def test_every_optimizer_steps_with_its_rate_divided(name: str) -> None:
         return found[0]
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", sorted(CLASSES))
+def test_no_optimizer_computes_values_from_sums_that_another_rate_would_stretch(name: str) -> None:
+    """Its change of the values is proportional to the rate of the step, so a late push is only a smaller one."""
+    changes = []
+    for rate in (0.5, 0.5 / 16):
+        rng = torch.Generator().manual_seed(5)
+        values = torch.randn(16, generator=rng)
+        optimizer = BlockOptimizer(name, {"lr": 0.5, **OPTIONS.get(name, {})}, values)
+        for _ in range(8):
+            optimizer.step(values, torch.randn(16, generator=rng), {"lr": 0.5})
+        before = values.clone()
+        optimizer.step(values, torch.randn(16, generator=rng), {"lr": rate})
+        changes.append(values - before)
+    assert changes[0].abs().max() > 0
+    torch.testing.assert_close(changes[1], changes[0] / 16, rtol=1e-3, atol=2e-6)
 
 
 def test_groups_without_a_rate_in_the_push_have_that_of_their_optimizer() -> None:

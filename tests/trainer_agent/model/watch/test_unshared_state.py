@@ -15,7 +15,7 @@ from shared.errors import UserCodeError
 from shared.records import Phase
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import records, spec_for, write_script
-from trainer_agent.model.unshared_state import LOOK_EVERY, digest
+from trainer_agent.model.watch.unshared_state import LOOK_EVERY, digest
 
 MODEL = """
 class Model(nn.Module):
@@ -63,7 +63,7 @@ async def test_an_error_that_nobody_waits_for_any_more_is_not_reported(build):
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["message"]))
     began = threading.Event()
     CALLED["began"] = began
-    slow = "__import__('tests.trainer_agent.model.test_unshared_state', fromlist=['x']).slowly(); self.teacher.bias.data.add_(0.1)"
+    slow = "__import__('tests.trainer_agent.model.watch.test_unshared_state', fromlist=['x']).slowly(); self.teacher.bias.data.add_(0.1)"
     computing = asyncio.ensure_future(minibatch(build(model=model_that(slow))))
     await asyncio.to_thread(began.wait, 60)
     computing.cancel()

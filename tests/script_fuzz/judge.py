@@ -1,0 +1,59 @@
+"""The oracle: a script is trained as plain PyTorch trains it, bit for bit, or it is refused with a name in the message."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.script_fuzz.script import Script
+from tests.script_fuzz.surfaces import Outcome, State, reference, surfaces_of
+
+ROUNDINGS = 1e-5
+
+
+def judge(script: Script, half: int | None = None) -> dict[str, str]:
+    """By surface: what is wrong there. Empty: nothing is. `half`: see surfaces_of."""
+    try:
+        expected = reference(script)
+    except Exception as error:
+        return {"plain PyTorch": f"{type(error).__name__}: {error}"}
+    found = {name: surface(script) for name, surface in surfaces_of(script, half).items()}
+    wrong = {name: problem for name, outcome in found.items() if (problem := problem_of(script, outcome, expected))}
+    jobs = [outcome for name, outcome in found.items() if not name.startswith("python")]
+    if jobs and all(outcome.state is None for outcome in jobs):  # then it is refused under plain Python, too
+        wrong |= {
+            name: "trained, and every job refuses it"
+            for name, outcome in found.items()
+            if name.startswith("python") and outcome.state is not None
+        }
+    return wrong
+
+
+def problem_of(script: Script, outcome: Outcome, expected: State) -> str:
+    if outcome.crashed:
+        return f"crashed: {outcome.crashed}"
+    if outcome.state is None:
+        return "" if _named(script, outcome.refused) else f"refused, without one of {script.names}: {outcome.refused}"
+    rounds = any(mutation.rounds for mutation in script.mutations)
+    if not (differing := differences(outcome.state, expected, ROUNDINGS if rounds else 0.0)):
+        return ""
+    if _named(script, "\n".join(outcome.told)):
+        return ""
+    return f"trained in silence, and differs in {', '.join(differing)}"
+
+
+def _named(script: Script, text: str) -> bool:
+    return any(name.lower() in text.lower() for name in script.names)
+
+
+def differences(found: State, expected: State, tolerance: float = 0.0) -> list[str]:
+    if list(found) != list(expected):
+        return [f"names {sorted(set(found) ^ set(expected)) or 'in another order'}"]
+    return [name for name in expected if not _equal(found[name], expected[name], tolerance)]
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one, other) or bool(
+        torch.isclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True).all()
+    )

@@ -1,0 +1,238 @@
+"""Where a script is trained, in this process: by `python script.py` and by jobs of both strategies, as functions and as a loop.
+
+Each gives an Outcome: the trained state_dict, or why it was refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import contextvars
+import io
+import linecache
+import runpy
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import structlog
+import torch
+from torch.optim import optimizer
+
+from master_service.core.queue.task_sizes import TaskSizes
+from master_service.storage.counting import count_records
+from shared.datasets.random_state import seed_everything
+from shared.errors import TriremeError, UserCodeError
+from shared.lanes import step_seed
+from shared.records import JobSpec, Phase
+from shared.records.datasets import Npy
+from tests.script_fuzz.script import Script
+from tests.trainer_agent import cluster as with_pservers
+from tests.trainer_agent.collective import cluster as collective
+from trainer_agent.data import default_collate
+from trainer_agent.script.user_module import load
+from trireme.plain import plain_spec, run
+from trireme.plain.minibatches import epoch_minibatches
+
+LIMIT_S = 30.0
+State = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`state`: trained; else `refused` says why, and `crashed` is the traceback of what nobody meant to raise. `told`: warnings."""
+
+    state: State | None = None
+    refused: str = ""
+    crashed: str = ""
+    told: tuple[str, ...] = field(default=())
+
+
+def reference(script: Script) -> State:
+    """By plain PyTorch. Raises what the script raises."""
+    module: dict[str, Any] = {"__name__": "plain"}
+    with _own_warnings(), _no_hooks_left():
+        exec(compile(script.plain(), "plain.py", "exec"), module)
+        torch.set_num_threads(1)
+        return dict(module["train"](_batches(script, module.get("collate"))).state_dict())
+
+
+def _batches(script: Script, collate: Callable[[Any], Any] | None) -> Iterator[Any]:
+    """Seeded before each, as a lane is."""
+    spec = spec_of(script, script.folder / "script.py", "ps")
+    table, step = count_records(spec.dataset, TaskSizes.of(spec), seed=spec.seed), 0
+    for epoch in range(spec.epochs):
+        for minibatch in epoch_minibatches(spec, table, epoch):
+            seed_everything(step_seed(spec.seed, step, 0))
+            step += 1
+            yield collate(list(minibatch)) if collate is not None else default_collate(minibatch)
+
+
+def spec_of(script: Script, path: Path, storage: str, **more: Any) -> JobSpec:
+    return JobSpec(
+        job="fuzz",
+        script=str(path),
+        dataset=Npy(script.x, script.y, aligned=True),
+        storage=str(script.folder / storage),
+        task_timeout_floor_s=20,
+        **script.settings | {"pservers": 1} | more,
+    )
+
+
+def plain_functions(script: Script) -> Outcome:
+    """`python script.py`."""
+
+    def train() -> Outcome:
+        user, said = load(script.functions("fuzz_plain")), list[str]()
+        return Outcome(dict(run(user, plain_spec(user, {}), said.append).model.state_dict()), told=tuple(said))
+
+    return _outcome(train)
+
+
+def plain_loop(script: Script) -> Outcome:
+    """`python loop.py`."""
+
+    def train() -> Outcome:
+        path, said = script.loop("fuzz_plain_loop"), io.StringIO()
+        with (
+            patch.object(sys.modules["__main__"], "__file__", str(path), create=True),
+            patch.object(atexit, "register"),
+            contextlib.redirect_stderr(said),
+        ):
+            contextvars.copy_context().run(runpy.run_path, str(path), run_name="__main__")
+        return Outcome(torch.load(script.saved, weights_only=False), told=(said.getvalue(),))
+
+    return _outcome(train)
+
+
+def job(script: Script, *, loop: bool, of_group: bool) -> Outcome:
+    name = f"fuzz_{'loop' if loop else 'functions'}_{'collective' if of_group else 'ps'}"
+    path = script.loop(name) if loop else script.functions(name)
+    spec = spec_of(script, path, name, **({"strategy": "collective", "pservers": 0} if of_group else {}))
+    return _outcome(lambda: asyncio.run(_trained(spec, collective if of_group else with_pservers)))
+
+
+async def _trained(spec: JobSpec, strategy: Any) -> Outcome:
+    async with strategy.cluster(spec) as made:
+        made.add_trainer("trainer-0-x")
+        before_the_run = made.computes["trainer-0-x"].minibatch.modes.notice  # by the check of `trireme run`
+        ended, left = asyncio.ensure_future(made.ended(LIMIT_S)), made.running["trainer-0-x"]
+        await asyncio.wait([ended, left], return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done() and isinstance(died := left.result(), Exception) and not isinstance(died, TriremeError):
+            ended.cancel()
+            return Outcome(crashed=_lines(died))
+        state = await ended
+        if state.phase is Phase.COMPLETED:
+            events = made.master.events.after(0, 1000)
+            told = [event.message for event in events if event.name == "warning"]
+            return Outcome(made.exported(), told=(before_the_run, *told))
+        failure = state.failure
+        if failure is None:
+            return Outcome(refused=state.reason)
+        return _refusal(f"{failure.error_type}: {failure.message}", failure.traceback)
+
+
+SURFACES: dict[str, Callable[[Script], Outcome]] = {
+    "python script.py": plain_functions,
+    "python loop.py": plain_loop,
+    "functions, parameter servers": lambda script: job(script, loop=False, of_group=False),
+    "functions, collective": lambda script: job(script, loop=False, of_group=True),
+    "loop, parameter servers": lambda script: job(script, loop=True, of_group=False),
+    "loop, collective": lambda script: job(script, loop=True, of_group=True),
+}
+
+
+HALVES = (
+    ("python script.py", "functions, parameter servers", "loop, collective"),
+    ("python loop.py", "functions, collective", "loop, parameter servers"),
+)
+
+
+def surfaces_of(script: Script, half: int | None = None) -> dict[str, Callable[[Script], Outcome]]:
+    """`half`: only half of them, in which both strategies are, too."""
+    names = SURFACES if half is None else HALVES[half % 2]
+    if not script.has_functions:
+        names = [name for name in names if "loop" in name]
+    return {name: SURFACES[name] for name in names}
+
+
+def _outcome(train: Callable[[], Outcome]) -> Outcome:
+    modules, threads = set(sys.modules), set(threading.enumerate())
+    try:
+        with _own_warnings(), _single_error(), _no_hooks_left():
+            return train()
+    except UserCodeError as error:
+        return _refusal(f"{error.message} {error.hint}", str(error.details.get("traceback", "")))
+    except TriremeError as error:
+        return Outcome(refused=f"{error.message} {error.hint}")
+    except (RuntimeError, TypeError, ValueError) as error:  # raised in a loop, where the script is wrong
+        return _refusal(" ".join([str(error), *getattr(error, "__notes__", ())]), _lines(error))
+    except BaseException as error:
+        return Outcome(crashed=_lines(error))
+    finally:
+        for name in set(sys.modules) - modules:
+            if name.startswith("fuzz_"):
+                del sys.modules[name]
+        for thread in set(threading.enumerate()) - threads:
+            if thread.name in ("script", "trireme"):
+                thread.join(0.01)
+
+
+def _refusal(message: str, lines: str) -> Outcome:
+    return Outcome(refused=f"{message}\n{lines}")
+
+
+def _lines(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+@contextmanager
+def _own_warnings() -> Iterator[None]:
+    """Those of torch about a script are no errors here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def _single_error() -> Iterator[None]:
+    """Of a TaskGroup."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
+        raise error from None
+
+
+@contextmanager
+def _no_hooks_left() -> Iterator[None]:
+    """Of all optimizers: those of a script would also be called in the next one."""
+    hooks = [vars(optimizer)[f"_global_optimizer_{place}_hooks"] for place in ("pre", "post")]
+    before = [dict(each) for each in hooks]
+    try:
+        yield
+    finally:
+        for each, kept in zip(hooks, before, strict=True):
+            each.clear()
+            each.update(kept)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
+        linecache.clearcache()

@@ -1,0 +1,64 @@
+"""Readers keep a bounded number of files open, whatever the number of files of a dataset."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from shared.records.datasets import Bytes, Csv, Dataset, HuggingFace, JsonLines, Npy, Parquet, TextLines, WebDataset
+from trainer_agent.data import open_dataset
+
+FILES, KEPT = 40, 4
+
+
+def write_arrow(path: Path, number: int) -> None:
+    table = pa.table({"x": [number]})
+    with pa.ipc.new_stream(str(path), table.schema) as stream:
+        stream.write_table(table)
+
+
+def write_tar(path: Path, number: int) -> None:
+    with tarfile.open(path, "w") as archive:
+        info, content = tarfile.TarInfo("0.cls"), str(number).encode()
+        info.size = len(content)
+        archive.addfile(info, io.BytesIO(content))
+
+
+Write = Callable[[Path, int], object]
+FORMATS: dict[str, tuple[type[Dataset], Write, dict[str, object]]] = {
+    "npy": (Npy, lambda path, n: np.save(path, np.array([n])), {"columns": ("x",)}),
+    "csv": (Csv, lambda path, n: path.write_text(f"x\n{n}\n"), {}),
+    "csv.gz": (Csv, lambda path, n: path.write_bytes(gzip.compress(f"x\n{n}\n".encode())), {}),
+    "jsonl.gz": (JsonLines, lambda path, n: path.write_bytes(gzip.compress(json.dumps({"x": n}).encode())), {}),
+    "txt.gz": (TextLines, lambda path, n: path.write_bytes(gzip.compress(str(n).encode())), {}),
+    "parquet": (Parquet, lambda path, n: pq.write_table(pa.table({"x": [n]}), path), {}),
+    "bin": (Bytes, lambda path, n: path.write_bytes(bytes([n])), {"record_bytes": 1}),
+    "tar": (WebDataset, write_tar, {}),
+    "arrow": (HuggingFace, write_arrow, {}),
+}
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_files_that_were_read_are_closed(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr("shared.storage.trouble._MOST_KEPT", KEPT)
+    kind, write, options = FORMATS[suffix]
+    paths = [tmp_path / f"{number:02}.{suffix}" for number in range(FILES)]
+    for number, path in enumerate(paths):
+        write(path, number)
+    reader = open_dataset(kind(str(paths[0]), **options))
+    read: Callable[[Path], dict[str, object]] = lambda path: reader.read(str(path), 0, 1).columns(np.arange(1))  # noqa: E731
+    first = read(paths[0])
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for path in paths:
+        read(path)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + KEPT
+    assert repr(read(paths[0])) == repr(first)

@@ -1,0 +1,117 @@
+"""A model that is another one than was laid out is refused, by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shared.errors import UserCodeError
+from shared.records import Phase
+from tests.trainer_agent.cluster import cluster
+from tests.trainer_agent.collective.cluster import cluster as collective_cluster
+from tests.trainer_agent.scripts import records, spec_for, write_script
+from trainer_agent.model.watch.unshared_state import FIRST_LOOKS
+from trainer_agent.script.user_module import load
+from trireme import plain
+
+MODEL = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 8), nn.Linear(8, 3)
+        self.body.requires_grad_(False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        return self.head(torch.relu(self.body(x)))
+
+def model():
+    return Model()
+"""
+LOSS = """
+def loss(model, batch):
+    if model.training:
+        model.steps += 1
+    if model.steps > AFTER:
+        CHANGE
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+"""
+COUNTED = "seen = []\n" + LOSS.replace("model.steps += 1", "seen.append(1)").replace(
+    "model.steps > AFTER", "len(seen) > 1"
+)
+THAWED = r"changed requires_grad of the parameter body\.weight: it was False when training began, and now it is True; .*in a second job"
+CHANGES = {
+    "thawed": ("model.body.requires_grad_(True)", THAWED),
+    "frozen": (
+        "model.head.bias.requires_grad_(False)",
+        r"parameter head\.bias: it was True when training began, and now it is False",
+    ),
+    "another layer": ("model.head = nn.Linear(8, 3)", r"the parameter head\.weight was replaced"),
+    "another parameter": ("model.head.bias = nn.Parameter(torch.zeros(3))", r"the parameter head\.bias was replaced"),
+    "a layer more": ("model.more = nn.Linear(2, 2)", r"the parameter more\.weight was added"),
+    "a layer less": ("model.head.bias = None", r"the parameter head\.bias was taken away"),
+    "a buffer more": ("model.register_buffer('seen', torch.ones(()))", "the buffer seen was added"),
+    "parametrized": (
+        "hasattr(model.head, 'parametrizations') or nn.utils.parametrizations.weight_norm(model.head)",
+        r"the parameter head\.weight was taken away",
+    ),
+    "pruned": (
+        "__import__('torch.nn.utils.prune').nn.utils.prune.l1_unstructured(model.head, 'weight', 0.5)",
+        r"the parameter head\.weight was taken away",
+    ),
+    "other memory": ("model.head.weight.data = model.head.weight.data.clone()", r"changed the parameter head\.weight"),
+    "another dtype": ("model.half().float()", r"changed the parameter (body|head)\."),
+}
+
+
+@pytest.mark.parametrize("name", list(CHANGES))
+async def test_what_the_script_changes_of_its_model_is_refused_with_the_name(build, tmp_path, name):
+    change, message = CHANGES[name]
+    loss = COUNTED.replace("CHANGE", change)
+    compute = build(model=MODEL, loss=loss)
+    with pytest.raises(UserCodeError, match=message) as caught:
+        for number in range(FIRST_LOOKS):
+            compute.forget_nodes()
+            await compute.gradient((0, 1), 0, number, records(8, number), bool)
+    assert caught.value.details["fatal"]
+    script = write_script(tmp_path, "alone", model=MODEL, loss=loss)
+    with pytest.raises(UserCodeError, match=message):
+        plain.run(load(script), spec_for(script))
+
+
+@pytest.mark.parametrize("strategy", ["parameter_server", "collective"])
+async def test_a_model_that_is_thawed_while_a_job_trains_fails_it_at_once(tmp_path, strategy):
+    loss = LOSS.replace("AFTER", "5").replace("CHANGE", "model.body.requires_grad_(True)")
+    script = write_script(tmp_path, model=MODEL, loss=loss)
+    spec = spec_for(script, strategy=strategy, pservers=int(strategy == "parameter_server"), lanes=2)
+    async with (cluster if strategy == "parameter_server" else collective_cluster)(spec, 2) as made:
+        state = await made.ended()
+    assert state.phase is Phase.FAILED
+    assert state.failure.message.startswith("loss(model, batch) changed requires_grad of the parameter body.weight")
+    assert ", step 5, lane " in state.failure.task
+
+
+async def test_a_change_behind_the_first_minibatches_is_noticed_at_the_end(tmp_path):
+    """Names are compared in some minibatches only, and before the model is exported."""
+    script = write_script(
+        tmp_path, model=MODEL, loss=LOSS.replace("AFTER", "5").replace("CHANGE", "model.more = nn.Linear(2, 2)")
+    )
+    async with cluster(spec_for(script), 1) as made:
+        state = await made.ended()
+    assert (state.phase, state.failure.message.split(";")[0]) == (
+        Phase.FAILED,
+        "the script changed the model: the parameter more.weight was added since training began",
+    )
+    with pytest.raises(UserCodeError, match=r"the parameter more\.weight was added"):
+        plain.run(load(script), spec_for(script))
+
+
+async def test_modules_that_the_first_forward_makes_are_left_alone(build):
+    lazily = "if not hasattr(model, 'act'): model.act = nn.GELU()"
+    compute = build(model=MODEL, loss=LOSS.replace("AFTER", "0").replace("CHANGE", lazily))
+    for number in range(FIRST_LOOKS):
+        compute.forget_nodes()
+        await compute.gradient((0, 1), 0, number, records(8, number), bool)
+    compute.model.act = torch.nn.ReLU()
+    with pytest.raises(UserCodeError, match="the module act was replaced"):
+        compute.minibatch.check_at_end()
