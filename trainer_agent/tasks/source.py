@@ -179,13 +179,16 @@ class TaskSource:
         with contextlib.suppress(TriremeError):
             await self._master.report_progress(task.task_id, waits)
 
-    def make_datasets(self) -> None:
+    async def make_datasets(self) -> None:
         """Make the objects of the script's code (what `dataset()` gives) before this trainer is a member: that may take minutes, and keep the
-        interpreter, so that no lease could be renewed. What fails is told with the first task. Blocks."""
+        interpreter, so that no lease could be renewed. What fails is told with the first task."""
         for held_out, dataset in ((False, self.spec.dataset), (True, self.spec.evaluation_dataset)):
             if isinstance(dataset, MapStyle | IterableStyle):
                 with contextlib.suppress(TriremeError):
-                    self._reader(held_out=held_out).read(dataset.reader, 0, 0)  # no record, but the object is made
+                    await self.offload(self._make, held_out, dataset.reader)
+
+    def _make(self, held_out: bool, name: str) -> None:  # noqa: FBT001  the offload passes no names
+        self._reader(held_out=held_out).read(name, 0, 0)  # no record, but the object is made
 
     def _reader(self, *, held_out: bool) -> Blaming:
         """The reader of the evaluation dataset, or of the one that is trained. Raises DatasetError."""

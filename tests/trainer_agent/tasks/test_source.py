@@ -78,13 +78,13 @@ async def test_objects_of_the_script_are_made_ahead_and_once_and_what_fails_ther
 
     its = source([])
     its.spec = SPEC.model_copy(update={"dataset": made("training"), "evaluation_dataset": made("held_out")})
-    its.make_datasets()
+    await its.make_datasets()
     assert calls == ["training", "held_out"]
     await its.load(TASK)
     assert calls == ["training", "held_out"]
     failing = source([])
     failing.spec = SPEC.model_copy(update={"dataset": made("broken")})
-    failing.make_datasets()
+    await failing.make_datasets()
     with pytest.raises(TaskFailed, match="no such folder"):
         await failing.load(TASK)
 
