@@ -10,16 +10,16 @@ from tests.script_fuzz.surfaces import Outcome, State, reference, surfaces_of
 ROUNDINGS = 1e-5
 
 
-def judge(script: Script) -> dict[str, str]:
-    """By surface: what is wrong there. Empty: nothing is."""
+def judge(script: Script, half: int | None = None) -> dict[str, str]:
+    """By surface: what is wrong there. Empty: nothing is. `half`: see surfaces_of."""
     try:
         expected = reference(script)
     except Exception as error:
         return {"plain PyTorch": f"{type(error).__name__}: {error}"}
-    found = {name: surface(script) for name, surface in surfaces_of(script).items()}
+    found = {name: surface(script) for name, surface in surfaces_of(script, half).items()}
     wrong = {name: problem for name, outcome in found.items() if (problem := problem_of(script, outcome, expected))}
     jobs = [outcome for name, outcome in found.items() if not name.startswith("python")]
-    if all(outcome.state is None for outcome in jobs):  # then it is refused under plain Python, too
+    if jobs and all(outcome.state is None for outcome in jobs):  # then it is refused under plain Python, too
         wrong |= {
             name: "trained, and every job refuses it"
             for name, outcome in found.items()

@@ -150,8 +150,18 @@ SURFACES: dict[str, Callable[[Script], Outcome]] = {
 }
 
 
-def surfaces_of(script: Script) -> dict[str, Callable[[Script], Outcome]]:
-    return {name: surface for name, surface in SURFACES.items() if script.has_functions or "loop" in name}
+HALVES = (
+    ("python script.py", "functions, parameter servers", "loop, collective"),
+    ("python loop.py", "functions, collective", "loop, parameter servers"),
+)
+
+
+def surfaces_of(script: Script, half: int | None = None) -> dict[str, Callable[[Script], Outcome]]:
+    """`half`: only half of them, in which both strategies are, too."""
+    names = SURFACES if half is None else HALVES[half % 2]
+    if not script.has_functions:
+        names = [name for name in names if "loop" in name]
+    return {name: SURFACES[name] for name in names}
 
 
 def _outcome(train: Callable[[], Outcome]) -> Outcome:

@@ -106,7 +106,7 @@ class SyncLoop:
             await self._transfer.beginning(step.number)
             self._compute.forget_nodes()
         with self._repair.contributing():
-            async with asyncio.TaskGroup() as group:
+            async with SingleErrorGroup() as group:  # it may fail while the end of the group is waited for
                 contribution = group.create_task(self._repair.contribute(step))  # calls _push
                 wanted = self._reports.steps.missing_from
                 following = await self._transfer.pull(step.number + 1, results_from=wanted)

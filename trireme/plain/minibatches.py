@@ -18,9 +18,10 @@ from trainer_agent.script.user_module import UserModule
 
 
 def epoch_minibatches(
-    spec: JobSpec, table: FileTable, epoch: int, reader: Blaming | None = None
+    spec: JobSpec, table: FileTable, epoch: int, reader: Blaming | None = None, *, by_columns: bool = False
 ) -> Iterator[Minibatch]:
-    """All minibatches of an epoch, in the order in which the only lane trains them. `reader`: of the dataset, to use it for several epochs."""
+    """All minibatches of an epoch, in the order in which the only lane trains them. `reader`: of the dataset, to use it for
+    several epochs. `by_columns`: nobody asks for records one by one."""
     reader = reader or open_dataset(spec.dataset, spec.seed)
     order = EpochOrder(table.tasks, spec.seed, epoch, spec.shuffle)
     for position in range(table.tasks):
@@ -28,6 +29,8 @@ def epoch_minibatches(
         place = table.locate(task)
         with reading(epoch):
             shard = reader.read(place.file, place.first, place.count, place.offset, place.stamp)
+        if by_columns:
+            shard.keep_columns()
         for number in range(minibatches_in(place.count, spec.minibatch_size)):
             yield shard.minibatch(
                 minibatch_indices(

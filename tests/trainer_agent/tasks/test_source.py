@@ -33,6 +33,13 @@ class Failing:
         return [{"n": first + number} for number in range(count)]
 
 
+class Hearing:
+    """A master that is told what tasks wait for."""
+
+    async def report_progress(self, task_id: str, _: Any) -> None:
+        assert task_id == TASK.task_id
+
+
 def source(threads: list[str]) -> TaskSource:
     async def run(name: str, work: Any, *arguments: Any) -> Any:
         threads.append(name)
@@ -41,7 +48,7 @@ def source(threads: list[str]) -> TaskSource:
     spec = SPEC.model_copy(update={"dataset": Custom("part-0", reader=f"{__name__}:Failing")})
     return TaskSource(
         spec,
-        None,  # type: ignore[arg-type]  nothing is asked or reported
+        Hearing(),  # type: ignore[arg-type]  nothing else is asked or reported
         "t",
         lambda work, *arguments: run("reading", work, *arguments),
         lambda work, *arguments: run("computing", work, *arguments),
@@ -71,13 +78,13 @@ async def test_objects_of_the_script_are_made_ahead_and_once_and_what_fails_ther
 
     its = source([])
     its.spec = SPEC.model_copy(update={"dataset": made("training"), "evaluation_dataset": made("held_out")})
-    its.make_datasets()
+    await its.make_datasets()
     assert calls == ["training", "held_out"]
     await its.load(TASK)
     assert calls == ["training", "held_out"]
     failing = source([])
     failing.spec = SPEC.model_copy(update={"dataset": made("broken")})
-    failing.make_datasets()
+    await failing.make_datasets()
     with pytest.raises(TaskFailed, match="no such folder"):
         await failing.load(TASK)
 
