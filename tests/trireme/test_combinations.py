@@ -92,6 +92,8 @@ GIVEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "pre_tasks": ("true", {}),
     "post_tasks": ("true", {}),
     "trackers": ("csv", {}),
+    "changed_files": ("report", {}),
+    "drop_last": (True, {}),
 }
 ONLY_ASYNC = {
     *("push_every", "lr_staleness_modulation", "max_staleness"),
