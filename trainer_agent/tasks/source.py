@@ -187,7 +187,7 @@ class TaskSource:
                 with contextlib.suppress(TriremeError):
                     await self.offload(self._make, held_out, dataset.reader)
 
-    def _make(self, held_out: bool, name: str) -> None:  # noqa: FBT001  the offload passes no names
+    def _make(self, held_out: bool, name: str) -> None:
         self._reader(held_out=held_out).read(name, 0, 0)  # no record, but the object is made
 
     def _reader(self, *, held_out: bool) -> Blaming:
