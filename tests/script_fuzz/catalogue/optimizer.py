@@ -64,7 +64,7 @@ OPTIMIZERS += [
     Mutation("a rate in a tensor, Adam", ("lr",), optimizer=f"torch.optim.Adam({P}, lr=torch.tensor(0.02))"),
     Mutation(
         "betas in tensors",
-        ("betas",),
+        ("betas", "option lr"),
         optimizer=f"torch.optim.Adam({P}, lr=torch.tensor(0.02), betas=(torch.tensor(0.8), torch.tensor(0.9)), foreach=False)",
         alone=True,
     ),
