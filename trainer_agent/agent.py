@@ -142,7 +142,7 @@ class Agent:
             await self.collective.server.prepare_tables(self._compute.layout)
         if not await self._fits_job():
             return LEASE_LOST
-        await self._offload(self._context.source.make_datasets)
+        await self._context.source.make_datasets()
         await self._membership.register(self._directory.keys, self._spec.lease_ttl_s)
         name, view = self._member.trainer, self._directory
         view.observers.append(lambda: self._membership.follow(listed=name in view.trainers))

@@ -155,7 +155,7 @@ async def _train(
     loop = asyncio.get_running_loop()
 
     def find_steps() -> JobSteps:  # in a thread of the script
-        return asyncio.run_coroutine_threadsafe(_steps(context.directory), loop).result()
+        return asyncio.run_coroutine_threadsafe(steps_of(context.directory), loop).result()
 
     stack.enter_context(telling(find_steps))
     reading = stack.enter_context(ThreadPoolExecutor(READER_THREADS, "read"))
@@ -221,7 +221,7 @@ async def _train(
     return await agent.run()
 
 
-async def _steps(directory: Directory) -> JobSteps:
+async def steps_of(directory: Directory) -> JobSteps:
     """What the job makes, as soon as its dataset is counted. Raises NotReady if that cannot be known any more."""
     while directory.plan is None or directory.spec is None:
         if directory.known_state.phase.final:

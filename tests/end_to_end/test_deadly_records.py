@@ -93,12 +93,13 @@ DEADLY = {
 
 
 async def check(tmp_path, kinds, *, own_loop=False, **changes):
-    """Each kind stands in the middle of a task of its own, with a task between; the first steps are clean."""
+    """Each kind stands in the middle of a task of its own, with a task between; the first steps are clean. The minibatch of a record that is
+    NaN is left out, as `on_nonfinite` says, and its task is not discarded."""
     bad = {CLEAN + 2 * number: kind for number, kind in enumerate(kinds)}  # by task
     records = TASK * (CLEAN + 2 * len(kinds))
     folder = tmp_path / "script"
     folder.mkdir()
-    places = {TASK * task + 5: kind for task, kind in bad.items()}
+    places = {TASK * task + 5: kind for task, kind in bad.items()} | {TASK * (CLEAN - 2) + 5: ("nan", "item")}
     (folder / "deadly.py").write_text((SCRIPT + (LOOP if own_loop else "")).format(kinds=places, records=records))
     settings = {
         "job": "deadly",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.records import JobSpec, Strategy
+from shared.records import JobSpec, Mode, Strategy
 from shared.records.datasets import Custom
 from tests.simulation.checkpoint_checker import STORAGE
 from tests.simulation.compute import BLOCK_BYTES
@@ -27,7 +27,6 @@ def spec_of(plan: Plan) -> JobSpec:
         dispatch=plan.dispatch,
         epochs=plan.first_epochs or job.epochs,
         global_batch_size=job.minibatch * job.lanes,
-        lanes=job.lanes,
         seed=job.seed,
         trainers=plan.trainers,
         pservers=plan.pservers,
@@ -45,7 +44,6 @@ def spec_of(plan: Plan) -> JobSpec:
         storage=STORAGE,
         lease_ttl_s=LEASE_TTL_S,
         stragglers="on" if plan.stragglers else "off",
-        rebalance_s=plan.rebalance_s,
         task_timeout_floor_s=TASK_FLOOR_S,
         task_timeout_ceiling_s=TASK_CEILING_S + _longest_step_s(plan),
         max_task_failures=MAX_TASK_FAILURES,
@@ -59,6 +57,7 @@ def spec_of(plan: Plan) -> JobSpec:
         checkpoint_every_seconds=plan.checkpoint_every_s,
         skip_after_seconds=plan.skip_after_s,
         checkpoint_kind="independent" if plan.independent else "coordinated",
+        **({"lanes": job.lanes, "rebalance_s": plan.rebalance_s} if job.mode is Mode.SYNC else {}),
     )
 
 

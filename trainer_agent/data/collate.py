@@ -62,9 +62,7 @@ def _tensor(name: str, column: Any) -> Any:
     kind = column.dtype
     try:
         array = np.array(column, dtype=kind.newbyteorder("="), order="C")
-        if (
-            kind.kind in "iu"
-        ):  # NumPy has two types of 64 bits for each sign (`long`, `long long`), and torch takes one of them
+        if kind.kind in "iu":  # NumPy has two types of 64 bits for each sign (`long`, `long long`); torch takes one
             array = array.view(f"{kind.kind}{kind.itemsize}")
         return torch.from_numpy(array)
     except TypeError as error:

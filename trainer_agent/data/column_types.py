@@ -126,6 +126,8 @@ class TypedByFirstRecord:
         return f"<TypedByFirstRecord {self._reader!r}>"
 
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:
+        if not count:  # only the user's object is to be made
+            return self._reader.read(file, first, count, offset)
         with self._lock:
             if self._types is None:
                 self._types = self._found()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from shared.errors import DatasetError, TriremeError, is_interrupt
@@ -28,6 +29,25 @@ def too_short(file: str, first: int, count: int, records: int) -> DatasetError:
     return DatasetError(msg, hint="the file was changed while the job ran: start a new job", url=file, records=records)
 
 
+@contextmanager
+def blaming(file: str, first: int, count: int) -> Iterator[None]:
+    """Whatever code raises in this block that makes these records, or columns of them, says whose fault it is: DatasetError for the
+    records, ResourceExhausted and StorageUnreachable for what the machine or the storage lacks."""
+    try:
+        yield
+    except TriremeError:
+        raise
+    except BaseException as error:  # the user's datasets and their values may raise anything, SystemExit too
+        if is_interrupt(error):
+            raise
+        records = f"{file} records {first}-{first + count - 1}"
+        if (trouble := trouble_in_user_code(error, records)) is not None:
+            raise trouble from error
+        msg = f"{records} cannot be read: {type(error).__name__}: {error}"
+        hint = "correct or remove the record, or correct the code that reads it"
+        raise DatasetError(msg, hint=hint, url=file) from error
+
+
 class Blaming:
     """A reader whose every failure says whose fault it is, so that no record ends the process that reads it: DatasetError for the
     records, ResourceExhausted and StorageUnreachable for what the machine or the storage lacks. A file that is not the counted one is
@@ -46,15 +66,5 @@ class Blaming:
             self._changed(f"{difference.message}; it is trained all the same (changed_files = report)")
         elif difference is not None:
             raise DatasetError(difference.message, hint=difference.hint, fatal=True, **difference.details)
-        try:
+        with blaming(file, first, count):
             return self._reader.read(file, first, count, offset)
-        except TriremeError:
-            raise
-        except BaseException as error:  # the user's datasets and their values may raise anything, SystemExit too
-            if is_interrupt(error):
-                raise
-            msg = f"{file} records {first}-{first + count - 1} cannot be read: {type(error).__name__}: {error}"
-            if (trouble := trouble_in_user_code(error, f"{file} records {first}-{first + count - 1}")) is not None:
-                raise trouble from error
-            hint = "correct or remove the record, or correct the code that reads it"
-            raise DatasetError(msg, hint=hint, url=file) from error

@@ -65,20 +65,21 @@ class Life:
 
     async def run(self, membership: Membership) -> None:
         """Until cancelled."""
-        before, used = clock.monotonic(), clock.process_seconds()
-        while True:
-            lease = membership.lease
-            if lease.alive:
-                self._file.write(lease.id, lease.ttl_s)
-            await asyncio.sleep(BEAT_S)
-            now, used_now = clock.monotonic(), clock.process_seconds()
-            seconds = now - before - BEAT_S
-            if seconds > lease.ttl_s / 2:
-                held_up = HeldUp(seconds, used_now - used, begun.overlapping(seconds))
-                log.warning("held_up", cause=str(held_up), processor_s=round(held_up.processor_s, 1))
-                if seconds > lease.ttl_s and held_up.by_code and await self._is_gone(lease.id):
-                    await self._report(held_up, lease.id)
+        async with asyncio.TaskGroup() as group:
             before, used = clock.monotonic(), clock.process_seconds()
+            while True:
+                lease = membership.lease
+                if lease.alive:
+                    self._file.write(lease.id, lease.ttl_s)
+                await asyncio.sleep(BEAT_S)
+                now, used_now = clock.monotonic(), clock.process_seconds()
+                seconds = now - before - BEAT_S
+                if seconds > lease.ttl_s / 2:
+                    held_up = HeldUp(seconds, used_now - used, begun.overlapping(seconds))
+                    log.warning("held_up", cause=str(held_up), processor_s=round(held_up.processor_s, 1))
+                    if seconds > lease.ttl_s and held_up.by_code:
+                        group.create_task(self._report(held_up, lease.id))
+                before, used = now, used_now
 
     async def _is_gone(self, lease: int) -> bool:
         """Whether etcd has ended the lease; its supervisor may have renewed it."""
@@ -88,6 +89,9 @@ class Life:
             return False
 
     async def _report(self, held_up: HeldUp, lease: int) -> None:
+        """If the lease was lost by it."""
+        if not await self._is_gone(lease):
+            return
         name = self._trainer.rpartition("-")[0] or self._trainer
         message = f"{name} lost its lease: {held_up}; {WHAT_TO_DO}"
         works = [work for work in map(BegunWork.from_bytes, held_up.works) if work is not None]

@@ -28,7 +28,7 @@ from shared.evaluations import check_criteria
 from shared.records import JobSpec
 from shared.records.datasets import Dataset
 from trainer_agent.own_loop.job_steps import UNCOUNTED, JobSteps, telling
-from trainer_agent.script.sample_records import first_records
+from trainer_agent.script.sample_records import compare_files, first_records
 from trainer_agent.script.user_module import UserModule, load
 
 if TYPE_CHECKING:
@@ -105,6 +105,8 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
     with ThreadPoolExecutor(1, "compute") as executor, telling(lambda: made_up):
         compute = executor.submit(TorchCompute, user, spec, executor).result()
         twice = Twice(user.path, spec, compute)
+        if not user.has("collate") and user.loop is None:
+            compare_files(dataset, spec.seed)
         minibatch = twice.records("dataset()", lambda: first_records(dataset, spec.minibatch_size, spec.seed))
         compute.begin_step()
         with _doing("the first minibatch"):

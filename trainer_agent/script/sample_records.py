@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from shared.errors import DatasetError
-from shared.records.datasets import Dataset
+from shared.records.datasets import Dataset, JsonLines, TFRecord, WebDataset
 from shared.storage import files
+from shared.storage.compressed import is_compressed
 from shared.storage.dataset_files import files_of
-from trainer_agent.data import Reader, Shard, open_dataset
+from trainer_agent.data import Reader, Shard, default_collate, open_dataset
 from trainer_agent.model.compute import Records
+
+COMPARED_FILES = 32
 
 
 def first_records(dataset: Dataset, count: int, seed: int = 0) -> Records:
@@ -27,6 +30,18 @@ def first_records(dataset: Dataset, count: int, seed: int = 0) -> Records:
     raise problem or DatasetError(
         f"{', '.join(dataset.urls)} has no records", hint="check the path that dataset() returns"
     )
+
+
+def compare_files(dataset: Dataset, seed: int = 0) -> None:
+    """Formats without a schema, for a script without `collate`: the first record of each file has the columns and types of the dataset. Up to
+    COMPARED_FILES files, spread over all; compressed ones would have to be decompressed whole. Raises DatasetError, with file and column."""
+    if not isinstance(dataset, JsonLines | TFRecord | WebDataset):
+        return
+    reader = open_dataset(dataset, seed)
+    found = [file for file in files_of(dataset) if not is_compressed(file)]
+    for file in found[:: -(-len(found) // COMPARED_FILES) or 1]:
+        if not files.is_empty(file):
+            default_collate(reader.read(file, 0, 1).minibatch(np.arange(1, dtype=np.int64)))
 
 
 def _start_of(reader: Reader, file: str, count: int) -> Shard:

@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from shared.errors import CallerError, DatasetError, DeadlineExceeded, PeerError, StaleAttempt, TriremeError
-from shared.records import AcquireTask, CompleteTask, FailTask, JobSpec, TakeNext, Task, TaskAnswer
+from shared.records import AcquireTask, CompleteTask, FailTask, JobSpec, TakeNext, Task, TaskAnswer, TaskProgress
 from shared.records.begun import BegunWork
 from shared.records.datasets import IterableStyle, MapStyle
 from shared.records.step import LanePosition
+from shared.records.tasks import WAITS_FOR_CHARACTERS
 from shared.runtime import begun, ids, telemetry
 from trainer_agent.data import Blaming, Shard, minibatch_in, open_dataset
 from trainer_agent.data.drawing import EVALUATION, reading
 from trainer_agent.data.order import Indices, record_order
+from trainer_agent.data.reader import blaming
 from trainer_agent.model.compute import Records
 from trainer_agent.script.tracebacks import traceback_of
 from trainer_agent.tasks.master import MasterPort, failure_of
@@ -141,8 +143,9 @@ class TaskSource:
 
     async def load(self, task: Task) -> LoadedTask:
         """A task with its records. Raises TaskFailed; ResourceExhausted, StorageUnreachable if this machine or the dataset's storage has
-        not let it read for READ_LIMIT_S: that is no failure of the task, and another trainer may be able to read it."""
-        backoff = Backoff(f"reading {described(task)}", READ_LIMIT_S)
+        not let it read for READ_LIMIT_S: that is no failure of the task, and another trainer may be able to read it. Until then the
+        master is told that the task waits, since one whose trainer is silent counts as failed."""
+        backoff, tries = Backoff(f"reading {described(task)}", READ_LIMIT_S), 0
         offload = self._alone if task.alone else self.offload
         while True:
             try:
@@ -155,18 +158,37 @@ class TaskSource:
                     error.details["traceback"] = traceback_of(error.__cause__, Path(self.spec.script).parent)
                 raise TaskFailed(task, error) from error
             except PeerError as error:
+                tries += 1
+                await self._tell_waiting(task, tries, error)
                 try:
                     await backoff.failed(error)
                 except DeadlineExceeded:
                     raise error from None
 
-    def make_datasets(self) -> None:
+    async def _tell_waiting(self, task: Task, tries: int, error: PeerError) -> None:
+        """It is told again with the next try if it is lost."""
+        waits = TaskProgress(
+            trainer=self.trainer,
+            attempt=task.attempt,
+            minibatches=0,
+            work=tries,
+            epoch=task.epoch,
+            timeline=task.timeline,
+            waits_for=error.message[:WAITS_FOR_CHARACTERS],
+        )
+        with contextlib.suppress(TriremeError):
+            await self._master.report_progress(task.task_id, waits)
+
+    async def make_datasets(self) -> None:
         """Make the objects of the script's code (what `dataset()` gives) before this trainer is a member: that may take minutes, and keep the
-        interpreter, so that no lease could be renewed. What fails is told with the first task. Blocks."""
+        interpreter, so that no lease could be renewed. What fails is told with the first task."""
         for held_out, dataset in ((False, self.spec.dataset), (True, self.spec.evaluation_dataset)):
             if isinstance(dataset, MapStyle | IterableStyle):
                 with contextlib.suppress(TriremeError):
-                    self._reader(held_out=held_out).read(dataset.reader, 0, 0)  # no record, but the object is made
+                    await self.offload(self._make, held_out, dataset.reader)
+
+    def _make(self, held_out: bool, name: str) -> None:
+        self._reader(held_out=held_out).read(name, 0, 0)  # no record, but the object is made
 
     def _reader(self, *, held_out: bool) -> Blaming:
         """The reader of the evaluation dataset, or of the one that is trained. Raises DatasetError."""
@@ -180,9 +202,11 @@ class TaskSource:
         return reader
 
     def _load(self, task: Task) -> LoadedTask:
-        shard = self._read(task)
-        if self._by_columns:
-            shard.keep_columns()
+        with begun.at(BegunWork.of(task).to_bytes()):
+            shard = self._read(task)
+            if self._by_columns:
+                with blaming(task.file, task.first, task.count):
+                    shard.keep_columns()
         if not self.spec.shuffle or task.kind != "TRAIN":
             return LoadedTask(task, shard)
         number = int(task.task_id.rpartition("-")[2])
@@ -191,7 +215,7 @@ class TaskSource:
     def _read(self, task: Task) -> Shard:
         evaluates = task.kind in ("EVALUATE", "VALIDATE")
         reader = self._reader(held_out=evaluates and self.spec.evaluation_dataset is not None)
-        with reading(EVALUATION if evaluates else task.epoch), begun.at(BegunWork.of(task).to_bytes()):
+        with reading(EVALUATION if evaluates else task.epoch):
             return reader.read(task.file, task.first, task.count, task.offset, task.stamp)
 
     def minibatch(self, loaded: LoadedTask, number: int) -> Records:

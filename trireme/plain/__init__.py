@@ -181,12 +181,14 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
         open_dataset(spec.dataset, spec.seed, report if spec.changed_files == "report" else None),
     )
     progress = ProgressLines(spec, counted.table.records, report)
-    watch, told_of_buffers = Watch(user.path, model), False
+    watch, told_of_buffers, by_columns = Watch(user.path, model), False, not user.has("collate")
     evaluations = Evaluations(user, spec, counted.steps, device, report)
     for epoch in range(spec.epochs):
         loss_sum, records, trained_records = 0.0, 0, 0
         sums: dict[str, Logged] = {}
-        for number, minibatch in enumerate(epoch_minibatches(spec, counted.table, epoch, reader)):
+        for number, minibatch in enumerate(
+            epoch_minibatches(spec, counted.table, epoch, reader, by_columns=by_columns)
+        ):
             seed_everything(step_seed(spec.seed, result.steps, 0) if result.steps else START_SEED)
             unshared.begin()
             guard.begin()

@@ -40,6 +40,8 @@ def evaluate(
         for task in range(table.tasks):
             place = table.locate(task)
             shard = reader.read(place.file, place.first, place.count, place.offset, place.stamp)
+            if not user.has("collate"):
+                shard.keep_columns()
             sums: dict[str, float] = {}
             for number in range(minibatches_in(place.count, size)):
                 seed_everything(evaluation_seed(spec.seed, task, number))
@@ -69,7 +71,7 @@ def _sums(
 
 class Evaluations:
     """While the model trains, as `evaluate_every`, `keep_best` and `stop_early` say. `stopped`: training ends here. `plateau_value`: see
-    BeforeStep.metric, for the next step."""
+    BeforeStep.metric, for the next step. `per_epoch`: steps of an epoch."""
 
     def __init__(self, user: UserModule, spec: JobSpec, per_epoch: int, device: torch.device, report: Any) -> None:
         self._user, self._spec, self._device, self._report = user, spec, device, report

@@ -12,14 +12,16 @@ from master_service.core.queue.file_table import FileTable
 from shared.records import JobSpec
 from trainer_agent.data import Blaming, Minibatch, default_collate, minibatch_indices, minibatches_in, open_dataset
 from trainer_agent.data.drawing import reading
+from trainer_agent.data.reader import blaming
 from trainer_agent.model.devices import on_device
 from trainer_agent.script.user_module import UserModule
 
 
 def epoch_minibatches(
-    spec: JobSpec, table: FileTable, epoch: int, reader: Blaming | None = None
+    spec: JobSpec, table: FileTable, epoch: int, reader: Blaming | None = None, *, by_columns: bool = False
 ) -> Iterator[Minibatch]:
-    """All minibatches of an epoch, in the order in which the only lane trains them. `reader`: of the dataset, to use it for several epochs."""
+    """All minibatches of an epoch, in the order in which the only lane trains them. `reader`: of the dataset, to use it for
+    several epochs. `by_columns`: nobody asks for records one by one."""
     reader = reader or open_dataset(spec.dataset, spec.seed)
     order = EpochOrder(table.tasks, spec.seed, epoch, spec.shuffle)
     for position in range(table.tasks):
@@ -27,6 +29,8 @@ def epoch_minibatches(
         place = table.locate(task)
         with reading(epoch):
             shard = reader.read(place.file, place.first, place.count, place.offset, place.stamp)
+        if by_columns:
+            shard.keep_columns()
         for number in range(minibatches_in(place.count, spec.minibatch_size)):
             yield shard.minibatch(
                 minibatch_indices(
@@ -37,5 +41,9 @@ def epoch_minibatches(
 
 def batch_of(user: UserModule, minibatch: Minibatch, device: torch.device) -> Any:
     """What the script's loss gets."""
-    batch = user.call("collate", list(minibatch)) if user.has("collate") else default_collate(minibatch)
+    if user.has("collate"):
+        batch = user.call("collate", list(minibatch))
+    else:
+        with blaming("the minibatch:", 0, len(minibatch)):
+            batch = default_collate(minibatch)
     return batch if device.type == "cpu" else on_device(batch, device)

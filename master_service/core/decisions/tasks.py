@@ -202,6 +202,10 @@ def _expire(job: Job, queue: TaskQueue, late: Sequence[str], now: float) -> Deci
     for task_id in blamed:
         held = queue.pending[task_id]
         cause = f"silent for {now - held.last_sign:.1f} s at {held.record.trainer}"
+        if queue.by_lane and not 0 < held.record.failures >= queue.max_failures - 1:
+            # lanes wait for each other, so this may not be the one that hangs: that one is found by where its process dies (deaths.py)
+            decision += _put_back(queue, task_id, cause)
+            continue
         closing = queue.give_up(task_id, cause)
         decision += ended_badly(job, queue, task_id, cause, closing, None)
         if closing.last or closing.discarded:

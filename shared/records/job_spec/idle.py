@@ -69,6 +69,6 @@ def without_effect(spec: JobSettings) -> list[str]:
         if idle.when(spec):
             for name in idle.names:
                 value = getattr(spec, name)
-                if value != fields[name].default:
+                if value is not None and value != fields[name].default:  # None: it is off
                     told.setdefault(name, f"{name} is {value}, which changes nothing: {idle.why(spec)}; leave it out")
     return list(told.values())

@@ -49,8 +49,9 @@ class ByParameter(BlockOptimizer):
         return self._direct is not None and has_state(self.torch_optimizer, self._state_of(0))
 
     def step_into(self, out: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor, options: Options) -> None:
-        if not self.only_reads(options):
-            out.copy_(values)
+        several = len(self._parameters) > 1 and self.torch_optimizer.param_groups[0].get("fused")
+        if several or not self.only_reads(options):
+            out.copy_(values)  # a fused kernel is called once for all parts
             self.step(out, gradient, options)
             return
         assert self._direct is not None
@@ -59,7 +60,8 @@ class ByParameter(BlockOptimizer):
         with torch.no_grad():
             for gap in self._gaps:
                 outs[gap].copy_(before[gap])
-            self._direct(outs[1::2], before[1::2], gradients[1::2], states)
+            for part in zip(outs[1::2], before[1::2], gradients[1::2], states, strict=True):
+                self._direct(*part)
 
     def step(self, values: torch.Tensor, gradient: torch.Tensor, options: Options) -> None:
         if options != self._options:

@@ -1,24 +1,23 @@
 """Steps of common optimizers that call torch's kernels directly: the same bits as torch.optim's step, without its hundred
 lines of Python for each block and, where the kernel can write elsewhere, without a copy of the values first.
 
-    direct_step(optimizer) -> a function of (outs, values, gradients, states), or None: use torch.optim
+    direct_step(optimizer) -> a function of (out, values, gradient, state), or None: use torch.optim
 
-Each of the outs becomes values stepped with a gradient. Values and gradients stay as they are; states are changed in place.
+`out` becomes `values` stepped with `gradient`. `values` and `gradient` stay as they are; `state` is changed in place.
 Kernels and their order are those of torch.optim.sgd and torch.optim.adam (single-tensor and fused, versions 2.6 to 2.15;
 before 2.7 AdamW was no Adam, and no option told them apart).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 State = Mapping[str, torch.Tensor]
-Tensors = Sequence[torch.Tensor]
-DirectStep = Callable[[Tensors, Tensors, Tensors, Sequence[State]], None]
+DirectStep = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, State], None]
 _EXTRAS_OF_SGD = ("maximize", "fused")
 _EXTRAS_OF_FOREACH_SGD = ("maximize", "fused", "momentum", "weight_decay")  # foreach rounds some of them differently
 _EXTRAS_OF_ADAM = ("amsgrad", "maximize", "foreach")
@@ -43,45 +42,41 @@ def has_state(optimizer: torch.optim.Optimizer, state: State) -> bool:
 
 
 def _sgd(
-    options: Mapping[str, Any], outs: Tensors, valueses: Tensors, gradients: Tensors, states: Sequence[State]
+    options: Mapping[str, Any], out: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor, state: State
 ) -> None:
     """`out` also holds the gradient with momentum and decay added, until the values are written."""
     rate, momentum, decay = options["lr"], options["momentum"], options["weight_decay"]
-    for out, values, given, state in zip(outs, valueses, gradients, states, strict=True):
-        gradient = torch.add(given, values, alpha=decay, out=out) if decay else given
-        if momentum:
-            buffer = state["momentum_buffer"].mul_(momentum).add_(gradient, alpha=1 - options["dampening"])
-            gradient = torch.add(gradient, buffer, alpha=momentum, out=out) if options["nesterov"] else buffer
-        torch.add(values, gradient, alpha=-rate, out=out)
+    if decay:
+        gradient = torch.add(gradient, values, alpha=decay, out=out)
+    if momentum:
+        buffer = state["momentum_buffer"].mul_(momentum).add_(gradient, alpha=1 - options["dampening"])
+        gradient = torch.add(gradient, buffer, alpha=momentum, out=out) if options["nesterov"] else buffer
+    torch.add(values, gradient, alpha=-rate, out=out)
 
 
 def _adam(
     options: Mapping[str, Any],
     decoupled: bool,
-    outs: Tensors,
-    valueses: Tensors,
-    gradients: Tensors,
-    states: Sequence[State],
+    out: torch.Tensor,
+    values: torch.Tensor,
+    gradient: torch.Tensor,
+    state: State,
 ) -> None:
     """The fused kernel rounds otherwise than the single operations, so each has its own arithmetic."""
     rate, (beta1, beta2), decay, eps = options["lr"], options["betas"], options["weight_decay"], options["eps"]
+    mean, square, steps = state["exp_avg"], state["exp_avg_sq"], state["step"].add_(1)
     if options["fused"]:
         kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
         numbers = {"lr": rate, "beta1": beta1, "beta2": beta2, "weight_decay": decay, "eps": eps}
-        steps = [state["step"].add_(1) for state in states]
-        means, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
-        written = [out.copy_(values) for out, values in zip(outs, valueses, strict=True)]
-        kernel(written, list(gradients), means, squares, [], steps, **numbers, amsgrad=False, maximize=False)
+        kernel([out.copy_(values)], [gradient], [mean], [square], [], [steps], **numbers, amsgrad=False, maximize=False)
         return
-    for out, before, given, state in zip(outs, valueses, gradients, states, strict=True):
-        values, gradient, mean, square = before, given, state["exp_avg"], state["exp_avg_sq"]
-        step = state["step"].add_(1).item()
-        if decay and decoupled:
-            values = values.mul(1 - rate * decay)
-        elif decay:
-            gradient = gradient.add(values, alpha=decay)
-        mean.lerp_(gradient, 1 - beta1)
-        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        torch.sqrt(square, out=out)  # the denominator, where the values will be
-        out.div_((1 - beta2**step) ** 0.5).add_(eps)
-        torch.addcdiv(values, mean, out, value=-(rate / (1 - beta1**step)), out=out)
+    step = steps.item()
+    if decay and decoupled:
+        values = values.mul(1 - rate * decay)
+    elif decay:
+        gradient = gradient.add(values, alpha=decay)
+    mean.lerp_(gradient, 1 - beta1)
+    square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    torch.sqrt(square, out=out)  # the denominator, where the values will be
+    out.div_((1 - beta2**step) ** 0.5).add_(eps)
+    torch.addcdiv(values, mean, out, value=-(rate / (1 - beta1**step)), out=out)

@@ -96,7 +96,7 @@ class BlockOptimizer:
         state = self.state()
         if self._direct is not None and has_state(self.torch_optimizer, state):
             with torch.no_grad():
-                self._direct((out,), (values,), (gradient,), (state,))
+                self._direct(out, values, gradient, state)
         else:
             out.copy_(values)
             self.step(out, gradient, options)

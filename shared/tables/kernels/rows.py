@@ -119,13 +119,12 @@ def _update(kind, row, gradient, dim, s):
             before, after = np.sqrt(total) * s[4], np.sqrt(grown) * s[4]
             z += g * s[0] - (after - before) * row[j]
             row[dim + j], row[2 * dim + j] = z, grown
+            weight = s[3] + after + s[2]
             if abs(z) <= s[1]:
                 row[j] = np.float32(0.0)
-            elif (
-                s[3] + after + s[2] > 0
-            ):  # else the square of its gradient is too small for a float32: it stays as it is
+            elif weight > 0:  # else the square of its gradient is too small for a float32: it stays as it is
                 bound = -s[1] if z > 0 else s[1]
-                row[j] = -(z + bound) / (s[3] + after + s[2])
+                row[j] = -(z + bound) / weight
 
 
 @compiled

@@ -209,3 +209,19 @@ def test_processes_killed_at_random_discard_nothing(seed: int) -> None:
             job.complete(task)
     assert (done, job.discarded) == (40, {})
     assert kills > 3
+
+
+@pytest.mark.parametrize("mode", [Mode.SYNC, Mode.ASYNC])
+def test_a_silent_lane_loses_its_trainer_and_never_its_task_since_another_lane_may_be_what_hangs(mode: Mode) -> None:
+    lanes = {"lanes": 2} if mode is Mode.SYNC else {}
+    job = Dying(count=2, mode=mode, **lanes)
+    stream = {"stream": 0} if mode is Mode.SYNC else {}
+    task = job.take(**stream)
+    for _ in range(5):
+        evicted = job.do(tasks.expire(job.job, 1e9))
+        assert evicted == ([job.trainer] if mode is Mode.SYNC else [])
+        job.reborn()
+        if job.discarded:
+            break
+        assert job.take(**stream).task_id == task.task_id
+    assert bool(job.discarded) is (mode is Mode.ASYNC)

@@ -52,7 +52,7 @@ def test_of_a_long_file_few_bytes_are_kept_while_it_is_counted():
         some = np.arange(records, records + rng.randrange(500), dtype=np.int64) * 10
         starts.take(some)
         records += len(some)
-        assert len(starts._kept) <= max(2 * KEPT_BY_LANE * 4, records // (16 * 2) + 1)
+        assert len(starts.kept) <= max(2 * KEPT_BY_LANE * 4, records // (16 * 2) + 1)
     found = starts.counted("f")
     assert found.offsets == tuple(range(0, records * 10, sizes.stride(records) * 10))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -239,3 +240,34 @@ def test_the_command_prints_one_object_whatever_the_script_prints_and_leaves_not
     assert json.loads(done.stdout)["model"]["optimizer"]["name"] == "SGD"
     assert "noise" in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+JSON_FILES = """
+    from shared.records.datasets import JsonLines
+    def dataset():
+        return JsonLines({folder!r} + "/*.jsonl")
+    def loss(model, batch):
+        return model(torch.stack([batch[name].float() for name in batch], 1)).square().mean()
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [
+        ('{"a": 1, "b": 2, "c": 3, "d": 4}', "2.jsonl records 0-0 have no column 'e'"),
+        ('{"a": 1, "b": 2, "c": 3, "d": 4, "e": 0.5}', "column 'e': .*2.jsonl record 0 has 0.5"),
+        ('{"a": 1, "b": 2, "c": 3, "d": 4, "e": 9}', ""),
+    ],
+)
+def test_files_without_a_schema_are_compared_unless_the_script_collates(tmp_path, capsys, last, told):
+    for number in range(3):
+        record = last if number == 2 else json.dumps(dict.fromkeys("abcde", 1))
+        (tmp_path / f"{number}.jsonl").write_text(f"{record}\n" * 4)
+    small = "def model():\n    return nn.Linear(5, 3)\n"
+    code, found = inspected(write_script(tmp_path, "plain_json", dataset=JSON_FILES, loss="", model=small), capsys)
+    assert (code == 0) == (not told)
+    assert not told or re.search(told, found["error"]["message"])
+    collate = "def collate(records):\n    return {'a': torch.zeros(len(records), 5)}\n"
+    loss = "def loss(model, batch):\n    return model(batch['a']).square().mean()\n"
+    script = write_script(tmp_path, "collated_json", dataset=JSON_FILES, loss=loss, model=small, collate=collate)
+    assert inspected(script, capsys)[0] == 0

@@ -8,7 +8,7 @@ import errno
 import numpy as np
 import pytest
 
-from shared.errors import PeerError, StaleGeneration
+from shared.errors import NotLeader, PeerError, StaleGeneration
 from shared.records import AcquireTask, Task
 from shared.records.step import LanePosition
 from shared.storage import files
@@ -178,15 +178,29 @@ class FailingReader:
         return Shard({"x": np.zeros(count)}, count)
 
 
+class WaitingMaster:
+    """Hears what tasks wait for."""
+
+    def __init__(self):
+        self.heard = []
+
+    async def report_progress(self, task_id, progress):
+        self.heard.append((task_id, progress.work, progress.waits_for))
+        if progress.work == 2:
+            raise NotLeader("nobody leads now")
+
+
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOSPC, errno.EIO, errno.ETIMEDOUT])
 async def test_what_a_machine_lacks_is_waited_for_and_is_never_a_tasks_failure(tmp_path, monkeypatch, number):
     failing, spec = FailingReader(OSError(number, "no"), 3), spec_for(write_script(tmp_path))
     task = Task(task_id="1", kind="TRAIN", attempt=1, count=2)
     monkeypatch.setattr("trainer_agent.waiting.retry.FIRST_S", 0.001)
     monkeypatch.setattr("trainer_agent.tasks.source.open_dataset", lambda *_: failing)
-    source = TaskSource(spec, None, ME, at_once)
+    source = TaskSource(spec, master := WaitingMaster(), ME, at_once)
     assert len((await source.load(task)).shard) == 2
     assert failing.reads == 4
+    assert [heard[:2] for heard in master.heard] == [("1", 1), ("1", 2), ("1", 3)]  # it grows: the task is not late
+    assert "no" in master.heard[0][2]
     monkeypatch.setattr("trainer_agent.tasks.source.READ_LIMIT_S", 0.002)
     failing.failures = 1000
     with pytest.raises(PeerError, match="no"):

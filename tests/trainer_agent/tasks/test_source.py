@@ -12,7 +12,7 @@ from shared.records.begun import READING, BegunWork
 from shared.records.datasets import Custom, MapStyle
 from shared.runtime import begun
 from tests.trainer_agent.tasks.test_last_end import SPEC
-from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource
+from trainer_agent.tasks.source import TaskFailed, TaskSource
 
 TASK = Task(task_id="3", kind=TaskKind.TRAIN, attempt=1, file="part-0", first=48, count=2)
 
@@ -33,6 +33,13 @@ class Failing:
         return [{"n": first + number} for number in range(count)]
 
 
+class Hearing:
+    """A master that is told what tasks wait for."""
+
+    async def report_progress(self, task_id: str, _: Any) -> None:
+        assert task_id == TASK.task_id
+
+
 def source(threads: list[str]) -> TaskSource:
     async def run(name: str, work: Any, *arguments: Any) -> Any:
         threads.append(name)
@@ -41,7 +48,7 @@ def source(threads: list[str]) -> TaskSource:
     spec = SPEC.model_copy(update={"dataset": Custom("part-0", reader=f"{__name__}:Failing")})
     return TaskSource(
         spec,
-        None,  # type: ignore[arg-type]  nothing is asked or reported
+        Hearing(),  # type: ignore[arg-type]  nothing else is asked or reported
         "t",
         lambda work, *arguments: run("reading", work, *arguments),
         lambda work, *arguments: run("computing", work, *arguments),
@@ -51,8 +58,8 @@ def source(threads: list[str]) -> TaskSource:
 async def test_a_task_at_which_a_process_died_is_read_while_nothing_is_computed():
     threads: list[str] = []
     made = source(threads)
-    await made.read(TASK)
-    await made.read(TASK.model_copy(update={"alone": True}))
+    await made.load(TASK)
+    await made.load(TASK.model_copy(update={"alone": True}))
     assert threads == ["reading", "computing"]
 
 
@@ -71,26 +78,27 @@ async def test_objects_of_the_script_are_made_ahead_and_once_and_what_fails_ther
 
     its = source([])
     its.spec = SPEC.model_copy(update={"dataset": made("training"), "evaluation_dataset": made("held_out")})
-    its.make_datasets()
+    await its.make_datasets()
     assert calls == ["training", "held_out"]
-    await its.read(TASK)
+    await its.load(TASK)
     assert calls == ["training", "held_out"]
     failing = source([])
     failing.spec = SPEC.model_copy(update={"dataset": made("broken")})
-    failing.make_datasets()
+    await failing.make_datasets()
     with pytest.raises(TaskFailed, match="no such folder"):
-        await failing.read(TASK)
+        await failing.load(TASK)
 
 
 async def test_errors_of_the_environment_are_tried_again_and_those_of_records_are_not():
     threads: list[str] = []
     Failing.errors = [OSError(errno.EMFILE, "too many open files"), ConnectionRefusedError(errno.ECONNREFUSED, "no")]
-    assert len(await source(threads).read(TASK)) == 2
+    assert len((await source(threads).load(TASK)).shard) == 2
     assert len(threads) == 3
     for error in (OSError("image file is truncated"), SystemExit("no"), FileNotFoundError(errno.ENOENT, "gone")):
-        Failing.errors = [error]
+        Failing.errors = [error] * 5  # the first records are looked at once, to see whether they draw
         with pytest.raises(TaskFailed, match=type(error).__name__):
-            await source(threads).read(TASK)
+            await source(threads).load(TASK)
+    Failing.errors = []
 
 
 async def test_what_is_read_and_what_is_computed_is_on_record(tmp_path):
@@ -108,10 +116,10 @@ async def test_what_is_read_and_what_is_computed_is_on_record(tmp_path):
     try:
         made = source([])
         made.spec = made.spec.model_copy(update={"dataset": Custom("part-0", reader=f"{__name__}:Looking")})
-        shard = await made.read(TASK)
+        loaded = await made.load(TASK)
     finally:
         begun.close_journal()
         del globals()["Looking"]
-    assert seen == [BegunWork("3", 0, READING, "part-0", 48, 2)]
-    work = BegunWork.from_bytes(made.minibatch(LoadedTask(TASK, shard), 0).work)  # type: ignore[attr-defined]
+    assert set(seen) == {BegunWork("3", 0, READING, "part-0", 48, 2)}
+    work = BegunWork.from_bytes(made.minibatch(loaded, 0).work)  # type: ignore[attr-defined]
     assert work == BegunWork("3", 0, 0, "part-0", 48, 2)

@@ -60,7 +60,7 @@ CHANGES = {
         r"the parameter head\.weight was taken away",
     ),
     "other memory": ("model.head.weight.data = model.head.weight.data.clone()", r"changed the parameter head\.weight"),
-    "another dtype": ("model.half().float()", r"changed the parameter body\."),
+    "another dtype": ("model.half().float()", r"changed the parameter (body|head)\."),
 }
 
 
