@@ -28,10 +28,14 @@ def put_back(model: nn.Module, before: list[Noted]) -> str:
     changed = (n.name for n in before if now.get(n.name) is not n.buffer or _writes(n.buffer) != n.writes)
     name = next(changed, "")
     with torch.no_grad():
-        for buffer, was in zip(now.values(), before, strict=False):
-            buffer.copy_(was.values)
+        for (full_name, buffer), was in zip(now.items(), before, strict=False):
+            if buffer.is_inference():  # made in torch.inference_mode: it cannot be written
+                path, _, own = full_name.rpartition(".")
+                setattr(model.get_submodule(path), own, was.values)
+            else:
+                buffer.copy_(was.values)
     return name
 
 
 def _writes(buffer: torch.Tensor) -> int:
-    return buffer._version  # noqa: SLF001  torch has no public name for it
+    return -1 if buffer.is_inference() else buffer._version  # noqa: SLF001  torch has no public name for it

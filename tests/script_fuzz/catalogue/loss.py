@@ -112,7 +112,7 @@ LOSS = [
     ),
     Mutation(
         "the batch changed in place",
-        loss="value = F.cross_entropy(model(batch['x'].mul_(0.5)), batch.pop('y'))\nbatch['more'] = 1",
+        loss="value = F.cross_entropy(model(batch['x'].mul_(0.5)), batch['y'])\nbatch['more'] = 1",
     ),
     Mutation(
         "the batch doubled",

@@ -64,7 +64,7 @@ OPTIMIZERS += [
     Mutation("a rate in a tensor, Adam", ("lr",), optimizer=f"torch.optim.Adam({P}, lr=torch.tensor(0.02))"),
     Mutation(
         "betas in tensors",
-        ("betas",),
+        ("betas", "option lr"),
         optimizer=f"torch.optim.Adam({P}, lr=torch.tensor(0.02), betas=(torch.tensor(0.8), torch.tensor(0.9)), foreach=False)",
         alone=True,
     ),
@@ -198,7 +198,7 @@ SCHEDULED = {
     "PolynomialLR": "6, 2.0",
     "CosineAnnealingLR": "5, 0.01",
     "CosineAnnealingWarmRestarts": "3, 2",
-    "OneCycleLR": "0.2, total_steps=9",
+    "OneCycleLR": "0.2, total_steps=20, cycle_momentum=False",
     "LambdaLR": "lambda n: 1 / (1 + n)",
     "MultiplicativeLR": "lambda n: 0.9",
 }
@@ -218,7 +218,7 @@ SCHEDULERS += [
     ),
     Mutation(
         "OneCycleLR with Adam",
-        scheduler=f"{L}.OneCycleLR(opt, 0.2, total_steps=9, three_phase=True)",
+        scheduler=f"{L}.OneCycleLR(opt, 0.2, total_steps=20, three_phase=True)",
         optimizer=f"torch.optim.Adam({P})",
     ),
     Mutation(

@@ -100,6 +100,8 @@ class UnsharedState:
             if not isinstance(buffer, torch.Tensor) or (buffer.dtype, buffer.shape) != kind:
                 found = _told(*_kind(buffer)) if isinstance(buffer, torch.Tensor) else "no tensor"
                 return RESHAPED.format(name=full_name, before=_told(*kind), after=found)
+            if buffer.is_inference():  # made in torch.inference_mode: nobody could load the step's value into it
+                setattr(module, name, buffer.clone())
         for name, constant in self._constants.items():
             module, own = _home(self._model, name)
             buffer = getattr(module, own, None)
