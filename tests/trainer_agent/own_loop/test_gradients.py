@@ -211,7 +211,7 @@ async def test_a_batch_that_a_scaler_leaves_out_is_counted_and_changes_nothing(t
         (
             "buffers behind the step",
             1,
-            ["changes the buffer 1.running_mean between optimizer.step() and the next batch; that is undone"],
+            ["changes the buffer 1.num_batches_tracked behind optimizer.step(), and that is undone"],
         ),
     ],
 )
