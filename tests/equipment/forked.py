@@ -28,6 +28,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import IO, Self
 
+from shared.membership import hash_seed
 from shared.runtime.lifelines import adopting, die_with
 from shared.runtime.malloc import tunables
 from trireme.launch import fork_server, processes
@@ -162,7 +163,9 @@ class WarmServer:
     def _fork(
         self, title: str, arguments: tuple[str, ...], environment: Mapping[str, str], out: int, err: int
     ) -> ForkedProcess:
-        request = fork_server.Request(MODULE, arguments, dict(environment), os.getpid(), title)
+        request = fork_server.Request(
+            MODULE, arguments, {hash_seed.NAME: hash_seed.DEFAULT, **environment}, os.getpid(), title
+        )
         ours, theirs = socket.socketpair()
         with ours, self._lock, adopting():
             with theirs:

@@ -101,8 +101,8 @@ def test_minibatches_of_an_evaluation_may_take_longer_than_those_of_training(dis
 def test_a_checkpoint_that_is_loaded_slowly_for_an_evaluation_is_waited_for(dispatch: Dispatch):
     init = TaskSource.__init__
 
-    def reading_slowly(source: TaskSource, *arguments: Any) -> None:
-        init(source, *arguments)
+    def reading_slowly(source: TaskSource, *arguments: Any, **named: Any) -> None:
+        init(source, *arguments, **named)
         offload = source.offload
 
         async def slow(work: Callable[..., Any], *values: Any) -> Any:

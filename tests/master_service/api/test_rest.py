@@ -52,7 +52,8 @@ async def test_a_task_is_acquired_shown_finished_and_counted() -> None:
         summary = (await client.get("/v1/task-summary")).json()
         assert summary == {
             "epoch": 0, "epochs": 1, "stage": "TRAIN", "total": 10, "todo": 9, "pending": 0, "done": 1,
-            "discarded": 0, "records_total": 100, "records_done": 10,
+            "discarded": 0, "records_total": 100, "records_done": 10, "records_left_out": 0,
+            "task_records": 10, "steps_per_epoch": 20, "total_steps": 20,
         }  # fmt: skip
 
 

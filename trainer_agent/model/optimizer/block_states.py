@@ -5,6 +5,7 @@ optimizer.state ─fill─► blocks, sent with their first values          chec
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,6 +59,7 @@ class BlockStates:
 
     def give_back(self) -> None:
         """Raises InvalidArgument: a parameter lies in blocks that were stepped differently often."""
+        self._optimizer.state = defaultdict(dict)  # while training went on, it refused to be read and written
         for place, parameter in self._parameters:
             blocks = self._plan.blocks_of(place)
             state: dict[str, torch.Tensor] = {}

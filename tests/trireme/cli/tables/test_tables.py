@@ -33,9 +33,9 @@ MODEL = """
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.user = trireme.nn.Embedding("user", 4, optimizer=trireme.nn.Adam(lr=0.05), evict_after_steps=2)
+            self.user = trireme.nn.Embedding("user", 6, optimizer=trireme.nn.Adam(lr=0.05), evict_after_steps=2)
             self.item = trireme.nn.Embedding("item", 3)
-            self.deep = nn.Linear(7, 3)
+            self.deep = nn.Linear(9, 3)
 
         def forward(self, x):
             ids = (x * 4).floor().long()
@@ -123,7 +123,7 @@ def test_a_trainer_reads_tables_that_are_not_too_large(capsys, job, files, monke
     """Those of the best evaluation and of evaluations while a job trains."""
     ref, manifest = stored_checkpoint(job)
     item = len(files["item"].ids) * (8 + 4 * 3)
-    assert item < len(files["user"].ids) * (8 + 4 * 4)
+    assert item < len(files["user"].ids) * (8 + 4 * 6)
     monkeypatch.setattr(checkpoint, "MOST_BYTES", item)
     urls = checkpoint.write_checkpoint_tables(str(job), ref, manifest, str(job / "best"))
     assert urls == {"table item": str(job / "best" / "tables" / "item.safetensors")}
