@@ -11,7 +11,7 @@ from master_service.core.state.whole_steps import WholeSteps
 from master_service.storage import series_reader
 from master_service.storage.series_files import encoded, name_of
 from master_service.storage.series_reader import READ_S, SeriesReader
-from shared.evaluations import Evaluation
+from shared.evaluations import Evaluation, EvaluationStatus
 from shared.records import MetricBatch, StepMetrics
 from shared.records.cluster import Standing
 from tests.equipment.replaced import replaced
@@ -69,6 +69,8 @@ def test_a_job_that_has_ended_still_shows_its_metrics_and_evaluations() -> None:
                     left_out = "its checkpoint is damaged" if number == 2 else ""
                     record = evaluation(number, metrics={} if left_out else {"accuracy": 0.5}, left_out=left_out)
                     await jobs.etcd.put(jobs.keys.keys_of("a").evaluation_result(number), record.to_bytes())
+                status = EvaluationStatus(settled=3)  # later ones would be of steps that the job has left
+                await jobs.etcd.put(jobs.keys.keys_of("a").evaluation_status, status.to_bytes())
                 await until(lambda: leader.state.job("a").standing is Standing.COMPLETED, "the job to end")
                 await until(lambda: not leader.term.jobs, "its term to end")
             assert (await client.get("/v1/jobs/a/metric-series/loss")).json() == led

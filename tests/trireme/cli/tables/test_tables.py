@@ -150,7 +150,7 @@ def test_stats_count_the_rows(capsys, job, files):
     assert (code, answer["checkpoint"], answer["step"]) == (0, "u1", files["item"].version)
     assert [(row["table"], row["rows"], row["optimizer"], row["bytes"]) for row in answer["tables"]] == [
         ("item", len(files["item"].ids), "adagrad", len(files["item"].ids) * (16 + 4 * 6)),
-        ("user", len(files["user"].ids), "adam", len(files["user"].ids) * (16 + 4 * 12)),
+        ("user", len(files["user"].ids), "adam", len(files["user"].ids) * (16 + 4 * 18)),
     ]
     assert {row["trained_last"] for row in answer["tables"]} == {answer["step"]}
     assert show.stats(None, job.parent, as_json=False) == 0
