@@ -23,7 +23,6 @@ config = trireme.Config(
     global_batch_size=64,
     lanes=4,
     seed=1,
-    records_per_task=128,
     block_bytes=1 << 16,  # small, so that two parameter servers have something to do
 )
 
