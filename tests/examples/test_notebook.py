@@ -43,7 +43,7 @@ async def test_the_notebook_trains_stops_resumes_and_loads_the_model(tmp_path):
     assert shown[4] == "<Run digits: STOPPED>"
     assert "<b>digits</b> STOPPED" in code[4].outputs[0].data["text/html"]
     assert shown[5].startswith("digits COMPLETED\n")
-    assert "COMPLETED after 192 steps" in shown[5]
+    assert "COMPLETED after 184 steps" in shown[5]
     assert "epoch 8" in shown[6]
     assert "each step once: True" in shown[7]
     accuracies = re.findall(r"0\.\d{3}", shown[8])

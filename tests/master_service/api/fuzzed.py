@@ -48,7 +48,9 @@ URL = "http://127.0.0.1"
 RUNNING, ENDED, LOG = "digits", "ended", "h-trainer-0-1"
 SOURCE = {"file_name": "train.py", "text": "print(1)"}
 ACQUIRE = "POST /v1/jobs/{job}/task-leases"
+CREATE = "POST /v1/jobs"
 TASK = "/task-leases/{task_id}/"
+SOMETIMES = 0.5
 OFTEN = 0.8  # of the valid requests that do not follow from an answer are about what is there
 EXCLUDED = [
     positive_data_acceptance,
@@ -195,10 +197,14 @@ class Fuzzed:
         self.check(self.send(case), case)
 
     def place(self, case: Any) -> None:
-        """A trainer that works for the job that runs, and no version, instead of those that were made up."""
+        """A trainer that works for the job that runs, no version, and (sometimes) settings that go together, instead of those that were made up."""
         if case.headers.get("If-Match") not in self._tags and self._is_placed(case):
             case.headers.pop("If-Match", None)
-        if not isinstance(case.body, dict) or "trainer" not in case.body or not self._is_placed(case):
+        if not isinstance(case.body, dict):
+            return
+        if case.operation.label == CREATE and self._is_placed(case) and self._random.random() < SOMETIMES:
+            case.body["settings"] = deepcopy(SETTINGS)
+        if "trainer" not in case.body or not self._is_placed(case):
             return
         case.body["trainer"] = self.world.report["trainer"]
         if case.operation.label == ACQUIRE:
