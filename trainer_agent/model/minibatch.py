@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -74,7 +75,6 @@ class MinibatchRunner:
         self._may_overlap = False
         self._guard = BackwardGuard(user)
         self._told, self._own_state = set[str](), Watch(user.path, model)
-        self._modules = list(model.modules())
         self.modes = Modes(model, own_loop=user.loop is not None)
         self._sums: dict[int, torch.Tensor] = {}  # by parameter: digests of views, where it is looked
         self._takes_at_end = False  # in this backward, gradients are copied to their views when it is over
@@ -90,6 +90,11 @@ class MinibatchRunner:
             )
             for index, parameter in enumerate(parameters)
         ]
+        # hooks that the script may add later are in the same dicts
+        self._hooks_of_gradients = [parameter._post_accumulate_grad_hooks for parameter in parameters]  # noqa: SLF001
+        self._hooks_of_modules = [module_hooks._global_backward_hooks, module_hooks._global_backward_pre_hooks]  # noqa: SLF001
+        for module in model.modules():
+            self._hooks_of_modules += (module._backward_hooks, module._backward_pre_hooks)  # noqa: SLF001
 
     def prepare(self, records: Records, seed: int, named: Callable[[object], Sequence[Grouped]]) -> Ready:
         """The minibatch for a later `backward`, and the ids that are `named` by what the script's `ids` returns. Random generators stay as
@@ -130,7 +135,8 @@ class MinibatchRunner:
         self.modes.set_training()
         with collected() as self.logged:
             batch = self._batch(records) if ready is None else ready.batch.begin(self.logged)
-            self._unshared.begin(current if self._device.type == "cpu" else None, again=self._user.loop is not None)
+            if self._user.loop is None:  # else it has begun before the script went on to this batch
+                self._unshared.begin(current if self._device.type == "cpu" else None)
             with self._forward():
                 found = self._guard.call("loss", self._model, batch)
         loss = checked_loss(self._user, found)
@@ -287,16 +293,24 @@ class MinibatchRunner:
             parameter.grad = made.to_dense() if parameter.grad is not None else None
             return
         self._made[index] += 1
-        if made is self.gradient_views[index]:
-            self._count(self._blocks_of[index])
+        view, blocks = self.gradient_views[index], self._blocks_of[index]
+        if made is view:
+            self._count(blocks)
         else:
-            parameter.grad = self.gradient_views[index]
-            self._write(index, made.to_dense())
+            parameter.grad = view
+            made = made if made.layout is torch.strided else made.to_dense()
+            if len(blocks) == 1:  # most: as _write, without a call of it
+                view.copy_(made)
+                self._count(blocks)
+            else:
+                self._write(index, made)
         if self._missing is None and self._unshared.looks:
             self._sums[index] = digest(self.gradient_views[index])
 
     def _check_kept(self) -> None:
         """Gradients are as `_on_gradient` has left them. What hooks of the script that are not known changed later may be on its way already."""
+        if not self._sums and all(map(is_, [each.grad for each in self._parameters], self.gradient_views)):
+            return
         for index, (parameter, view) in enumerate(zip(self._parameters, self.gradient_views, strict=True)):
             written = self._sums.get(index)
             if self._made[index] and (
@@ -308,11 +322,11 @@ class MinibatchRunner:
 
     def _has_later_hooks(self) -> bool:
         """Whether hooks of the script may change gradients after `_on_gradient` has seen them."""
-        handles = zip(self._hooks, self._parameters, strict=True)
-        if any(next(reversed(parameter._post_accumulate_grad_hooks)) != hook.id for hook, parameter in handles):  # noqa: SLF001
-            return True
-        shared = module_hooks._global_backward_hooks, module_hooks._global_backward_pre_hooks  # noqa: SLF001
-        return any(shared) or any(module._backward_hooks or module._backward_pre_hooks for module in self._modules)  # noqa: SLF001
+        if max(map(len, self._hooks_of_gradients)) > 1:
+            handles = zip(self._hooks, self._hooks_of_gradients, strict=True)
+            if any(next(reversed(hooks)) != hook.id for hook, hooks in handles):
+                return True
+        return any(self._hooks_of_modules)
 
     def _take_gradients(self) -> None:
         """What backward, and the script after it, have left in `grad` is the minibatch's gradient."""

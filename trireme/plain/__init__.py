@@ -190,12 +190,13 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
             epoch_minibatches(spec, counted.table, epoch, reader, by_columns=by_columns)
         ):
             seed_everything(step_seed(spec.seed, result.steps, 0) if result.steps else START_SEED)
-            unshared.begin()
-            guard.begin()
-            unshared.check(user)
-            if user.loop is not None and user.loop.undone_buffer and not told_of_buffers:
-                told_of_buffers = True
-                report(BUFFERS.format(name=user.loop.undone_buffer))
+            if user.loop is not None:  # it goes on to its next batch
+                unshared.begin()
+                guard.begin()
+                unshared.check(user)
+                if user.loop.undone_buffer and not told_of_buffers:
+                    told_of_buffers = True
+                    report(BUFFERS.format(name=user.loop.undone_buffer))
             schedule.before_step(BeforeStep(epoch > 0 and number == 0, evaluations.plateau_value))
             seed_everything(step_seed(spec.seed, result.steps, 0))
             modes.set_training()
@@ -206,7 +207,7 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
             with tables.minibatch(guard.permit) as recorded:
                 with collected() as logged:
                     batch = batch_of(user, minibatch, device)
-                    unshared.begin(again=True)
+                    unshared.begin(again=user.loop is not None)
                     with autocast(spec.precision, device):
                         found = guard.call("loss", model, batch)
                 loss = checked_loss(user, found)

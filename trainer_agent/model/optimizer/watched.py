@@ -7,6 +7,7 @@ their options. They do not see what the script changes later, unless a scheduler
 from __future__ import annotations
 
 from collections import defaultdict
+from operator import is_
 from typing import Any, NoReturn
 
 import torch
@@ -50,34 +51,51 @@ class OptimizerWatch:
         self.begin()
 
     def begin(self) -> None:
-        self._options, self._groups, self._state = self._seen()
+        self._options, self._state = self._options_seen(), self._state_seen()
+        self._groups = [list(group["params"]) for group in self._optimizer.param_groups]
 
     def change(self) -> str:
         """ "" if nothing was changed."""
-        options, groups, state = self._seen()
-        if groups != self._groups:
+        groups = [group["params"] for group in self._optimizer.param_groups]
+        if len(groups) != len(self._groups) or not all(map(_same, groups, self._groups)):
             return GROUPS
+        options = self._options_seen()
+        if options != self._options:
+            return self._of_options(options)
+        if added := added_to_step(self._optimizer):
+            return STEP.format(added=added)
+        return STATE if self._state_seen() != self._state else ""
+
+    def _of_options(self, options: list[dict[str, Any]]) -> str:
         for number, (before, after) in enumerate(zip(self._options, options, strict=True)):
             for name in before.keys() | after.keys():
                 if before.get(name) != after.get(name):
                     return OPTIONS.format(name=name, number=number, before=before.get(name), after=after.get(name))
-        if added := added_to_step(self._optimizer):
-            return STEP.format(added=added)
-        return STATE if state != self._state else ""
+        return ""
 
-    def _seen(self) -> tuple[list[dict[str, Any]], list[list[int]], Any]:
+    def _options_seen(self) -> list[dict[str, Any]]:
         groups = self._optimizer.param_groups
-        options = [{name: _plain(value) for name, value in group.items() if name != "params"} for group in groups]
-        return options, [[id(parameter) for parameter in group["params"]] for group in groups], self._state_seen()
+        return [
+            {
+                name: value.tolist() if isinstance(value, torch.Tensor) else value
+                for name, value in group.items()
+                if name != "params"
+            }
+            for group in groups
+        ]
 
     def _state_seen(self) -> Any:
         state = self._optimizer.state
         if self._elsewhere:
             return id(state)
-        return {
-            id(parameter): [(name, id(value), getattr(value, "_version", None)) for name, value in values.items()]
-            for parameter, values in state.items()
-        }
+        names = [(*values,) for values in state.values()]
+        tensors = [value for values in state.values() for value in values.values()]
+        return list(map(id, state)), names, list(map(id, tensors)), [getattr(each, "_version", None) for each in tensors]
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    """The same objects; tensors that are equal do not count."""
+    return len(one) == len(other) and all(map(is_, one, other))
 
 
 def check_has_not_begun(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
@@ -93,7 +111,3 @@ def check_has_not_begun(optimizer: torch.optim.Optimizer, names: dict[int, str])
                     told,
                     hint="make a new optimizer; to begin with the state in a file, use --init-from FILE --init-optimizer",
                 )
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else value

@@ -5,6 +5,10 @@ A job lays parameters out once, before training. What the script changes of the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import compress
+from operator import ne
+
 from torch import nn
 
 THAWED = (
@@ -20,16 +24,20 @@ class KeptModel:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._trained = [(name, parameter, parameter.requires_grad) for name, parameter in model.named_parameters()]
-        self._parameters = {name: id(parameter) for name, parameter, _ in self._trained}
+        named = dict(model.named_parameters())
+        self._names, self._tensors = list(named), list(named.values())
+        self._trained = _trained(self._tensors)
+        self._parameters = _parameters(model)
         self._buffers = dict.fromkeys(name for name, _ in model.named_buffers())
         self._modules: dict[str, int] | None = None  # after the first minibatch, which may make modules that it needs
 
     def change(self, *, fully: bool) -> str:
         """What was changed, or "". `fully`: names and modules too, which takes longer."""
-        for name, parameter, before in self._trained:
-            if parameter.requires_grad != before:
-                return THAWED.format(name=name, before=before, now=not before)
+        trained = _trained(self._tensors)
+        if trained != self._trained:
+            name = next(compress(self._names, map(ne, trained, self._trained)))
+            before = self._trained[self._names.index(name)]
+            return THAWED.format(name=name, before=before, now=not before)
         return self._structure() if fully else ""
 
     def _structure(self) -> str:
@@ -37,7 +45,7 @@ class KeptModel:
         if self._modules is None:
             self._modules = modules
         for kind, before, now in (
-            ("parameter", self._parameters, {name: id(p) for name, p in self._model.named_parameters()}),
+            ("parameter", self._parameters, _parameters(self._model)),
             ("buffer", self._buffers, dict.fromkeys(name for name, _ in self._model.named_buffers())),
             ("module", self._modules, modules),
         ):
@@ -46,7 +54,16 @@ class KeptModel:
         return ""
 
 
-def _difference(kind: str, before: dict[str, int] | dict[str, None], now: dict[str, int] | dict[str, None]) -> str:
+def _trained(parameters: list[nn.Parameter]) -> list[bool]:
+    return [parameter.requires_grad for parameter in parameters]
+
+
+def _parameters(model: nn.Module) -> dict[str, object]:
+    """A parameter is another one also if its shape is."""
+    return {name: (id(parameter), parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _difference(kind: str, before: Mapping[str, object], now: Mapping[str, object]) -> str:
     for name in before:
         if name not in now:
             return f"the {kind} {name} was taken away"

@@ -11,7 +11,9 @@ in-place operations or in the address. Those through `.data` show in a digest, w
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import compress
+from operator import ne
 
 import torch
 from torch import nn
@@ -22,7 +24,7 @@ from trainer_agent.model.flat import Plan, Vector, dense_stride
 from trainer_agent.model.optimizer.watched import OptimizerWatch
 from trainer_agent.model.watch.backward_guard import UserCode
 from trainer_agent.model.watch.kept_model import KeptModel
-from trainer_agent.model.watch.samples import Samples
+from trainer_agent.model.watch.samples import Sampled, Samples
 
 FIRST_LOOKS, LOOK_EVERY = 3, 64  # minibatches whose digests are compared
 
@@ -45,27 +47,33 @@ BUFFER = (
 
 
 class UnsharedState:
-    """`begin` before a forward pass; `change` after it says what was changed. `looks`: this minibatch is one whose digests are compared."""
+    """`begin` before a forward pass; `change` after it says what was changed. `looks`: this minibatch is one whose digests are compared.
+
+    Marks, numbers and options of everything are compared as whole lists first: a minibatch of small parameters takes a few milliseconds."""
 
     def __init__(
         self, model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer, *, steps_elsewhere: bool = True
     ) -> None:
         self._optimizer = OptimizerWatch(optimizer, elsewhere=steps_elsewhere)
         self._trained = {place.name for place in plan.parameters}
-        self._parameters = list(model.named_parameters())
+        named = dict(model.named_parameters())
+        self._names, self._parameters = list(named), list(named.values())
         shared = {place.name for place in plan.buffers}
         self._shared = [(place.name, *_home(model, place.name)) for place in plan.buffers]
         self._kinds = [_kind(module.get_buffer(name)) for _, module, name in self._shared]
-        self._constants = {name: buffer.clone() for name, buffer in model.named_buffers() if name not in shared}
-        self._model = model
-        self._seen = dict.fromkeys(self._constants, (-1, -1))
+        self._constants = [
+            (name, *_home(model, name), buffer.clone()) for name, buffer in model.named_buffers() if name not in shared
+        ]
+        self._seen = [(-1, -1)] * len(self._constants)
         self._minibatches, self.looks = 0, False
-        self._samples = Samples(plan)
-        self._sampled: Sequence[torch.Tensor] = ()
+        self._samples = Samples(plan, named)
+        self._sampled: Sampled = []
         self._vector: Vector | None = None
         self._frozen: dict[str, int] = {}  # digests of those that nobody steps, at the first look
         self._kept = KeptModel(model)
-        self._before: list[tuple[int, int]] = []
+        self._writes: list[int] = []
+        self._addresses: list[int] = []
+        self._words: list[torch.Tensor] = []  # of each parameter, if this minibatch is looked at
         self._digests: list[int] = []
 
     def begin(self, vector: Vector | None = None, *, again: bool = False) -> None:
@@ -74,8 +82,9 @@ class UnsharedState:
         if not again:
             self.looks = self._minibatches < FIRST_LOOKS or self.looks_next
             self._minibatches += 1
-        self._before = self._marks()
-        self._digests = self._look() if self.looks else []
+        self._writes, self._addresses = _writes(self._parameters), _addresses(self._parameters)
+        self._words = list(map(words_of, self._parameters)) if self.looks else []
+        self._digests = self._expected(self._look()) if self.looks else []
         self._vector, self._sampled = vector, self._sample(vector)
 
     @property
@@ -85,35 +94,16 @@ class UnsharedState:
 
     def change(self) -> str:
         """What was done, or "" if nothing was changed."""
-        for (name, _), marked, now in zip(self._parameters, self._before, self._marks(), strict=True):
-            if marked != now:
-                return self._of_parameter(name)
-        for (name, _), old, new in zip(
-            self._parameters, self._digests, self._look() if self._digests else [], strict=False
+        for before, now in (
+            (self._writes, _writes(self._parameters)),
+            (self._addresses, _addresses(self._parameters)),
+            (self._digests, self._look() if self._digests else []),
         ):
-            if old != new or self._frozen.get(name, new) != new:
-                return self._of_parameter(name)
+            if before != now:
+                return self._of_parameter(next(compress(self._names, map(ne, before, now))))
         if name := self._samples.changed(self._sampled, self._sample(self._vector)):
             return self._of_parameter(name)
-        for (full_name, module, name), kind in zip(self._shared, self._kinds, strict=True):
-            buffer = getattr(module, name, None)
-            if not isinstance(buffer, torch.Tensor) or (buffer.dtype, buffer.shape) != kind:
-                found = _told(*_kind(buffer)) if isinstance(buffer, torch.Tensor) else "no tensor"
-                return RESHAPED.format(name=full_name, before=_told(*kind), after=found)
-            if buffer.is_inference():  # made in torch.inference_mode: nobody could load the step's value into it
-                setattr(module, name, buffer.clone())
-        for name, constant in self._constants.items():
-            module, own = _home(self._model, name)
-            buffer = getattr(module, own, None)
-            if not isinstance(buffer, torch.Tensor):
-                return BUFFER.format(name=name, dtype=constant.dtype)
-            mark = id(buffer), _writes(buffer)
-            if mark == self._seen[name] and not self._digests:
-                continue
-            if buffer.dtype != constant.dtype or not torch.equal(buffer, constant):
-                return BUFFER.format(name=name, dtype=constant.dtype)
-            self._seen[name] = mark
-        return self._optimizer.change() or self._kept.change(fully=self.looks)
+        return self._of_buffers() or self._optimizer.change() or self._kept.change(fully=self.looks)
 
     def check(self, user: UserCode) -> None:
         """Raises UserCodeError if anything was changed since `begin`."""
@@ -126,25 +116,58 @@ class UnsharedState:
         if problem := self._kept.change(fully=True):
             raise user.error_of(RuntimeError(f"the script {problem}"), fatal=True)
 
-    def _marks(self) -> list[tuple[int, int]]:
-        return [(_writes(parameter), parameter.data_ptr()) for _, parameter in self._parameters]
+    def _of_buffers(self) -> str:
+        """What was done to a buffer, or ""."""
+        for (full_name, module, name), kind in zip(self._shared, self._kinds, strict=True):
+            buffer = _buffer(module, name)
+            if not isinstance(buffer, torch.Tensor) or (buffer.dtype, buffer.shape) != kind:
+                found = _told(*_kind(buffer)) if isinstance(buffer, torch.Tensor) else "no tensor"
+                return RESHAPED.format(name=full_name, before=_told(*kind), after=found)
+            if buffer.is_inference():  # made in torch.inference_mode: nobody could load the step's value into it
+                setattr(module, name, buffer.clone())
+        for number, (full_name, module, name, constant) in enumerate(self._constants):
+            buffer = _buffer(module, name)
+            if not isinstance(buffer, torch.Tensor):
+                return BUFFER.format(name=full_name, dtype=constant.dtype)
+            mark = id(buffer), buffer._version  # noqa: SLF001  torch has no public name for it
+            if mark == self._seen[number] and not self.looks:
+                continue
+            if buffer.dtype != constant.dtype or not torch.equal(buffer, constant):
+                return BUFFER.format(name=full_name, dtype=constant.dtype)
+            self._seen[number] = mark
+        return ""
 
     def _look(self) -> list[int]:
-        found = [digest(parameter) for _, parameter in self._parameters]
-        digests = [int(number) for number in torch.stack(found).tolist()] if found else []
-        if not self._frozen:
-            named = zip(self._parameters, digests, strict=True)
-            self._frozen = {name: number for (name, _), number in named if name not in self._trained}
-        return digests
+        found = [words.sum(dtype=torch.int64) for words in self._words]
+        return [int(number) for number in torch.stack(found).tolist()] if found else []
 
-    def _sample(self, vector: Vector | None) -> list[torch.Tensor]:
-        if vector is not None:
-            return self._samples.of_vector(vector)
-        on_host = all(parameter.is_cpu for _, parameter in self._parameters)  # a GPU would be waited for
-        return self._samples.of_parameters(dict(self._parameters)) if on_host else []
+    def _expected(self, digests: list[int]) -> list[int]:
+        """Nobody steps frozen parameters, so theirs are those of the first look."""
+        if not self._frozen:
+            named = zip(self._names, digests, strict=True)
+            self._frozen = {name: number for name, number in named if name not in self._trained}
+        return [self._frozen.get(name, number) for name, number in zip(self._names, digests, strict=True)]
+
+    def _sample(self, vector: Vector | None) -> Sampled:
+        return self._samples.of_parameters(self._addresses) if vector is None else self._samples.of_vector(vector)
 
     def _of_parameter(self, name: str) -> str:
         return (PARAMETER if name in self._trained else FROZEN).format(name=name)
+
+
+def _writes(parameters: list[nn.Parameter]) -> list[int]:
+    """How often each was written in place."""
+    return [parameter._version for parameter in parameters]  # noqa: SLF001  torch has no public name for it
+
+
+def _addresses(parameters: list[nn.Parameter]) -> list[int]:
+    return list(map(torch.Tensor.data_ptr, parameters))
+
+
+def _buffer(module: nn.Module, name: str) -> object:
+    """What the module calls so: a buffer, or what the script has put in its place."""
+    found = module._buffers.get(name)  # noqa: SLF001  a tenth of the time of getattr
+    return getattr(module, name, None) if found is None else found
 
 
 def _home(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -188,16 +211,16 @@ def _constant(tensors: list[tuple[str, torch.Tensor]]) -> Constant:
     return Constant(name=first if len(tensors) == 1 else f"{first} to {last}", digest=found.hexdigest()[:16])
 
 
-def _writes(values: torch.Tensor) -> int:
-    """How often it was written in place."""
-    return values._version  # noqa: SLF001  torch has no public name for it
-
-
 def digest(values: torch.Tensor) -> torch.Tensor:
-    """The sum of the bits as integers modulo 2**64, an int64 scalar. In words of 64 bits if they fit: torch takes 25 times as long to
-    sum narrower ones."""
+    """The sum of the bits as integers modulo 2**64, an int64 scalar."""
+    return words_of(values).sum(dtype=torch.int64)
+
+
+def words_of(values: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers, of 64 bits if they fit: torch takes 25 times as long to sum narrower ones."""
     bits = bits_of(values.detach())
     words = 8 // bits.itemsize
-    if bits.stride() == dense_stride(bits) and bits.numel() % words == 0 and bits.storage_offset() % words == 0:
+    fits = bits.numel() % words == 0 and bits.storage_offset() % words == 0
+    if fits and (bits.is_contiguous() or bits.stride() == dense_stride(bits)):
         bits = bits.as_strided((bits.numel(),), (1,)).view(torch.int64)
-    return bits.sum(dtype=torch.int64)
+    return bits
