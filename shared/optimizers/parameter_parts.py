@@ -1,4 +1,4 @@
-"""Where parameters end, if a step rounds by that: then blocks are stepped parameter by parameter, as plain PyTorch does.
+"""Where parameters end, if a step rounds by that: then their ends are stepped by themselves, with the bits of plain PyTorch.
 
 A kernel takes a vector of numbers at a time and the last few of a tensor one by one. torch's fused kernels, and sums with a factor
 (`add` with `alpha`) of 16-bit numbers, round these otherwise. Blocks are cut at 64 bytes, which are whole vectors, so it is enough that
@@ -52,3 +52,10 @@ class ParameterParts:
             if first < last:
                 found.append((first - block.first, last - first))
         return tuple(found)
+
+
+def ends_of(parts: Parts, elements: int, element_bytes: int) -> Parts:
+    """What is left of the parameters in a block of so many elements behind their last 64 bytes, unless the block ends there too."""
+    grain = ALIGNMENT_BYTES // element_bytes
+    ends = (first + count for first, count in parts)
+    return tuple((end - end % grain, end % grain) for end in ends if end % grain and end != elements)

@@ -18,6 +18,8 @@ import torch
 
 State = Mapping[str, torch.Tensor]
 DirectStep = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, State], None]
+Tensors = list[torch.Tensor]
+DirectSteps = Callable[[Tensors, Tensors, Mapping[str, Tensors]], None]
 _EXTRAS_OF_SGD = ("maximize", "fused")
 _EXTRAS_OF_FOREACH_SGD = ("maximize", "fused", "momentum", "weight_decay")  # foreach rounds some of them differently
 _EXTRAS_OF_ADAM = ("amsgrad", "maximize", "foreach")
@@ -33,6 +35,14 @@ def direct_step(optimizer: torch.optim.Optimizer) -> DirectStep | None:
         case torch.optim.Adam() | torch.optim.AdamW() if not any(map(options.get, _EXTRAS_OF_ADAM)):
             decoupled = isinstance(optimizer, torch.optim.AdamW) or options.get("decoupled_weight_decay", False)
             return partial(_adam, options, decoupled)
+    return None
+
+
+def direct_steps(optimizer: torch.optim.Optimizer) -> DirectSteps | None:
+    """The same for several tensors, stepped in place by one call of a fused kernel. All of them have made as many steps as the first one."""
+    options, direct = optimizer.param_groups[0], direct_step(optimizer)
+    if isinstance(direct, partial) and direct.func is _adam and options["fused"]:
+        return partial(_fused_adam, *direct.args)
     return None
 
 
@@ -66,9 +76,7 @@ def _adam(
     rate, (beta1, beta2), decay, eps = options["lr"], options["betas"], options["weight_decay"], options["eps"]
     mean, square, steps = state["exp_avg"], state["exp_avg_sq"], state["step"].add_(1)
     if options["fused"]:
-        kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
-        numbers = {"lr": rate, "beta1": beta1, "beta2": beta2, "weight_decay": decay, "eps": eps}
-        kernel([out.copy_(values)], [gradient], [mean], [square], [], [steps], **numbers, amsgrad=False, maximize=False)
+        _fused(options, decoupled, [out.copy_(values)], [gradient], [mean], [square], steps)
         return
     step = steps.item()
     if decay and decoupled:
@@ -80,3 +88,25 @@ def _adam(
     torch.sqrt(square, out=out)  # the denominator, where the values will be
     out.div_((1 - beta2**step) ** 0.5).add_(eps)
     torch.addcdiv(values, mean, out, value=-(rate / (1 - beta1**step)), out=out)
+
+
+def _fused_adam(
+    options: Mapping[str, Any], decoupled: bool, values: Tensors, gradients: Tensors, state: Mapping[str, Tensors]
+) -> None:
+    _fused(options, decoupled, values, gradients, state["exp_avg"], state["exp_avg_sq"], state["step"][0].add_(1))
+
+
+def _fused(
+    options: Mapping[str, Any],
+    decoupled: bool,
+    values: Tensors,
+    gradients: Tensors,
+    means: Tensors,
+    squares: Tensors,
+    step: torch.Tensor,
+) -> None:
+    kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    beta1, beta2 = options["betas"]
+    numbers = {"lr": options["lr"], "beta1": beta1, "beta2": beta2, "weight_decay": options["weight_decay"]}
+    steps = [step] * len(values)
+    kernel(values, gradients, means, squares, [], steps, **numbers, eps=options["eps"], amsgrad=False, maximize=False)

@@ -150,6 +150,7 @@ def _threads():
 @pytest.mark.parametrize(("name", "options", "dtype"), CASES, ids=lambda each: str(each))
 def test_blocks_have_the_bits_of_whole_parameters(name: str, options: dict[str, Any], dtype: str) -> None:
     compare(name, options, dtype, SIZES, BLOCK_BYTES)
+    compare(name, options, dtype, SIZES * 6, 1 << 13)  # so many ends in a block that a kernel would take them 64 bytes at a time
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -167,7 +168,7 @@ def test_the_number_of_threads_changes_no_bit_of_a_large_block(name: str, option
 
 
 def test_only_blocks_that_need_it_are_stepped_by_parameter() -> None:
-    """Others are one vector, however many parameters they hold."""
+    """Others are one vector, however many parameters they hold: also those whose parameters end with whole lines of 64 bytes."""
     kinds = {}
     for dtype in ("float32", "bfloat16"):
         for options in ({"lr": 0.1}, {"lr": 0.1, "fused": True}):
@@ -176,6 +177,8 @@ def test_only_blocks_that_need_it_are_stepped_by_parameter() -> None:
             kinds[dtype, "fused" in options] = type(optimizer)
     assert kinds.pop(("float32", False)) is BlockOptimizer
     assert set(kinds.values()) == {ByParameter}
+    layout = laid_out("Adam", {"lr": 0.1, "fused": True}, "float32", (64, 16, 33), 4096)
+    assert type(Blocks(layout, torch.zeros(layout.segments[0].elements)).optimizers[0]) is BlockOptimizer
     segment = Segment(kind="param", dtype="bfloat16", elements=3, group=0)
     assert not rounds_by_parameter(OptimizerSpec(name="LARS", defaults={"lr": 0.1}, groups=({},)), segment)
     assert not rounds_by_parameter(
