@@ -45,14 +45,18 @@ class Classes:
     _members: dict[int, array[int]] = field(init=False, repr=False, compare=False)
     _not_full: array[int] = field(init=False, repr=False, compare=False)
     _before: array[int] = field(init=False, repr=False, compare=False)  # full tasks before each of those
+    _sizes: array[int] = field(init=False, repr=False, compare=False)  # minibatches of each of those
+    _inside: array[int] = field(init=False, repr=False, compare=False)  # its number in its class
 
     def __post_init__(self) -> None:
         members: dict[int, array[int]] = defaultdict(lambda: array("q"))
-        not_full = array("q")
+        not_full, of_short, inside = array("q"), array("q"), array("q")
         for task, minibatches in self.short:
             if minibatches < self.full:
+                inside.append(len(members[minibatches]))
                 members[minibatches].append(task)
                 not_full.append(task)
+                of_short.append(minibatches)
         counts = {self.full: self.total - len(not_full)} | {size: len(some) for size, some in members.items()}
         sizes = tuple(sorted((size for size, count in counts.items() if count), reverse=True))
         object.__setattr__(self, "short", ())
@@ -61,6 +65,8 @@ class Classes:
         object.__setattr__(self, "_members", dict(members))
         object.__setattr__(self, "_not_full", not_full)
         object.__setattr__(self, "_before", array("q", (task - k for k, task in enumerate(not_full))))
+        object.__setattr__(self, "_sizes", of_short)
+        object.__setattr__(self, "_inside", inside)
 
     @property
     def counts(self) -> Counter[int]:
@@ -77,12 +83,7 @@ class Classes:
         at = bisect_left(self._not_full, task)
         if at == len(self._not_full) or self._not_full[at] != task:
             return 0, task - at
-        for k, size in enumerate(self.sizes):
-            some = self._members.get(size, ()) if size < self.full else ()
-            inside = bisect_left(some, task)
-            if inside < len(some) and some[inside] == task:
-                return k, inside
-        raise AssertionError(f"task {task} is in no class")
+        return self.sizes.index(self._sizes[at]), self._inside[at]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +94,15 @@ class Dealing:
     lanes: int
     seed: int
     epoch: int
-    _within: tuple[EpochOrder, ...] = field(init=False, repr=False, compare=False)
+    _within: dict[int, EpochOrder] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """By class, as they are needed: the keys of each cost several hashes."""
     _rows: EpochOrder | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        ends, seed = (0, *self.classes.ends), self.seed
-        seeds = [seed, *(step_seed(seed, _OF_CLASSES, k) for k in range(1, len(ends) - 1))]
-        within = [EpochOrder(ends[k + 1] - ends[k], seeds[k], self.epoch) for k in range(len(ends) - 1)]
         rows = self.classes.total // self.lanes
-        several = len(within) > 1 and rows > 1
-        object.__setattr__(self, "_within", tuple(within))
+        several = len(self.classes.ends) > 1 and rows > 1
         object.__setattr__(
-            self, "_rows", EpochOrder(rows, step_seed(seed, _OF_ROWS, 0), self.epoch) if several else None
+            self, "_rows", EpochOrder(rows, step_seed(self.seed, _OF_ROWS, 0), self.epoch) if several else None
         )
 
     def task_at(self, position: int) -> int:
@@ -115,7 +113,7 @@ class Dealing:
         dealt = self._moved(position, lambda rows, row: rows.task_at(row))
         k = bisect_right(self.classes.ends, dealt)
         inside = dealt - (self.classes.ends[k - 1] if k else 0)
-        return self.classes.task(self.classes.sizes[k], self._within[k].task_at(inside))
+        return self.classes.task(self.classes.sizes[k], self._order(k).task_at(inside))
 
     def position_of(self, task: int) -> int:
         """Where task number `task` stands: the inverse of `task_at`. Raises IndexError outside [0, total)."""
@@ -123,8 +121,16 @@ class Dealing:
             msg = f"task {task} is outside [0, {self.classes.total})"
             raise IndexError(msg)
         k, number = self.classes.number(task)
-        dealt = self._within[k].position_of(number) + (self.classes.ends[k - 1] if k else 0)
+        dealt = self._order(k).position_of(number) + (self.classes.ends[k - 1] if k else 0)
         return self._moved(dealt, lambda rows, row: rows.position_of(row))
+
+    def _order(self, k: int) -> EpochOrder:
+        """Of the tasks of a class."""
+        if k not in self._within:
+            ends = (0, *self.classes.ends)
+            seed = step_seed(self.seed, _OF_CLASSES, k) if k else self.seed
+            self._within[k] = EpochOrder(ends[k + 1] - ends[k], seed, self.epoch)
+        return self._within[k]
 
     def _moved(self, position: int, by: Callable[[EpochOrder, int], int]) -> int:
         """The same stream in another row; the last row stays where it is if it does not reach all lanes."""
