@@ -15,7 +15,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import compute
 from pyarrow import csv as arrow_csv
 
 from shared.datasets.line_scan import data_start
@@ -36,6 +35,7 @@ _TYPES = {
     "bool": pa.bool_(),
     "string": pa.string(),
 }
+_FLOATS = pa.float32(), pa.float64()
 _WHOLE = re.compile(r"[-+]?[0-9]+")
 _EXACT32, _EXACT64 = float(1 << 24), float(1 << 53)
 _HINT = 'set its type: Csv(..., column_types={"name": "float64"}), or correct the file'
@@ -83,7 +83,7 @@ class CsvColumns:
         except pa.ArrowInvalid as error:
             raise self._misfit(file, raw, names, types, first, error) from error
         for name in chosen:
-            if name not in self._given and types.get(name) in (pa.float32(), pa.float64()):
+            if name not in self._given and types.get(name) in _FLOATS:
                 self._check_digits(file, raw, names, first, name, table.column(name))
         return table
 
@@ -212,8 +212,8 @@ class CsvColumns:
     ) -> None:
         """Whole numbers in a column of floats keep all digits. Raises DatasetError."""
         exact = _EXACT32 if column.type == pa.float32() else _EXACT64
-        bounds = compute.min_max(column).as_py()
-        if not any(value is not None and abs(value) >= exact for value in bounds.values()):
+        numbers = (chunk.to_numpy(zero_copy_only=False) for chunk in column.chunks)  # NaN where there is none
+        if not any((np.abs(each) >= exact).any() for each in numbers):
             return
         texts = self._parsed(file, raw, names, {name: pa.string()}, (name,), nulls=True).column(name).to_pylist()
         for number, text in enumerate(texts):

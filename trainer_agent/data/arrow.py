@@ -24,6 +24,9 @@ def _array(column: pa.ChunkedArray) -> pa.Array:
 
 def _column(array: pa.Array) -> Column:
     kind = array.type
+    is_number = types.is_floating(kind) or types.is_integer(kind) or types.is_boolean(kind)
+    if is_number and (array.null_count == 0 or types.is_floating(kind)):
+        return np.asarray(array.to_numpy(zero_copy_only=False))
     if isinstance(kind, pa.FixedShapeTensorType) and array.null_count == 0:
         return np.asarray(array.to_numpy_ndarray())
     if isinstance(array, pa.ExtensionArray):
@@ -31,10 +34,8 @@ def _column(array: pa.Array) -> Column:
     if types.is_dictionary(kind):
         return _column(array.dictionary_decode())
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    if array.null_count and (is_list or types.is_integer(kind) or types.is_boolean(kind)):
+    if array.null_count and (is_list or is_number):
         return _with_gaps(_column(array.drop_null()), array.is_valid().to_pylist())
-    if types.is_floating(kind) or types.is_integer(kind) or types.is_boolean(kind):
-        return np.asarray(array.to_numpy(zero_copy_only=False))
     if types.is_fixed_size_list(kind):
         return _rows(_column(array.flatten()), np.full(len(array), kind.list_size))
     if is_list:

@@ -90,7 +90,12 @@ class OptimizerWatch:
             return id(state)
         names = [(*values,) for values in state.values()]
         tensors = [value for values in state.values() for value in values.values()]
-        return list(map(id, state)), names, list(map(id, tensors)), [getattr(each, "_version", None) for each in tensors]
+        return (
+            list(map(id, state)),
+            names,
+            list(map(id, tensors)),
+            [getattr(each, "_version", None) for each in tensors],
+        )
 
 
 def _same(one: list[Any], other: list[Any]) -> bool:

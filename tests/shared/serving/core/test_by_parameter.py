@@ -150,7 +150,7 @@ def _threads():
 @pytest.mark.parametrize(("name", "options", "dtype"), CASES, ids=lambda each: str(each))
 def test_blocks_have_the_bits_of_whole_parameters(name: str, options: dict[str, Any], dtype: str) -> None:
     compare(name, options, dtype, SIZES, BLOCK_BYTES)
-    compare(name, options, dtype, SIZES * 6, 1 << 13)  # so many ends in a block that a kernel would take them 64 bytes at a time
+    compare(name, options, dtype, SIZES * 6, 1 << 13)  # its ends together are several lines of 64 bytes
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
