@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, compress
 from operator import call, ne
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,7 +50,11 @@ class Samples:
 
     def changed(self, before: Sampled, after: Sampled) -> str:
         """The name of the first parameter that differs, or "". Both: of vectors, or of the parameters."""
-        if all(map(torch.equal, before, after)) if isinstance(before, tuple) else before == after:
+        if isinstance(before, tuple) and isinstance(after, tuple):
+            same = all(map(torch.equal, before, after))
+        else:
+            same = before == after
+        if same:
             return ""
         return next(compress(self._names, map(ne, _numbers(before), _numbers(after))))
 
@@ -61,7 +66,8 @@ def _numbers(sampled: Sampled) -> Iterable[int]:
 def _readers(parameter: torch.Tensor) -> list[Callable[[], int]]:
     """Each reads one of its three numbers where it lies: a tenth of the time that torch takes."""
     bits = bits_of(parameter.detach()).numpy()
-    return [bits[(*np.unravel_index(number, bits.shape), ...)].item for number in _three(bits.size)]
+    places: list[Any] = [(*np.unravel_index(number, bits.shape), ...) for number in _three(bits.size)]
+    return [bits[place].item for place in places]
 
 
 def _three(elements: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from shared.records import Phase
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.collective.cluster import cluster as collective_cluster
 from tests.trainer_agent.scripts import records, spec_for, write_script
+from trainer_agent.model.watch.kept_model import KeptModel
 from trainer_agent.model.watch.unshared_state import FIRST_LOOKS
 from trainer_agent.script.user_module import load
 from trireme import plain
@@ -115,3 +116,12 @@ async def test_modules_that_the_first_forward_makes_are_left_alone(build):
     compute.model.act = torch.nn.ReLU()
     with pytest.raises(UserCodeError, match="the module act was replaced"):
         compute.minibatch.check_at_end()
+
+
+def test_a_parameter_that_lost_its_end_is_another_one() -> None:
+    """It lies where it lay before, nothing was written, and what is left has the same numbers."""
+    model = torch.nn.Linear(5, 3)
+    kept = KeptModel(model)
+    assert not kept.change(fully=True)
+    model.bias.data = model.bias.data[:2]
+    assert "the parameter bias was replaced" in kept.change(fully=True)
