@@ -7,14 +7,13 @@ import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from shared.datasets.custom_reader import load_named
 from shared.datasets.random_state import Generators, seed_everything
 from tests.trainer_agent.own_loop.scripts import write_loop
-from tests.trainer_agent.scripts import records, spec_for, write_script
+from tests.trainer_agent.scripts import records, spec_for
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.inspect import inspect_script
 from trainer_agent.script.user_module import load
