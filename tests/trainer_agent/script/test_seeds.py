@@ -102,7 +102,7 @@ LOOP = {
     "loop": """
         for batch in batches:
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(batch["x"] + between), batch["y"])
+            loss = F.cross_entropy(model(batch["x"]), batch["y"]) * between
             trireme.backward(loss)
             optimizer.step()
     """,
