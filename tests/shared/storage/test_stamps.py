@@ -9,6 +9,7 @@ import fsspec
 import numpy as np
 import pytest
 
+from master_service.storage import counting
 from master_service.storage.counting import count_records
 from shared.records.datasets import Bytes, Csv, Custom, MapStyle, Npy
 from shared.storage import stamps
@@ -89,6 +90,24 @@ def test_arrays_that_are_read_together_are_stamped_together(tmp_path):
     (counted,) = count_records(dataset, 10).files
     assert CountedFiles(dataset).difference(counted.path, counted.stamp) is None
     np.save(tmp_path / "y.npy", np.ones((4, 2)))
+    assert CountedFiles(dataset).difference(counted.path, counted.stamp) is not None
+
+
+def test_a_file_that_is_replaced_while_it_is_counted_is_not_the_counted_one(tmp_path, monkeypatch):
+    """It has the stamp of before: what was counted may be of either."""
+    path = tmp_path / "x.csv"
+    path.write_text("a\n1\n")
+    before, dataset = stamp_of(str(path)), Csv(str(path))
+    count = counting._count_csv
+
+    def replacing(file, *more):
+        found = count(file, *more)
+        path.write_text("a\n2\n")
+        return found
+
+    monkeypatch.setattr(counting, "_count_csv", replacing)
+    (counted,) = count_records(dataset, 10).files
+    assert counted.stamp == before
     assert CountedFiles(dataset).difference(counted.path, counted.stamp) is not None
 
 
