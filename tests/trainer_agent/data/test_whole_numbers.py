@@ -191,10 +191,11 @@ TEXTS = ("csv", "json_lines", "webdataset", "script", "custom")
     [
         ([-1, BIG, 3, 4], str(BIG)),
         ([1, 2**64, 3, 4], str(2**64)),
+        ([1, -(2**63) - 1, 3, 4], str(-(2**63) - 1)),
         ([0.5, BIG, 3, 4], str(BIG)),
         ([10**30, 10**30 + 1, 2, 3], str(10**30)),
     ],
-    ids=["negative and unsigned", "65 bits", "beside a fraction", "30 digits"],
+    ids=["negative and unsigned", "65 bits", "65 bits, negative", "beside a fraction", "30 digits"],
 )
 @pytest.mark.parametrize("name", TEXTS)
 def test_what_fits_into_no_64_bits_is_refused_with_column_and_value(tmp_path, name, values, told):
@@ -331,5 +332,8 @@ def test_records_of_a_scripts_own_make_one_column_of_whole_numbers():
         DatasetError, match=r"column 'x': record 1 has 9007199254740993: float32 and int64 stand in one column"
     ):
         default_collate([{"x": np.float32(1)}, {"x": np.int64(2**53 + 1)}])
+    objects = [{"x": np.array([1, 2], dtype=object)}, {"x": np.array([3, BIG], dtype=object)}]
+    collated = default_collate(objects)
+    assert (collated["x"].tolist(), collated["x"].dtype) == ([[1, 2], [3, BIG]], torch.uint64)
     with pytest.raises(DatasetError, match=r"column 'x': record \d has .*18446744073709551616"):
         default_collate([{"x": np.array([1, 2], dtype=object)}, {"x": np.array([2**64, 1], dtype=object)}])
