@@ -33,6 +33,14 @@ def test_an_error_of_the_operating_system_is_the_fault_of_one(name):
         raise os_error(name)
 
 
+def test_a_file_is_not_missing_because_its_server_does_not_answer():
+    """fsspec tells every failure of an HTTP server as a missing file."""
+    with pytest.raises(StorageUnreachable, match=r"x.npy"), files.reading("https://host/x.npy", ".npy"):
+        raise FileNotFoundError("https://host/x.npy") from os_error("ECONNRESET")
+    with pytest.raises(DatasetError, match="does not exist"), files.reading("https://host/x.npy", ".npy"):
+        raise FileNotFoundError("https://host/x.npy")
+
+
 @pytest.mark.parametrize("name", MACHINE + STORAGE + DATA)
 def test_a_users_reader_is_excused_for_what_the_system_says(name):
     error = ValueError("the record could not be made")
