@@ -193,9 +193,17 @@ TEXTS = ("csv", "json_lines", "webdataset", "script", "custom")
         ([1, 2**64, 3, 4], str(2**64)),
         ([1, -(2**63) - 1, 3, 4], str(-(2**63) - 1)),
         ([0.5, BIG, 3, 4], str(BIG)),
+        ([0.5, 10**400, 3, 4], "1000000"),
         ([10**30, 10**30 + 1, 2, 3], str(10**30)),
     ],
-    ids=["negative and unsigned", "65 bits", "65 bits, negative", "beside a fraction", "30 digits"],
+    ids=[
+        "negative and unsigned",
+        "65 bits",
+        "65 bits, negative",
+        "beside a fraction",
+        "beside a fraction, 400 digits",
+        "30 digits",
+    ],
 )
 @pytest.mark.parametrize("name", TEXTS)
 def test_what_fits_into_no_64_bits_is_refused_with_column_and_value(tmp_path, name, values, told):

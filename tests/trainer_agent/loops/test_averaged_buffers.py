@@ -192,4 +192,5 @@ async def test_what_was_left_out_or_belongs_to_another_history_is_not_compared(b
     await step(0, 3, then=another)
     await step(1, 4, then=nothing)
     await step(2, 4, then=another)
+    await step(3, 4, then=nothing)
     assert told == []
