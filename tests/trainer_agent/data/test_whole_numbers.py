@@ -246,6 +246,23 @@ def test_a_later_value_that_does_not_fit_names_column_value_file_and_record(
     assert read(2).dtype == alone
 
 
+@pytest.mark.parametrize(
+    ("late", "told"),
+    [
+        ("np.float64(2.5)", "float64 does not fit int32"),
+        ("np.int64(3)", "int64 does not fit int32"),
+        ("2**40", f"{2**40} does not fit int32"),
+    ],
+)
+def test_a_later_value_of_a_users_own_is_not_cast_to_the_columns_dtype(tmp_path, late, told):
+    name = f"late_{abs(hash(late))}"
+    (tmp_path / f"{name}.py").write_text(f'import numpy as np\nitems = [{{"x": np.int32(1)}}, {{"x": {late}}}]\n')
+    reader = open_dataset(MapStyle(f"{name}:items"))
+    assert default_collate(reader.read("", 0, 1).minibatch(np.arange(1)))["x"].dtype == torch.int32
+    with pytest.raises(DatasetError, match=rf"column 'x': .*record 1 has .*{told}"):
+        default_collate(reader.read("", 1, 1).minibatch(np.arange(1)))
+
+
 @pytest.mark.parametrize("name", ["csv", "json_lines"])
 @pytest.mark.parametrize(
     ("values", "dtype"),
