@@ -58,9 +58,6 @@ def dtype_of_numbers(numbers: Iterable[bool | float]) -> DType:
     if float in kinds:
         return _float_for(values)
     least, most = min(values), max(values)
-    if least < -(1 << 63) or most >= 1 << 64:
-        number, bad = next((n, value) for n, value in enumerate(values) if not -(1 << 63) <= value < 1 << 64)
-        raise Misfit(bad, None, number, f"{bad} has more than 64 bits")
     if most < 1 << 63:
         return INT64
     if least < 0:

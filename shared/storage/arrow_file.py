@@ -10,7 +10,6 @@ import pyarrow as pa
 
 from shared.errors import DatasetError
 from shared.storage import files, nameless
-from shared.storage.trouble import trouble_of
 
 
 def read_table(file: str) -> pa.Table:
@@ -26,8 +25,6 @@ def read_table(file: str) -> pa.Table:
                     batches.append(batch)
                 return pa.Table.from_batches(batches, stream.schema)
         except (pa.ArrowInvalid, OSError) as error:
-            if (trouble := trouble_of(error, file)) is not None:
-                raise trouble from error
             msg = f"{file} is damaged or cut off behind record {rows}: {' '.join(str(error).split())}"
             raise DatasetError(msg, hint="copy or save it again", url=file, rows=rows) from error
 

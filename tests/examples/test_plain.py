@@ -118,6 +118,18 @@ def test_versions_are_evaluated_while_it_trains_and_the_best_one_is_kept(tmp_pat
     assert loss == pytest.approx(losses[best], rel=1e-5)
 
 
+def test_a_metric_that_no_evaluation_reports_is_refused_at_the_first_one_and_told_at_the_end(tmp_path):
+    user, said = load(script(tmp_path)), []
+    why = "keep_best is acuracy, and an evaluation has the metrics loss"
+    spec = plain_spec(user, {"evaluate_every": 3, "keep_best": "acuracy:max"})
+    with pytest.raises(InvalidArgument, match=why):
+        run(user, spec, said.append)
+    assert not any(line.startswith("evaluation ") for line in said)
+    result = run(user, plain_spec(user, {"evaluate_every": 300, "keep_best": "acuracy:max"}), said.append)
+    assert result.best is None
+    assert f"{why}: the last model alone is kept" in said
+
+
 def test_each_epoch_has_every_record_once_in_another_order(tmp_path):
     user = load(script(tmp_path))
     spec = plain_spec(user, {})

@@ -277,7 +277,6 @@ class TorchCompute:
             if entry.slot is None or not (self._skips or isinstance(error, LeftOutError)):
                 raise self._user.error_of(error, fatal=True) from error
             self.tree.free(entry.slot)
-            self.minibatch.averaged.forget()
             self.tables.begin_lane()
             self._result = LaneResult(0.0, 0, entry.count)
             entry = Entry(1, 0, None)

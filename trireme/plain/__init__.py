@@ -50,7 +50,7 @@ from trainer_agent.tables.files import StoredTable, write_tables
 from trainer_agent.tables.one_lane import OneLane
 from trireme import settings
 from trireme.plain.counted import Counted, count
-from trireme.plain.evaluations import Evaluations, evaluate
+from trireme.plain.evaluations import Evaluations
 from trireme.plain.minibatches import batch_of
 from trireme.plain.minibatches import epoch_minibatches as epoch_minibatches
 from trireme.plain.progress_lines import ProgressLines
@@ -256,9 +256,7 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
     unshared.check_at_end(user)
     for hook in hooks:
         hook.remove()  # the model is the caller's now
-    if spec.evaluation_dataset is not None:
-        result.metrics = evaluate(user, spec, spec.evaluation_dataset, model, device)
-        evaluations.note_last(result)
+    evaluations.after_training(result)
     return result
 
 

@@ -13,7 +13,7 @@ from shared.records.checkpoints import CheckpointLatest, CheckpointRef
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.api.client import client_of
-from tests.master_service.cluster import running
+from tests.master_service.cluster import leading, running
 from tests.master_service.control.test_series import Files, World, known, whole
 
 SLOTS = SlotMap(version=1, owners=(0,))
@@ -43,16 +43,18 @@ def test_a_restore_of_a_later_checkpoint_has_the_metrics_of_all_steps_before_it_
             await whole(first, *range(19), store=True)
             line = await restore(first, "u8", 8)
             assert await whole(first, *range(8, 11), timeline=line, store=True) == (11, 11)
-            line = await restore(first, "u16", 16)
-            assert await whole(first, 16, timeline=line) == (17, 8), "what came back is not stored yet"
-            async with client_of(first) as client:
+        async with leading(world.cluster.master("m2")) as second:
+            await until(lambda: known(second), "the metrics")
+            line = await restore(second, "u16", 16)
+            assert await whole(second, 16, timeline=line) == (17, 8), "what came back is not stored yet"
+            async with client_of(second) as client:
                 told = (await client.get("/v1/metrics?metric=step_loss")).json()["points"]
                 assert [(point["number"], point["loss"]) for point in told] == [
                     (step, float(step)) for step in range(17)
                 ]
                 [epoch] = (await client.get("/v1/metrics?metric=epoch_loss")).json()["points"]
                 assert (epoch["loss"], epoch["records"]) == (8.0, 34)
-            assert await whole(first, store=True) == (17, 17)
+            assert await whole(second, store=True) == (17, 17)
         files.append(world.files)
 
     files: list[Files] = []

@@ -80,9 +80,10 @@ def test_tasks_that_are_all_alike_and_those_of_one_stream_keep_the_order_of_earl
 
 
 def test_an_unshuffled_epoch_keeps_the_order_of_the_files_and_its_steps_are_known():
-    streams = streams_of((100, 30, 50, 70), 64, 4, 8, shuffle=False)
-    assert [streams.order(2).task_at(n) for n in range(streams.total)] == list(range(streams.total))
-    assert streams.longest == max(shares(streams, 0)) == max(shares(streams, 3))
+    for files in ((100, 30, 50, 70), (30, 30, 20, 30)):
+        streams = streams_of(files, 64, 4, 8, shuffle=False)
+        assert [streams.order(2).task_at(n) for n in range(streams.total)] == list(range(streams.total))
+        assert streams.longest == max(shares(streams, 0)) == max(shares(streams, 3))
 
 
 def test_the_steps_of_a_job_that_an_earlier_version_began_are_unknown_where_they_differ_by_epoch():

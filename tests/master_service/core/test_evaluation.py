@@ -12,7 +12,7 @@ from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from shared.checkpoints.schedule import kept_after
 from shared.errors import Conflict, StaleAttempt
-from shared.evaluations import evaluation_of, evaluations_before
+from shared.evaluations import MOST_METRICS, evaluation_of, evaluations_before
 from shared.records import (
     AcquireTask,
     CompleteTask,
@@ -70,11 +70,11 @@ class Trained:
         self.events += [event.message for event in decision.events]
         return decision.answer
 
-    def ask(self, trainer: str = "t1", awaited: int = 0) -> str | Task:
+    def ask(self, trainer: str = "t1", awaited: int = 0, *, beside: bool = True) -> str | Task:
         self.requests += 1
         generation = self.job.state.generation
         ask = AcquireTask(
-            trainer=trainer, request=f"r{self.requests}", generation=generation, beside=True, epoch=awaited
+            trainer=trainer, request=f"r{self.requests}", generation=generation, beside=beside, epoch=awaited
         )
         answer = tasks.acquire(self.job, ask)
         self.do(answer)
@@ -183,6 +183,25 @@ def test_a_metric_that_no_evaluation_reports_fails_the_job_and_names_those_that_
     assert state.reason == (
         f"{setting} is acuracy, and an evaluation has the metrics accuracy; name one of those, or have metrics(sums) in the script give it"
     )
+
+
+def test_a_metric_that_not_even_the_last_evaluation_reports_is_told_with_the_export():
+    """No evaluation was due while it trained."""
+    trained = Trained(ref(1), keep_best="acuracy:max")
+    trained.job.state = trained.job.state.model_copy(update={"stage": Stage.EXPORT})
+    trained.complete(trained.ask(beside=False), loss=1.0)
+    why = "keep_best is acuracy, and an evaluation has the metrics loss: the last model alone is exported"
+    assert why in trained.events
+
+
+def test_a_metric_that_a_setting_names_is_kept_however_many_there_are():
+    trained = Trained(ref(1), keep_best="zz:max")
+    assert trained.do(evaluation.begin(trained.job))
+    for _ in range(2):
+        trained.complete(trained.ask(), right=1.0)
+    trained.complete(trained.ask(), **{f"m{number}": 1.0 for number in range(MOST_METRICS)}, zz=0.5)
+    assert trained.job.evaluation.best is not None
+    assert trained.job.evaluation.best.value == 0.5
 
 
 def test_a_metric_that_one_evaluation_lacks_is_no_reason_to_fail():

@@ -77,6 +77,15 @@ def test_a_size_that_the_job_names_stays_and_what_it_costs_is_told():
     )
 
 
+def test_a_size_that_ends_within_a_minibatch_is_told():
+    spec = job_of(lanes=1, global_batch_size=64, records_per_task=100)
+    table, plan = cut(spec, (1000,))
+    assert short_steps(spec, table, plan) == (
+        "an epoch has 20 steps of 50 records on average, global_batch_size is 64 (16 steps would do): records_per_task 100 is no multiple "
+        "of the 64 records of a minibatch; leave records_per_task out"
+    )
+
+
 def test_files_that_are_smaller_than_a_minibatch_are_told_with_numbers():
     spec = job_of()
     table, plan = cut(spec, (10,) * 100)

@@ -148,6 +148,27 @@ def test_wide_buckets_come_back_with_each_step_once() -> None:
         assert found(table) == found(same)
 
 
+def test_wide_buckets_come_back_behind_narrow_ones() -> None:
+    """The job began anew, and buckets with it."""
+    with replaced(series_module, "MOST_BUCKETS", 16):
+        steps, table = whole(50)
+        _, same = whole(70)
+        refs = kept(("u0", 0, 0, ""), ("u46", 46, 0, ""))
+        for timeline, origin, end in ((1, 0, 3), (2, 46, 70)):
+            steps.follow(timeline, origin, 0, refs, table)
+            take(steps, table, origin, end, timeline=timeline)
+        assert table.by_name["loss"].width == same.by_name["loss"].width
+        assert found(table) == found(same)
+
+
+def test_a_timeline_without_a_report_is_known_by_its_checkpoint() -> None:
+    """Its steps are missing, those of the timeline before it do not stand for them."""
+    steps, table = whole(30)
+    refs = kept(("u10", 10, 0, ""), ("u15", 15, 1, "u10"))
+    assert steps.follow(2, 15, 1, refs, table) == 10
+    assert (steps.next, values(table)) == (10, lines((0, 0, 10)))
+
+
 @pytest.mark.parametrize(
     "written",
     [

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from master_service.storage.counting import count_records
+from master_service.storage.heads import Heads
 from master_service.storage.partial_counts import PartialCounts
 from shared.errors import DatasetError
 from shared.records.datasets import Csv, HuggingFace, Npy, Parquet
@@ -148,6 +149,29 @@ def test_csv_reads_the_columns_that_all_files_have(tmp_path):
     assert records == [[{"a": 1}], [{"a": 3}]]
     with pytest.raises(DatasetError, match=r"1.csv has no column 'b'; it has c, a"):
         count_records(Csv(str(tmp_path / "*.csv"), columns=("b",)), 10)
+
+
+def write_arrow(path: Path) -> None:
+    table = pa.table({"a": [1]})
+    with pa.ipc.new_stream(str(path), table.schema) as stream:
+        stream.write_table(table)
+
+
+@pytest.mark.parametrize(
+    ("kind", "write"),
+    [
+        (Parquet, lambda path: parquet(path, a=[1])),
+        (Npy, lambda path: np.save(path, np.zeros((2, 3)))),
+        (Csv, lambda path: path.write_text("a\n1\n")),
+        (HuggingFace, write_arrow),
+    ],
+)
+def test_a_file_that_is_counted_is_not_read_again_to_be_compared(tmp_path, monkeypatch, kind, write):
+    path = tmp_path / "0.npy"
+    write(path)
+    monkeypatch.setattr("shared.storage.dataset_files.saved_datasets.arrow_files", lambda folder, _: [folder])
+    monkeypatch.setattr(Heads, "_read", lambda _, file: pytest.fail(f"{file} is read again"))
+    assert count_records(kind(str(path)), 10).records
 
 
 def test_files_that_an_earlier_master_has_counted_are_compared_too(tmp_path):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
+from types import SimpleNamespace
 
 import fsspec
 import numpy as np
 import pytest
 
 from master_service.storage.counting import count_records
+from master_service.storage.heads import Heads
 from shared.records.datasets import Bytes, Csv, Custom, MapStyle, Npy
+from shared.storage import files as storage_files
 from shared.storage import stamps
-from shared.storage.stamps import BLOCKS, END_BYTES, WHOLE_BYTES, CountedFiles, stamp_of
+from shared.storage.stamps import BLOCKS, END_BYTES, LOOK_S, WHOLE_BYTES, CountedFiles, stamp_of
 from tests.equipment.replaced import replaced
 
 
@@ -34,7 +37,15 @@ def test_another_content_of_the_same_size_has_another_stamp_and_a_copy_has_the_s
 
 
 def test_small_files_are_compared_whole_and_large_ones_at_their_ends_and_between(tmp_path):
-    path, content = tmp_path / "x", bytearray(large(1))
+    path, content = tmp_path / "x", bytearray(large(1, WHOLE_BYTES))
+    path.write_bytes(content)
+    before = stamp_of(str(path))
+    for place in range(0, WHOLE_BYTES, 20_011):
+        content[place] ^= 1
+        path.write_bytes(content)
+        assert stamp_of(str(path)) != before, place
+        content[place] ^= 1
+    content = bytearray(large(1))
     path.write_bytes(content)
     before, changed = stamp_of(str(path)), 0
     for place in (0, END_BYTES - 1, END_BYTES, len(content) // 2, len(content) - END_BYTES, len(content) - 1):
@@ -52,6 +63,32 @@ def test_an_object_of_a_store_is_compared_by_its_tag_and_any_other_file_is_read(
     assert stamp_of("memory://stamps/none") == ""
     monkeypatch.setattr("shared.storage.stamps.files.size_and_tag", lambda _: (3, "abc"))
     assert stamp_of("s3://bucket/x") == "3 etag abc"
+
+
+def test_the_tag_of_a_web_server_is_not_taken_since_mirrors_have_their_own(monkeypatch):
+    info = {"type": "file", "size": 3, "ETag": '"abc"'}
+    monkeypatch.setattr(storage_files, "_resolve", lambda url: (SimpleNamespace(info=lambda _: info), url))
+    assert storage_files.size_and_tag("https://mirror/x") == (3, "")
+    assert storage_files.size_and_tag("gs://bucket/x") == (3, "abc")
+
+
+def test_a_file_of_a_storage_that_must_be_asked_is_looked_at_once_a_minute(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(stamps.clock, "monotonic", lambda: now[0])
+    url, files = "memory://stamps/asked", CountedFiles(Bytes("memory://stamps/asked", record_bytes=1))
+
+    def write(content: bytes) -> None:
+        with fsspec.open(url, "wb") as file:
+            file.write(content)
+
+    write(b"ab")
+    stamp = stamp_of(url)
+    assert files.difference(url, stamp) is None
+    write(b"ba")
+    now[0] += LOOK_S - 1
+    assert files.difference(url, stamp) is None
+    now[0] += 2
+    assert files.difference(url, stamp) is not None
 
 
 def test_a_file_is_read_again_only_after_it_changed(tmp_path):
@@ -89,6 +126,23 @@ def test_arrays_that_are_read_together_are_stamped_together(tmp_path):
     (counted,) = count_records(dataset, 10).files
     assert CountedFiles(dataset).difference(counted.path, counted.stamp) is None
     np.save(tmp_path / "y.npy", np.ones((4, 2)))
+    assert CountedFiles(dataset).difference(counted.path, counted.stamp) is not None
+
+
+def test_a_file_that_is_replaced_while_it_is_counted_is_not_the_counted_one(tmp_path, monkeypatch):
+    """It has the stamp of before: what was counted may be of either."""
+    path = tmp_path / "x.csv"
+    path.write_text("a\n1\n")
+    before, dataset = stamp_of(str(path)), Csv(str(path))
+    rows = Heads.rows
+
+    def replacing(heads, file):
+        rows(heads, file)
+        path.write_text("a\n2\n")
+
+    monkeypatch.setattr(Heads, "rows", replacing)
+    (counted,) = count_records(dataset, 10).files
+    assert counted.stamp == before
     assert CountedFiles(dataset).difference(counted.path, counted.stamp) is not None
 
 

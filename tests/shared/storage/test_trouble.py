@@ -8,12 +8,14 @@ import os
 import resource
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
 from shared.errors import DatasetError, ResourceExhausted, StorageUnreachable
 from shared.runtime.service import OPEN_FILES
 from shared.storage import files, nameless
+from shared.storage.compressed import scanning
 from shared.storage.trouble import kept_open, trouble_in_user_code, trouble_of
 
 MACHINE = ("EMFILE", "ENFILE", "ENOMEM", "ENOSPC", "EDQUOT", "EIO", "ESTALE")
@@ -31,6 +33,14 @@ def test_an_error_of_the_operating_system_is_the_fault_of_one(name):
     kind = ResourceExhausted if name in MACHINE else StorageUnreachable if name in STORAGE else DatasetError
     with pytest.raises(kind, match=r"place/x.npy"), files.reading("place/x.npy", ".npy"):
         raise os_error(name)
+
+
+def test_a_file_is_not_missing_because_its_server_does_not_answer():
+    """fsspec tells every failure of an HTTP server as a missing file."""
+    with pytest.raises(StorageUnreachable, match=r"x.npy"), files.reading("https://host/x.npy", ".npy"):
+        raise FileNotFoundError("https://host/x.npy") from os_error("ECONNRESET")
+    with pytest.raises(DatasetError, match="does not exist"), files.reading("https://host/x.npy", ".npy"):
+        raise FileNotFoundError("https://host/x.npy")
 
 
 @pytest.mark.parametrize("name", MACHINE + STORAGE + DATA)
@@ -62,6 +72,20 @@ def test_a_temporary_file_that_cannot_be_made_is_no_fault_of_the_data(monkeypatc
     monkeypatch.setattr("tempfile.TemporaryFile", lambda: (_ for _ in ()).throw(os_error("EMFILE")))
     with pytest.raises(ResourceExhausted, match="the limit of open files is reached"):
         nameless.copy_of("x.csv.gz", io.BytesIO(b"x"))
+
+
+def test_a_disk_that_fails_while_a_file_is_decompressed_is_no_damage_of_the_file(monkeypatch):
+    class Failing(io.RawIOBase):
+        def readable(self):
+            return True
+
+        def readinto(self, _):
+            raise os_error("EIO")
+
+    monkeypatch.setattr("shared.storage.compressed.files.open_read", lambda _: nullcontext(Failing()))
+    for name in ("x.csv.gz", "x.csv.bz2", "x.csv.xz", "x.csv.zst"):
+        with pytest.raises(ResourceExhausted, match=f"{name} cannot be read now"), scanning(name) as source:
+            source.read()
 
 
 def test_readers_keep_a_share_of_what_a_process_may_open(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shared.records.datasets import Bytes, Csv, Dataset, HuggingFace, JsonLines, Npy, Parquet, TextLines, WebDataset
+from shared.errors import ResourceExhausted
+from shared.records.datasets import (
+    Bytes,
+    Csv,
+    Custom,
+    Dataset,
+    HuggingFace,
+    IterableStyle,
+    JsonLines,
+    MapStyle,
+    Npy,
+    Parquet,
+    TextLines,
+    WebDataset,
+)
 from trainer_agent.data import open_dataset
+from trainer_agent.data.reader import blaming
 
 FILES, KEPT = 40, 4
 
@@ -62,3 +78,45 @@ def test_files_that_were_read_are_closed(tmp_path, monkeypatch, suffix):
         read(path)
     assert len(list(Path("/proc/self/fd").iterdir())) <= before + KEPT
     assert repr(read(paths[0])) == repr(first)
+
+
+FULL = """
+import errno
+FULL = OSError(errno.EMFILE, "Too many open files")
+class Items:
+    def __len__(self): return 4
+    def __getitem__(self, i): raise FULL
+class Unbegun:
+    def __iter__(self): raise FULL
+class Ended:
+    def __iter__(self):
+        yield 1
+        raise FULL
+class Rows:
+    count = staticmethod(lambda url: 4)
+    @staticmethod
+    def read(url, first, count): raise FULL
+class Lazy:
+    def __array__(self, *_, **__): raise FULL
+lazy = [{"x": Lazy()}] * 4
+"""
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        MapStyle("full_items:Items", records=4),
+        IterableStyle("full_items:Unbegun", records=4),
+        IterableStyle("full_items:Ended", records=4),
+        Custom("-", reader="full_items:Rows"),
+        MapStyle("full_items:lazy", records=4),
+    ],
+    ids=lambda dataset: dataset.reader,
+)
+def test_a_limit_that_a_users_code_meets_is_never_the_datas_fault(tmp_path, monkeypatch, dataset):
+    (tmp_path / "full_items.py").write_text(FULL)
+    monkeypatch.syspath_prepend(tmp_path)
+    reader = open_dataset(dataset)
+    with pytest.raises(ResourceExhausted, match="the limit of open files is reached"), blaming("-", 0, 2):
+        reader.read("-", 0, 2).columns(np.arange(2))
+    sys.modules.pop("full_items")

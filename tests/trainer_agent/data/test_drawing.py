@@ -33,7 +33,9 @@ class Seeding:
 
 class Stream:
     def __iter__(self):
-        shift = random.random()
+        return self.items(random.random())
+    def items(self, start):
+        shift = start + random.random()
         for i in range(40):
             yield {"i": i, "python": shift + np.random.random()}
 

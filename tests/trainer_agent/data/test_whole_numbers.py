@@ -191,10 +191,19 @@ TEXTS = ("csv", "json_lines", "webdataset", "script", "custom")
     [
         ([-1, BIG, 3, 4], str(BIG)),
         ([1, 2**64, 3, 4], str(2**64)),
+        ([1, -(2**63) - 1, 3, 4], str(-(2**63) - 1)),
         ([0.5, BIG, 3, 4], str(BIG)),
+        ([0.5, 10**400, 3, 4], "1000000"),
         ([10**30, 10**30 + 1, 2, 3], str(10**30)),
     ],
-    ids=["negative and unsigned", "65 bits", "beside a fraction", "30 digits"],
+    ids=[
+        "negative and unsigned",
+        "65 bits",
+        "65 bits, negative",
+        "beside a fraction",
+        "beside a fraction, 400 digits",
+        "30 digits",
+    ],
 )
 @pytest.mark.parametrize("name", TEXTS)
 def test_what_fits_into_no_64_bits_is_refused_with_column_and_value(tmp_path, name, values, told):
@@ -235,6 +244,23 @@ def test_a_later_value_that_does_not_fit_names_column_value_file_and_record(
         read(4)
     assert "column_types" in refused.value.hint or late == "NaN"
     assert read(2).dtype == alone
+
+
+@pytest.mark.parametrize(
+    ("late", "told"),
+    [
+        ("np.float64(2.5)", "float64 does not fit int32"),
+        ("np.int64(3)", "int64 does not fit int32"),
+        ("2**40", f"{2**40} does not fit int32"),
+    ],
+)
+def test_a_later_value_of_a_users_own_is_not_cast_to_the_columns_dtype(tmp_path, late, told):
+    name = f"late_{abs(hash(late))}"
+    (tmp_path / f"{name}.py").write_text(f'import numpy as np\nitems = [{{"x": np.int32(1)}}, {{"x": {late}}}]\n')
+    reader = open_dataset(MapStyle(f"{name}:items"))
+    assert default_collate(reader.read("", 0, 1).minibatch(np.arange(1)))["x"].dtype == torch.int32
+    with pytest.raises(DatasetError, match=rf"column 'x': .*record 1 has .*{told}"):
+        default_collate(reader.read("", 1, 1).minibatch(np.arange(1)))
 
 
 @pytest.mark.parametrize("name", ["csv", "json_lines"])
@@ -331,5 +357,8 @@ def test_records_of_a_scripts_own_make_one_column_of_whole_numbers():
         DatasetError, match=r"column 'x': record 1 has 9007199254740993: float32 and int64 stand in one column"
     ):
         default_collate([{"x": np.float32(1)}, {"x": np.int64(2**53 + 1)}])
+    objects = [{"x": np.array([1, 2], dtype=object)}, {"x": np.array([3, BIG], dtype=object)}]
+    collated = default_collate(objects)
+    assert (collated["x"].tolist(), collated["x"].dtype) == ([[1, 2], [3, BIG]], torch.uint64)
     with pytest.raises(DatasetError, match=r"column 'x': record \d has .*18446744073709551616"):
         default_collate([{"x": np.array([1, 2], dtype=object)}, {"x": np.array([2**64, 1], dtype=object)}])

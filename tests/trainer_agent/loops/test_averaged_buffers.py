@@ -116,9 +116,18 @@ async def test_trainers_with_one_lane_each_find_it_in_the_next_version(tmp_path,
     assert "the buffer queue differs between lanes" in told
 
 
-async def test_one_lane_has_nothing_to_differ_from(tmp_path):
-    script = write_script(tmp_path, model=model_with(*NO_STATISTICS["queue"]))
-    assert await warnings_of(spec_for(script, lanes=1), 1) == []
+@pytest.mark.parametrize(("lanes", "told"), [(4, [0, 1, 0, 0] + [0] * 4), (1, [0, 0])])
+async def test_lanes_of_one_trainer_are_compared_at_once_and_one_lane_has_nothing_to_differ_from(build, lanes, told):
+    """Also where the next version is another one, as in asynchronous jobs of several trainers."""
+    compute, found = build({"lanes": lanes}, model=model_with(*NO_STATISTICS["hidden"])), []
+    for step in range(2):
+        compute.forget_nodes()
+        compute.begin_step()
+        for lane in range(lanes):
+            result = await compute.gradient((0, lanes), lane, lane, records(4, step * lanes + lane), bool)
+            found.append(len(result.warnings))
+        another_version(compute)
+    assert found == told
 
 
 @pytest.mark.parametrize("width", [2, 8, 64])
@@ -146,6 +155,15 @@ def pulled(compute):
     compute.swap()
 
 
+def another_version(compute):
+    """The next version has buffers that are no lane's."""
+    for block in compute.plan.blocks:
+        compute.keep(block.number)
+        if compute.layout.segments[block.segment].kind == "buffer":
+            torch.frombuffer(compute.staging(block.number), dtype=torch.float32).add_(1)
+    compute.swap()
+
+
 async def test_what_was_left_out_or_belongs_to_another_history_is_not_compared(build):
     """A lane with a loss that is not finite; a step that was left out; a trainer that joins again."""
     model = model_with(*NO_STATISTICS["hidden"])
@@ -168,14 +186,11 @@ async def test_what_was_left_out_or_belongs_to_another_history_is_not_compared(b
         compute.swap()
 
     def another():
-        for block in compute.plan.blocks:
-            compute.keep(block.number)
-            if compute.layout.segments[block.segment].kind == "buffer":
-                torch.frombuffer(compute.staging(block.number), dtype=torch.float32).add_(1)
-        compute.swap()
+        another_version(compute)
         compute.restore(compute.initial_lane_zero())
 
     await step(0, 3, then=another)
     await step(1, 4, then=nothing)
     await step(2, 4, then=another)
+    await step(3, 4, then=nothing)
     assert told == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -63,11 +64,28 @@ async def test_a_trainer_that_comes_after_the_replacement_refuses_it_too(tmp_pat
     assert re.search(TOLD, state.reason), state.reason
 
 
-def test_plain_training_refuses_it_as_a_job_does(tmp_path, monkeypatch, capsys):
-    write_script(tmp_path, "plainly", loss=REPLACING.replace("NAME", "x"))
+HELD_OUT = """
+    import shutil
+    for name in "xy": shutil.copyfile({folder!r} + f"/{name}.npy", {folder!r} + f"/held_{name}.npy")
+    def evaluation_dataset():
+        return Npy({folder!r} + "/held_x.npy", {folder!r} + "/held_y.npy", columns=("x", "y"), aligned=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("x", ()), ("held_x", ()), ("held_x", ("changed_files=report",))],
+    ids=["trained", "held out", "told"],
+)
+def test_plain_training_refuses_it_as_a_job_does(tmp_path, monkeypatch, capsys, name, settings):
+    script = f"plainly_{name}_{len(settings)}"
+    write_script(tmp_path, script, loss=REPLACING.replace("NAME", name), held_out=HELD_OUT)
     monkeypatch.syspath_prepend(tmp_path)
-    __import__("plainly")
-    with pytest.raises(SystemExit) as ended:
-        plain.train("plainly", ["--epochs", "50", "--set", "global_batch_size=8", "--set", "records_per_task=16"])
-    assert ended.value.code == 1
-    assert re.search(TOLD, capsys.readouterr().err)
+    __import__(script)
+    given = ("global_batch_size=8", "records_per_task=16", "evaluate_every=8", *settings)
+    arguments = ["--epochs", "4", *(each for setting in given for each in ("--set", setting))]
+    with nullcontext() if settings else pytest.raises(SystemExit):
+        plain.train(script, arguments)
+    said = capsys.readouterr().err
+    assert re.search(TOLD, said), said
+    assert ("is trained all the same" in said) == bool(settings)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from shared.errors import ResourceExhausted
 from shared.records import Phase
+from shared.records.datasets import MapStyle
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 
@@ -66,3 +68,25 @@ async def test_a_model_that_cannot_be_written_fails_the_job_with_the_place_and_t
         state = await made.ended()
     assert (state.phase, state.failure.task) == (Phase.FAILED, "task export-0")
     assert state.failure.message.startswith(f"the model cannot be written to {tmp_path}/storage/export: ")
+
+
+async def test_what_a_machine_lacks_for_long_ends_the_trainer_with_the_cause_and_no_task_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer_agent.waiting.retry.FIRST_S", 0.001)
+    monkeypatch.setattr("trainer_agent.tasks.source.READ_LIMIT_S", 0.01)
+    items = """
+        import errno
+        class Items:
+            def __len__(self): return 60
+            def __getitem__(self, i): raise OSError(errno.EMFILE, "Too many open files")
+        def dataset(): return Items()
+    """
+    script = write_script(tmp_path, "full_machine", dataset=items)
+    spec = spec_for(script, dataset=MapStyle("full_machine:dataset", records=60), max_discarded_fraction=0.5)
+    async with cluster(spec, 1) as made:
+        (outcome,) = [await asyncio.wait_for(task, 20) for task in made.running.values()]
+        told = [event.message for event in made.master.job.events.after(0, 100) if event.name == "user_failure"]
+        discarded = made.master.job.training.discarded
+    assert isinstance(outcome, ResourceExhausted)
+    assert not discarded
+    assert len(told) == 1
+    assert "the limit of open files is reached" in told[0]

@@ -169,11 +169,22 @@ def test_a_random_split_gives_the_same_parts_in_every_process_and_both_calls(tmp
     assert split(tmp_path, "random_split_one", 4)[0] != parts
 
 
-def test_an_object_whose_length_is_another_one_in_this_process_is_refused_with_both(tmp_path):
-    load(script(tmp_path, "objects_shrunk", "Map()"))
-    for described, why in ((4, "has 5 records at this trainer, and 4 were counted"), (6, "and 6 were counted")):
+def test_another_seed_in_one_process_makes_the_object_anew(tmp_path):
+    user, found = load(write_script(tmp_path, "random_split_two", dataset=SPLIT)), []
+    for seed in (3, 4, 3):
+        described = user.dataset("dataset", seed)
+        found.append(list(open_dataset(described, seed).read("", 0, 5).minibatch(range(5))))
+    assert found[0] == found[2] != found[1]
+
+
+@pytest.mark.parametrize(("kind", "name", "records"), [(MapStyle, "Map", 5), (IterableStyle, "Sized", 3)])
+def test_an_object_whose_length_is_another_one_in_this_process_is_refused_with_both(tmp_path, kind, name, records):
+    module = f"objects_shrunk_{name}".lower()
+    load(script(tmp_path, module, f"{name}()"))
+    for counted in (records - 1, records + 1):
+        why = f"has {records} records at this trainer, and {counted} were counted"
         with pytest.raises(InvalidArgument, match=why):
-            open_dataset(MapStyle("objects_shrunk:dataset", records=described)).read("", 0, 2)
-    assert len(open_dataset(MapStyle("objects_shrunk:Map", records=4)).read("", 0, 2)) == 2, (
+            open_dataset(kind(f"{module}:dataset", records=counted)).read("", 0, 2)
+    assert len(open_dataset(kind(f"{module}:{name}", records=records - 1)).read("", 0, 2)) == 2, (
         "the user says how many to use"
     )

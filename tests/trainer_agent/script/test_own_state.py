@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.trainer_agent.own_loop.scripts import write_loop
-from tests.trainer_agent.scripts import write_script
+from tests.trainer_agent.scripts import records, spec_for, write_script
+from trainer_agent.model.compute import LaneResult
 from trainer_agent.model.watch.own_state import Watch
 from trainer_agent.script.inspect import inspect_script
+from trainer_agent.script.twice import Twice
 
 HEAD = """
     import collections, random, time
@@ -112,6 +116,13 @@ REFUSED = {
         },
         r"state of its own that changed: STEP\[0\] of own_counter.py",
     ),
+    "counter in the loss alone": (
+        {
+            "own": "STEP = [0]\n",
+            "loss": "def loss(model, batch):\n    STEP[0] += 1\n    return F.cross_entropy(model(batch['x']), batch['y']) + STEP[0]\n",
+        },
+        r"computed twice, the loss was \d\S+ and then \d",
+    ),
     "queue of negatives": (
         {
             "own": "QUEUE = collections.deque(maxlen=8)\n",
@@ -189,19 +200,54 @@ def test_a_counter_that_changes_nothing_is_told_and_not_refused(tmp_path, capsys
     assert "changes CALLS of own_calls.py" in found["notice"]
 
 
-def test_a_generator_in_a_loop_of_ones_own_is_refused_by_the_function_that_holds_it(tmp_path, capsys):
-    loop = """
-        rng = torch.Generator().manual_seed(0)
-        for batch in batches:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(batch["x"] + torch.rand(1, generator=rng)), batch["y"])
-            trireme.backward(loss)
-            optimizer.step()
-    """
+BATCHES = """
+    rng = torch.Generator().manual_seed(0)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch["x"] + torch.rand(1, generator=rng)), batch["y"])
+        trireme.backward(loss)
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("loop", "where"),
+    [
+        (BATCHES, "rng of loop.py"),
+        (f"def main():{BATCHES.replace(chr(10), chr(10) + '    ')}\nmain()\n", "rng in main of loop.py"),
+    ],
+    ids=["of the module", "of a function"],
+)
+def test_a_generator_in_a_loop_of_ones_own_is_refused_by_the_function_that_holds_it(tmp_path, capsys, loop, where):
     code, found = inspected(write_loop(tmp_path, loop=loop), capsys)
     assert code == 2
-    assert "rng of" in found["error"]["message"]
-    assert "a random generator of the script's own" in found["error"]["message"]
+    assert f"{where}: a random generator of the script's own" in found["error"]["message"]
+
+
+def test_kernels_that_give_other_bits_each_time_are_no_fault_of_a_script(tmp_path):
+    """As those of GPUs may, in jobs that need not be deterministic."""
+    script, numbers = write_script(tmp_path), iter(range(100))
+    for device, told in (("cuda", False), ("cpu", True)):
+        layout = SimpleNamespace(device=device)
+        parts = SimpleNamespace(gradient_views=())
+        compute = SimpleNamespace(
+            layout=layout, minibatch=parts, places=(), forget_nodes=bool, model=torch.nn.Identity()
+        )
+        twice = Twice(script, spec_for(script, deterministic=False), compute)
+        twice.minibatch(lambda: LaneResult(float(next(numbers)), 1))
+        assert bool(twice.notices) == told
+
+
+def test_a_trainer_tells_of_a_generator_that_moves_with_its_minibatches(build):
+    """Also one that nobody has inspected: started by hand, or with an order of records that only some minibatches have."""
+    compute = build(head=HEAD, own="RNG = np.random.default_rng(0)\n", loss=NOISY_LOSS.format(noise="RNG.normal()"))
+    told = []
+    for number in range(4):
+        compute.forget_nodes()
+        told += asyncio.run(compute.gradient((0, 1), 0, number, records(4, number), bool)).warnings
+    del sys.modules["script"]
+    assert len(told) == 1
+    assert "RNG of script.py is a random generator of the script's own" in told[0]
 
 
 def test_a_process_of_the_users_own_is_watched_and_told(tmp_path, monkeypatch):

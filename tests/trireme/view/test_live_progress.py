@@ -71,6 +71,34 @@ async def test_a_master_that_leaves_in_the_middle_of_an_answer_costs_no_event_an
     assert master.asked == 3, "it is asked until it knows, and no more"
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "warning",
+        "setting_unused",
+        "steps_are_short",
+        "records_left_out",
+        "best_unknown",
+        "died_at_task",
+        "task_discarded",
+    ],
+)
+async def test_what_makes_a_job_another_one_than_was_asked_for_is_shown(name):
+    class Told(Master):
+        async def events(self, after):
+            told = {"event_id": 1, "event_time": clock.timestamp(), "name": name, "message": "look", "fields": {}}
+            return {"events": [told] if not after else [], "next_after": 1}
+
+        async def task_summary(self):
+            return {"total": 2, "task_records": 64}
+
+    screen = Screen()
+    reporter = ProgressReporter(JobSpec.model_construct(mode=Mode.SYNC, trainers=1, records_per_task=64), screen)
+    for _ in range(2):
+        await reporter.poll(Told().client)
+    assert screen.shown == ["look"]
+
+
 class Forgetful(Master):
     """It has forgotten what came right after the first event."""
 

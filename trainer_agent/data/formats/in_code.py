@@ -33,7 +33,7 @@ class MapStyleReader:
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:  # noqa: ARG002
         with self._lock:
             if self._object is None:
-                self._object = self._loaded()
+                self._object = _loaded(self._dataset, self._seed)
 
             def record(number: int) -> Record:
                 try:
@@ -50,18 +50,6 @@ class MapStyleReader:
                 return as_record(item, self._dataset.columns, file, number)
 
             return RecordShard(list(self._drawing.each(file, range(first, first + count), record)))
-
-    def _loaded(self) -> Any:
-        """Raises DatasetError; InvalidArgument if its length is not what was counted."""
-        made, name, counted = load_object(self._dataset, seed=self._seed), self._dataset.reader, self._dataset.records
-        if counted is None or not hasattr(made, "__len__"):
-            return made
-        records = len(made)
-        if records < counted or (records > counted and name.endswith(_HOOKS)):
-            msg = f"{name} has {records} records at this trainer, and {counted} were counted when the job was made"
-            hint = "it must have the same records in every process, whatever the host, the time and the process"
-            raise InvalidArgument(msg, hint=hint, url=name, records=records)
-        return made
 
 
 class IterableStyleReader:
@@ -89,7 +77,7 @@ class IterableStyleReader:
         return RecordShard(found)
 
     def _begin(self, file: str) -> None:
-        made = load_object(self._dataset, seed=self._seed)
+        made = _loaded(self._dataset, self._seed)
         try:
             with seeded(self._seed):
                 self._iterator, self._next = iter(made), 0
@@ -115,6 +103,21 @@ class IterableStyleReader:
             raise DatasetError(msg, hint="correct the dataset's __iter__", url=file) from error
         self._next = number + 1
         return item
+
+
+def _loaded(dataset: MapStyle | IterableStyle, seed: int) -> Any:
+    """The object. Raises DatasetError; InvalidArgument if its length is not what was counted. Where the user has stated `records`, they may be
+    some of those that a MapStyle has, and the length of an iterable may count anything."""
+    made, name, counted = load_object(dataset, seed=seed), dataset.reader, dataset.records
+    of_hook = name.endswith(_HOOKS)
+    if counted is None or not hasattr(made, "__len__") or not (of_hook or isinstance(dataset, MapStyle)):
+        return made
+    records = len(made)
+    if records < counted or (records > counted and of_hook):
+        msg = f"{name} has {records} records at this trainer, and {counted} were counted when the job was made"
+        hint = "it must have the same records in every process, whatever the host, the time and the process"
+        raise InvalidArgument(msg, hint=hint, url=name, records=records)
+    return made
 
 
 def as_record(item: Any, columns: tuple[str, ...] | None, file: str, number: int) -> Record:

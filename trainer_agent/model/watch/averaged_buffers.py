@@ -61,7 +61,7 @@ class AveragedBuffers:
         self.forget()
 
     def forget(self) -> None:
-        """What comes next belongs to another history, or the lane is left out."""
+        """What comes next belongs to another history."""
         self._kept.clear()
 
     def told(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from tests.trainer_agent.scripts import records
+from trainer_agent.model.watch.missing_gradients import MOST, MissingGradients
 
 MODEL = """
 class Model(nn.Module):
@@ -58,3 +59,12 @@ def test_it_is_told_where_a_gradient_of_zero_moves_it(build, used, optimizer, ca
     (text,) = told
     assert text.startswith(BOTH)
     assert cause in text
+
+
+def test_no_more_than_some_warnings_are_told(build):
+    """In a mixture of experts each minibatch may leave other ones out."""
+    compute = build(optimizer="def optimizer(model):\n    return torch.optim.AdamW(model.parameters())\n")
+    missing, number = MissingGradients(compute.plan), len(compute.plan.parameters)
+    for left_out in range(number):
+        missing.minibatch([each != left_out for each in range(number)])
+    assert number > MOST == len(missing.told())
