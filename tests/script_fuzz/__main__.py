@@ -29,8 +29,8 @@ def main() -> int:
         scripts = [(each,) for each in CATALOGUE if (options.only or "") in each.name]
     else:
         scripts = drawn(options.seed, options.scripts)
-    failed = 0
-    for number, mutations in enumerate(scripts[options.first : options.until], options.first):
+    failed, chosen = 0, scripts[options.first : options.until]
+    for number, mutations in enumerate(chosen, options.first):
         began = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder, quiet():
             wrong = judge(Script(Path(folder), mutations))
@@ -41,7 +41,7 @@ def main() -> int:
             print(f"{number}: {' + '.join(each.name for each in mutations)}", flush=True)
             for surface, problem in wrong.items():
                 print(f"    {surface}: {shortened(problem)}")
-    print(f"{len(scripts)} scripts, {failed} wrong")
+    print(f"{len(chosen)} scripts, {failed} wrong")
     return bool(failed)
 
 

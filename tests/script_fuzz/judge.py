@@ -10,14 +10,19 @@ from tests.script_fuzz.surfaces import Outcome, State, reference, surfaces_of
 ROUNDINGS = 1e-5
 
 
-def judge(script: Script, half: int | None = None) -> dict[str, str]:
-    """By surface: what is wrong there. Empty: nothing is. `half`: see surfaces_of."""
+def judge(script: Script, part: int | None = None) -> dict[str, str]:
+    """By surface: what is wrong there. Empty: nothing is. `part`: see surfaces_of."""
+    surfaces, wrong = surfaces_of(script, part), dict[str, str]()
     try:
-        expected = reference(script)
+        expected = {
+            kind: reference(script, asynchronous=kind) for kind in {"asynchronous" in name for name in surfaces}
+        }
     except Exception as error:
         return {"plain PyTorch": f"{type(error).__name__}: {error}"}
-    found = {name: surface(script) for name, surface in surfaces_of(script, half).items()}
-    wrong = {name: problem for name, outcome in found.items() if (problem := problem_of(script, outcome, expected))}
+    found = {name: surface(script) for name, surface in surfaces.items()}
+    for name, outcome in found.items():
+        if problem := problem_of(script, outcome, expected["asynchronous" in name]):
+            wrong[name] = problem
     jobs = [outcome for name, outcome in found.items() if not name.startswith("python")]
     if jobs and all(outcome.state is None for outcome in jobs):  # then it is refused under plain Python, too
         wrong |= {

@@ -26,12 +26,12 @@ IN_CI = 60
 pytestmark = pytest.mark.timeout(600)  # on a busy machine
 
 
-def wrong_ones(folder, scripts, *, halves=False):
+def wrong_ones(folder, scripts, *, in_parts=False):
     found = {}
     for number, mutations in enumerate(scripts):
         (own := folder / str(number)).mkdir()
         with quiet():
-            if wrong := judge(Script(own, mutations), number if halves else None):
+            if wrong := judge(Script(own, mutations), number if in_parts else None):
                 found[" + ".join(each.name for each in mutations)] = wrong
     return found
 
@@ -50,10 +50,10 @@ def some_of_the_covering():
 
 @pytest.mark.parametrize("share", range(SHARES))
 def test_scripts_are_trained_as_by_plain_pytorch_or_refused_by_name(tmp_path, share):
-    """On half of the surfaces; the soaks have all of them, and each mutation."""
+    """On a part of the surfaces; the soaks have all of them, and each mutation."""
     scripts = some_of_the_covering()
     assert len(scripts) == IN_CI
-    assert wrong_ones(tmp_path, scripts[share::SHARES], halves=True) == {}
+    assert wrong_ones(tmp_path, scripts[share::SHARES], in_parts=True) == {}
 
 
 @pytest.mark.soak

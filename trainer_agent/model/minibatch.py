@@ -45,7 +45,7 @@ CHANGED_LATE = (
 
 
 class MinibatchRunner:
-    """Runs in one thread. `parameters`: those of `plan`, in its order."""
+    """Runs in one thread. `parameters`: those of `plan`, in its order. `notice`: what the user should hear of with the first minibatch."""
 
     def __init__(
         self,
@@ -55,6 +55,7 @@ class MinibatchRunner:
         parameters: list[nn.Parameter],
         optimizer: torch.optim.Optimizer,
         spec: JobSpec,
+        notice: str = "",
     ) -> None:
         self._user, self._model, self._plan, self._parameters = user, model, plan, parameters
         self._device, self._clip_norm = parameters[0].device, spec.clip_lane_norm
@@ -73,7 +74,7 @@ class MinibatchRunner:
         self._missing: list[int] | None = None  # by block: gradients not made yet; None: not counted in this backward
         self._may_overlap = False
         self._guard = BackwardGuard(user)
-        self._told, self._own_state = set[str](), Watch(user.path, model)
+        self._notice, self._told, self._own_state = notice, set[str](), Watch(user.path, model)
         self._modules = list(model.modules())
         self.modes = Modes(model, own_loop=user.loop is not None)
         self._sums: dict[int, torch.Tensor] = {}  # by parameter: digests of views, where it is looked
@@ -196,7 +197,7 @@ class MinibatchRunner:
     def warnings(self) -> tuple[str, ...]:
         """What the user should hear of the minibatches since the last call."""
         loop = self._user.loop
-        found = [self.modes.notice]
+        found = [self._notice, self.modes.notice]
         if loop is not None:
             found = notices(
                 scales=loop.scaling.is_used,
@@ -205,6 +206,7 @@ class MinibatchRunner:
                 lanes=self._lanes,
                 tables=bool(self._plan.layout.tables),
             )
+            found.append(loop.threads_notice)
         found = [*found, self._own_state.after_minibatch()]
         new = [text for text in found if text and text not in self._told]
         self._told.update(new)
