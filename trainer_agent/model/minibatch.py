@@ -197,7 +197,7 @@ class MinibatchRunner:
     def warnings(self) -> tuple[str, ...]:
         """What the user should hear of the minibatches since the last call."""
         loop = self._user.loop
-        found = [self._notice, self.modes.notice]
+        found = [self._notice, self.modes.notice, self.modes.left]
         if loop is not None:
             found = notices(
                 scales=loop.scaling.is_used,

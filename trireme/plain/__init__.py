@@ -217,6 +217,8 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
                 loss = checked_loss(user, found)
                 unshared.check(user)
                 modes.check(user)
+                if modes.left and result.steps == 0:
+                    report(modes.left)
                 to_report = guard.reported(loss).detach().clone()
                 stepped = guard.run(loss)
                 unshared.check(user)

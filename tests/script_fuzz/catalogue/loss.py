@@ -69,6 +69,24 @@ LOSS = [
     Mutation(
         "evaluated in the loss",
         loss="model.eval()\nwith torch.no_grad():\n    scale = model(batch['x']).abs().mean()\nmodel.train()\nvalue = value * scale",
+        modes=True,
+    ),
+    Mutation(
+        "evaluated in the loss, with a part in eval",
+        ("off9",),
+        init="self.off9 = nn.Dropout(0.5)",
+        forward="h = self.off9(h)",
+        build="m.off9.eval()",
+        loss="model.eval()\nwith torch.no_grad():\n    scale = model(batch['x']).abs().mean()\nmodel.train()\nvalue = value * scale",
+        modes=True,
+    ),
+    Mutation(
+        "left in eval by each loss",
+        ("evaluation mode",),
+        init="self.drop9 = nn.Dropout(0.5)",
+        forward="h = self.drop9(h)",
+        loss="model.eval()\nvalue = value * model(batch['x']).detach().abs().mean()",
+        modes=True,
     ),
     Mutation(
         "eval from a step on",
