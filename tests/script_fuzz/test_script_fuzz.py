@@ -9,7 +9,7 @@ import pytest
 from tests.equipment.replaced import replaced
 from tests.script_fuzz.catalogue import CATALOGUE
 from tests.script_fuzz.draw import covering, drawn
-from tests.script_fuzz.judge import judge
+from tests.script_fuzz.judge import NoScript, judge
 from tests.script_fuzz.mutation import Mutation
 from tests.script_fuzz.script import Script
 from tests.script_fuzz.surfaces import quiet
@@ -27,12 +27,18 @@ pytestmark = pytest.mark.timeout(600)  # on a busy machine
 
 
 def wrong_ones(folder, scripts, *, in_parts=False):
-    found = {}
+    found, left_out = {}, 0
     for number, mutations in enumerate(scripts):
         (own := folder / str(number)).mkdir()
-        with quiet():
-            if wrong := judge(Script(own, mutations), number if in_parts else None):
-                found[" + ".join(each.name for each in mutations)] = wrong
+        try:
+            with quiet():
+                wrong = judge(Script(own, mutations), number if in_parts else None)
+        except NoScript:
+            left_out += 1
+            continue
+        if wrong:
+            found[" + ".join(each.name for each in mutations)] = wrong
+    assert left_out <= len(scripts) / 20
     return found
 
 

@@ -42,7 +42,7 @@ LOSS = [
     ),
     Mutation(
         "a penalty of parameters' gradients",
-        loss="g = torch.autograd.grad(value, list(model.last.parameters()), create_graph=True)\nvalue = value + sum(each.pow(2).sum() for each in g)",
+        loss="g = torch.autograd.grad(value, [p for p in model.last.parameters() if p.requires_grad], create_graph=True)\nvalue = value + sum(each.pow(2).sum() for each in g)",
     ),
     Mutation(
         "adversarial examples",
@@ -247,6 +247,7 @@ LOSS = [
     Mutation(
         "a copy kept in the loss",
         head="copies = []",
+        alone=True,
         loss="copies[:] = [copy.deepcopy(model)]\nvalue = value + 0.01 * F.mse_loss(out, copies[0](batch['x']).detach())",
     ),
     Mutation(

@@ -229,7 +229,12 @@ MODEL = [
         forward="h = self.lazy1(h)",
         build="m(torch.zeros(2, 5))",
     ),
-    Mutation("a layer that nobody uses", init="self.unused = nn.Linear(8, 8)"),
+    Mutation(
+        "a layer that nobody uses",
+        init="self.unused = nn.Linear(8, 8)",
+        optimizer="torch.optim.SGD(m.parameters(), lr=0.1)",  # one without decay, and no scheduler that makes one
+        scheduler="torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)",
+    ),
     Mutation(
         "a layer that nobody uses, with decay",
         ("unused1",),
@@ -305,7 +310,7 @@ MODEL = [
         build="m.first.weight = nn.Parameter(m.first.weight.detach().clone() * 2)\nnn.init.zeros_(m.last.bias)",
     ),
     Mutation("loaded", build="m.load_state_dict({name: value * 0.5 for name, value in m.state_dict().items()})"),
-    Mutation("a copy of a model", build="m = copy.deepcopy(m)"),
+    Mutation("a copy of a model", build="m = copy.deepcopy(m)", alone=True),
     Mutation(
         "checkpointed",
         forward="h = torch.utils.checkpoint.checkpoint(torch.tanh, h, use_reentrant=False)",

@@ -57,9 +57,10 @@ SETTINGS = [
         "gradients left switched off",
         forward="torch.set_grad_enabled(True)\nh = self.first(x)",
         loss="torch.set_grad_enabled(False)",
+        alone=True,
     ),
     Mutation("anomaly mode throughout", head="torch.autograd.set_detect_anomaly(True)"),
     Mutation("errors of NumPy", head="np.seterr(all='raise')"),
-    Mutation("warnings as errors", head="import warnings\nwarnings.simplefilter('error')"),
+    Mutation("warnings as errors", head="import warnings\nwarnings.simplefilter('error')", alone=True),
     Mutation("backward in one thread", head="torch.autograd.set_multithreading_enabled(False)"),
 ]
