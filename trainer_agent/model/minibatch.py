@@ -21,7 +21,7 @@ from shared.datasets.random_state import START_SEED, seed_everything, seeded
 from shared.errors import InvalidArgument
 from shared.logged_metrics import Logged, add, collected, loss_in, metrics_beside
 from shared.metric_names import LOSS
-from shared.records import JobSpec, Mode
+from shared.records import JobSpec, Mode, Strategy
 from shared.tables.grouping import Grouped
 from trainer_agent.data.collate import default_collate
 from trainer_agent.data.ready_batch import ReadyBatch
@@ -41,6 +41,10 @@ from trainer_agent.own_loop.gradients import notices
 CHANGED_LATE = (
     "a hook changed the gradient of {name} after backward had computed it, when it was on its way already; change it in a hook of the parameter "
     "(register_hook, register_post_accumulate_grad_hook) or of a module (register_full_backward_hook): those are waited for"
+)
+DOUBLE = (
+    "torch.set_default_dtype(torch.float64) is in force; the optimizer of a collective job steps in this process and would keep its counters in float64, "
+    "which no checkpoint has: set it back to torch.float32, and give dtype=torch.float64 where it is needed; or use strategy = parameter_server"
 )
 
 
@@ -62,6 +66,7 @@ class MinibatchRunner:
         self._finite = spec.on_nonfinite != "ignore"
         self._forward = partial(autocast, spec.precision, self._device)
         self._unshared, self._without = UnsharedState(model, plan, optimizer), MissingGradients(plan)
+        self._steps_here = spec.strategy is Strategy.COLLECTIVE
         self._lanes = spec.lanes if spec.mode is Mode.SYNC else spec.push_every
         self.averaged = AveragedBuffers(model, plan, self._lanes)
         self.buffers = LiveBuffers(model, plan, counts=spec.mode is Mode.ASYNC)
@@ -137,6 +142,8 @@ class MinibatchRunner:
         loss = checked_loss(self._user, found)
         self._unshared.check(self._user)
         self.modes.check(self._user)
+        if self._steps_here and torch.get_default_dtype() is torch.float64:
+            raise self._user.error_of(RuntimeError(DOUBLE), fatal=True)
         loss_to_report = self._guard.reported(loss).detach()
         # on a GPU it would wait for forward; in a loop of one's own the script goes on to its step whatever the loss is
         early = self._device.type == "cpu" and self._user.loop is None

@@ -11,6 +11,7 @@ CONVOLVED = {
     "forward": "h = self.conv3(h.view(-1, 2, 4)).reshape(-1, 8)",
 }
 DOUBLE = "torch.set_default_dtype(torch.float64)"
+COUNTS = "torch.optim.Adam(m.parameters(), lr=0.02)"  # its steps, in a dtype that follows the default one
 NOISE = "value = value * (1 + 0.1 * torch.rand(()))"
 KERNELS = "torch.backends.mkldnn.enabled = False"
 FLUSHED = {"forward": "h = h + (h.detach() * 1e-40) * 1e38"}
@@ -21,7 +22,7 @@ SETTINGS = [
     Mutation("threads in the model", ("threads",), head=BIG, build="torch.set_num_threads(7)", loss=SUMMED),
     Mutation("threads at a step", ("threads",), head=BIG, loss=f"{waits('torch.set_num_threads(7)')}\n{SUMMED}"),
     Mutation("threads behind a step", ("threads",), head=BIG, loss=SUMMED, after=waits("torch.set_num_threads(7)")),
-    Mutation("a default dtype from the model on", build=DOUBLE, loss=NOISE),
+    Mutation("a default dtype from the model on", ("default_dtype",), build=DOUBLE, loss=NOISE, optimizer=COUNTS),
     Mutation("a default dtype at a step", ("default_dtype",), loss=f"{waits(DOUBLE)}\n{NOISE}"),
     Mutation("a default dtype behind a step", ("default_dtype",), loss=NOISE, after=waits(DOUBLE)),
     Mutation("a default dtype for a while", loss=f"{DOUBLE}\n{NOISE}\ntorch.set_default_dtype(torch.float32)"),
