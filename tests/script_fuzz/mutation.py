@@ -37,6 +37,7 @@ class Mutation:
     between: str = ""
     after: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    modes: bool = False  # the model's modes are others before or after it: with a second such one plain PyTorch has others in the next step
     alone: bool = False  # it does not go with others
     rounds: bool = False  # documented: the same arithmetic, with other roundings
 
@@ -50,7 +51,7 @@ class Mutation:
         return bool(self.names) or self.alone
 
 
-ONE_OF_A_KIND = ("optimizer", "scheduler", "returns", "collate", "zero", "settings")
+ONE_OF_A_KIND = ("optimizer", "scheduler", "returns", "collate", "zero", "settings", "modes")
 
 
 def fit(one: Mutation, other: Mutation) -> bool:

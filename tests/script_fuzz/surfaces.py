@@ -1,4 +1,4 @@
-"""Where a script is trained, in this process: by `python script.py` and by jobs of both strategies, as functions and as a loop.
+"""Where a script is trained, in this process: by `python script.py`, by jobs of both strategies and by asynchronous ones, as functions and as a loop.
 
 Each gives an Outcome: the trained state_dict, or why it was refused.
 """
@@ -23,10 +23,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import structlog
 import torch
 from torch.optim import optimizer
 
+from master_service.core.queue.epoch_order import EpochOrder
+from master_service.core.queue.file_table import FileTable
 from master_service.core.queue.task_sizes import TaskSizes
 from master_service.storage.counting import count_records
 from shared.datasets.random_state import seed_everything
@@ -37,12 +40,13 @@ from shared.records.datasets import Npy
 from tests.script_fuzz.script import Script
 from tests.trainer_agent import cluster as with_pservers
 from tests.trainer_agent.collective import cluster as collective
-from trainer_agent.data import default_collate
+from trainer_agent.data import default_collate, minibatches_in
 from trainer_agent.script.user_module import load
 from trireme.plain import plain_spec, run
 from trireme.plain.minibatches import epoch_minibatches
 
 LIMIT_S = 30.0
+THREADS = 2  # of torch in a process of a machine with two cores, until somebody sets another number
 State = Mapping[str, torch.Tensor]
 
 
@@ -56,24 +60,35 @@ class Outcome:
     told: tuple[str, ...] = field(default=())
 
 
-def reference(script: Script) -> State:
-    """By plain PyTorch. Raises what the script raises."""
+def reference(script: Script, *, asynchronous: bool = False) -> State:
+    """By plain PyTorch, with the random numbers of a synchronous or an asynchronous job. Raises what the script raises."""
     module: dict[str, Any] = {"__name__": "plain"}
-    with _own_warnings(), _no_hooks_left():
-        exec(compile(script.plain(), "plain.py", "exec"), module)
+    with _own_warnings(), _nothing_left():
         torch.set_num_threads(1)
-        return dict(module["train"](_batches(script, module.get("collate"))).state_dict())
+        exec(compile(script.plain(), "plain.py", "exec"), module)
+        batches = _batches(script, module.get("collate"), asynchronous=asynchronous)
+        return dict(module["train"](batches).state_dict())
 
 
-def _batches(script: Script, collate: Callable[[Any], Any] | None) -> Iterator[Any]:
-    """Seeded before each, as a lane is."""
+def _batches(script: Script, collate: Callable[[Any], Any] | None, *, asynchronous: bool) -> Iterator[Any]:
+    """Seeded before each, as a lane is, or a minibatch of a task."""
     spec = spec_of(script, script.folder / "script.py", "ps")
     table, step = count_records(spec.dataset, TaskSizes.of(spec), seed=spec.seed), 0
     for epoch in range(spec.epochs):
+        seeds = _seeds_of_tasks(spec, table, epoch)
         for minibatch in epoch_minibatches(spec, table, epoch):
-            seed_everything(step_seed(spec.seed, step, 0))
+            of_task = next(seeds)
+            seed_everything(of_task if asynchronous else step_seed(spec.seed, step, 0))
             step += 1
             yield collate(list(minibatch)) if collate is not None else default_collate(minibatch)
+
+
+def _seeds_of_tasks(spec: JobSpec, table: FileTable, epoch: int) -> Iterator[int]:
+    """Of the minibatches of an asynchronous epoch."""
+    order = EpochOrder(table.tasks, spec.seed, epoch, spec.shuffle)
+    for task in map(order.task_at, range(table.tasks)):
+        for number in range(minibatches_in(table.locate(task).count, spec.minibatch_size)):
+            yield step_seed(step_seed(spec.seed, epoch, task), number, 0)
 
 
 def spec_of(script: Script, path: Path, storage: str, **more: Any) -> JobSpec:
@@ -113,11 +128,11 @@ def plain_loop(script: Script) -> Outcome:
     return _outcome(train)
 
 
-def job(script: Script, *, loop: bool, of_group: bool) -> Outcome:
-    name = f"fuzz_{'loop' if loop else 'functions'}_{'collective' if of_group else 'ps'}"
+def job(script: Script, kind: str, *, loop: bool) -> Outcome:
+    name = f"fuzz_{'loop' if loop else 'functions'}_{kind}"
     path = script.loop(name) if loop else script.functions(name)
-    spec = spec_of(script, path, name, **({"strategy": "collective", "pservers": 0} if of_group else {}))
-    return _outcome(lambda: asyncio.run(_trained(spec, collective if of_group else with_pservers)))
+    spec = spec_of(script, path, name, **JOBS[kind])
+    return _outcome(lambda: asyncio.run(_trained(spec, collective if kind == "collective" else with_pservers)))
 
 
 async def _trained(spec: JobSpec, strategy: Any) -> Outcome:
@@ -140,25 +155,33 @@ async def _trained(spec: JobSpec, strategy: Any) -> Outcome:
         return _refusal(f"{failure.error_type}: {failure.message}", failure.traceback)
 
 
+JOBS: dict[str, dict[str, Any]] = {
+    "ps": {},
+    "collective": {"strategy": "collective", "pservers": 0},
+    "async": {"mode": "async"},
+}
 SURFACES: dict[str, Callable[[Script], Outcome]] = {
     "python script.py": plain_functions,
     "python loop.py": plain_loop,
-    "functions, parameter servers": lambda script: job(script, loop=False, of_group=False),
-    "functions, collective": lambda script: job(script, loop=False, of_group=True),
-    "loop, parameter servers": lambda script: job(script, loop=True, of_group=False),
-    "loop, collective": lambda script: job(script, loop=True, of_group=True),
+    "functions, parameter servers": lambda script: job(script, "ps", loop=False),
+    "functions, collective": lambda script: job(script, "collective", loop=False),
+    "functions, asynchronous": lambda script: job(script, "async", loop=False),
+    "loop, parameter servers": lambda script: job(script, "ps", loop=True),
+    "loop, collective": lambda script: job(script, "collective", loop=True),
+    "loop, asynchronous": lambda script: job(script, "async", loop=True),
 }
 
 
-HALVES = (
+PARTS = (
     ("python script.py", "functions, parameter servers", "loop, collective"),
     ("python loop.py", "functions, collective", "loop, parameter servers"),
+    ("python script.py", "functions, asynchronous", "loop, asynchronous"),
 )
 
 
-def surfaces_of(script: Script, half: int | None = None) -> dict[str, Callable[[Script], Outcome]]:
-    """`half`: only half of them, in which both strategies are, too."""
-    names = SURFACES if half is None else HALVES[half % 2]
+def surfaces_of(script: Script, part: int | None = None) -> dict[str, Callable[[Script], Outcome]]:
+    """Those that the script has. `part`: the number of a part of them, to save time; any integer."""
+    names = SURFACES if part is None else PARTS[part % len(PARTS)]
     if not script.has_functions:
         names = [name for name in names if "loop" in name]
     return {name: SURFACES[name] for name in names}
@@ -167,7 +190,7 @@ def surfaces_of(script: Script, half: int | None = None) -> dict[str, Callable[[
 def _outcome(train: Callable[[], Outcome]) -> Outcome:
     modules, threads = set(sys.modules), set(threading.enumerate())
     try:
-        with _own_warnings(), _single_error(), _no_hooks_left():
+        with _own_warnings(), _single_error(), _nothing_left():
             return train()
     except UserCodeError as error:
         return _refusal(f"{error.message} {error.hint}", str(error.details.get("traceback", "")))
@@ -215,13 +238,25 @@ def _single_error() -> Iterator[None]:
 
 
 @contextmanager
-def _no_hooks_left() -> Iterator[None]:
-    """Of all optimizers: those of a script would also be called in the next one."""
+def _nothing_left() -> Iterator[None]:
+    """Hooks of all optimizers, and settings of torch: those of a script would also be there in the next one."""
     hooks = [vars(optimizer)[f"_global_optimizer_{place}_hooks"] for place in ("pre", "post")]
     before = [dict(each) for each in hooks]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
     try:
-        yield
+        with np.errstate(), torch.enable_grad():
+            yield
     finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(False)
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
+        torch.autograd.set_detect_anomaly(False)
+        torch.autograd.set_multithreading_enabled(True)
+        torch.backends.mkldnn.enabled, torch.backends.cudnn.benchmark = True, False
         for each, kept in zip(hooks, before, strict=True):
             each.clear()
             each.update(kept)

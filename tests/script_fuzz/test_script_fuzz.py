@@ -9,7 +9,7 @@ import pytest
 from tests.equipment.replaced import replaced
 from tests.script_fuzz.catalogue import CATALOGUE
 from tests.script_fuzz.draw import covering, drawn
-from tests.script_fuzz.judge import judge
+from tests.script_fuzz.judge import NoScript, judge
 from tests.script_fuzz.mutation import Mutation
 from tests.script_fuzz.script import Script
 from tests.script_fuzz.surfaces import quiet
@@ -26,13 +26,19 @@ IN_CI = 60
 pytestmark = pytest.mark.timeout(600)  # on a busy machine
 
 
-def wrong_ones(folder, scripts, *, halves=False):
-    found = {}
+def wrong_ones(folder, scripts, *, in_parts=False):
+    found, left_out = {}, 0
     for number, mutations in enumerate(scripts):
         (own := folder / str(number)).mkdir()
-        with quiet():
-            if wrong := judge(Script(own, mutations), number if halves else None):
-                found[" + ".join(each.name for each in mutations)] = wrong
+        try:
+            with quiet():
+                wrong = judge(Script(own, mutations), number if in_parts else None)
+        except NoScript:
+            left_out += 1
+            continue
+        if wrong:
+            found[" + ".join(each.name for each in mutations)] = wrong
+    assert left_out <= len(scripts) / 20
     return found
 
 
@@ -50,10 +56,10 @@ def some_of_the_covering():
 
 @pytest.mark.parametrize("share", range(SHARES))
 def test_scripts_are_trained_as_by_plain_pytorch_or_refused_by_name(tmp_path, share):
-    """On half of the surfaces; the soaks have all of them, and each mutation."""
+    """On a part of the surfaces; the soaks have all of them, and each mutation."""
     scripts = some_of_the_covering()
     assert len(scripts) == IN_CI
-    assert wrong_ones(tmp_path, scripts[share::SHARES], halves=True) == {}
+    assert wrong_ones(tmp_path, scripts[share::SHARES], in_parts=True) == {}
 
 
 @pytest.mark.soak

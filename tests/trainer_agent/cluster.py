@@ -65,8 +65,7 @@ class TorchCluster(Cluster):
         self._reading.shutdown()
 
     def add_trainer(self, name: str, script: Path | None = None) -> Agent:
-        user = load(script or self.spec.script)
-        compute = self._computing.submit(TorchCompute, user, self.spec, self._computing).result()
+        compute = self._computing.submit(self.built, script or Path(self.spec.script)).result()
         self.stopping[name] = asyncio.Event()
         agent = Agent(
             self.spec,
@@ -82,6 +81,10 @@ class TorchCluster(Cluster):
         self.computes[name] = compute
         self.running[name] = self._group.create_task(self._outcome(agent))
         return agent
+
+    def built(self, script: Path) -> TorchCompute:
+        """In the thread that computes, as in a process of its own: some settings of torch belong to the thread."""
+        return TorchCompute(load(script), self.spec, self._computing)
 
     async def offload(self, work, *arguments):
         return await asyncio.get_running_loop().run_in_executor(self._reading, work, *arguments)

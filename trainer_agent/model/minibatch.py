@@ -22,7 +22,7 @@ from shared.datasets.random_state import START_SEED, seed_everything, seeded
 from shared.errors import InvalidArgument
 from shared.logged_metrics import Logged, add, collected, loss_in, metrics_beside
 from shared.metric_names import LOSS
-from shared.records import JobSpec, Mode
+from shared.records import JobSpec, Mode, Strategy
 from shared.tables.grouping import Grouped
 from trainer_agent.data.collate import default_collate
 from trainer_agent.data.ready_batch import ReadyBatch
@@ -43,10 +43,14 @@ CHANGED_LATE = (
     "a hook changed the gradient of {name} after backward had computed it, when it was on its way already; change it in a hook of the parameter "
     "(register_hook, register_post_accumulate_grad_hook) or of a module (register_full_backward_hook): those are waited for"
 )
+DOUBLE = (
+    "torch.set_default_dtype(torch.float64) is in force; the optimizer of a collective job steps in this process and would keep its counters in float64, "
+    "which no checkpoint has: set it back to torch.float32, and give dtype=torch.float64 where it is needed; or use strategy = parameter_server"
+)
 
 
 class MinibatchRunner:
-    """Runs in one thread. `parameters`: those of `plan`, in its order."""
+    """Runs in one thread. `parameters`: those of `plan`, in its order. `notice`: what the user should hear of with the first minibatch."""
 
     def __init__(
         self,
@@ -56,12 +60,14 @@ class MinibatchRunner:
         parameters: list[nn.Parameter],
         optimizer: torch.optim.Optimizer,
         spec: JobSpec,
+        notice: str = "",
     ) -> None:
         self._user, self._model, self._plan, self._parameters = user, model, plan, parameters
         self._device, self._clip_norm = parameters[0].device, spec.clip_lane_norm
         self._finite = spec.on_nonfinite != "ignore"
         self._forward = partial(autocast, spec.precision, self._device)
         self._unshared, self._without = UnsharedState(model, plan, optimizer), MissingGradients(plan)
+        self._steps_here = spec.strategy is Strategy.COLLECTIVE
         self._lanes = spec.lanes if spec.mode is Mode.SYNC else spec.push_every
         self.averaged = AveragedBuffers(model, plan, self._lanes)
         self.buffers = LiveBuffers(model, plan, counts=spec.mode is Mode.ASYNC)
@@ -74,7 +80,7 @@ class MinibatchRunner:
         self._missing: list[int] | None = None  # by block: gradients not made yet; None: not counted in this backward
         self._may_overlap = False
         self._guard = BackwardGuard(user)
-        self._told, self._own_state = set[str](), Watch(user.path, model)
+        self._notice, self._told, self._own_state = notice, set[str](), Watch(user.path, model)
         self.modes = Modes(model, own_loop=user.loop is not None)
         self._sums: dict[int, torch.Tensor] = {}  # by parameter: digests of views, where it is looked
         self._takes_at_end = False  # in this backward, gradients are copied to their views when it is over
@@ -142,6 +148,8 @@ class MinibatchRunner:
         loss = checked_loss(self._user, found)
         self._unshared.check(self._user)
         self.modes.check(self._user)
+        if self._steps_here and torch.get_default_dtype() is torch.float64:
+            raise self._user.error_of(RuntimeError(DOUBLE), fatal=True)
         loss_to_report = self._guard.reported(loss).detach()
         # on a GPU it would wait for forward; in a loop of one's own the script goes on to its step whatever the loss is
         early = self._device.type == "cpu" and self._user.loop is None
@@ -202,7 +210,7 @@ class MinibatchRunner:
     def warnings(self) -> tuple[str, ...]:
         """What the user should hear of the minibatches since the last call."""
         loop = self._user.loop
-        found = [self.modes.notice]
+        found = [self._notice, self.modes.notice, self.modes.left]
         if loop is not None:
             found = notices(
                 scales=loop.scaling.is_used,
@@ -211,6 +219,7 @@ class MinibatchRunner:
                 lanes=self._lanes,
                 tables=bool(self._plan.layout.tables),
             )
+            found.append(loop.threads_notice)
         found = [*found, self._own_state.after_minibatch()]
         new = [text for text in found if text and text not in self._told]
         self._told.update(new)

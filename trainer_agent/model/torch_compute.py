@@ -42,6 +42,7 @@ from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.send_buffers import SendBuffers
 from trainer_agent.model.watch.backward_guard import UserCode
 from trainer_agent.model.watch.unshared_state import constants_of
+from trainer_agent.own_loop.threads import use_threads
 from trainer_agent.start_values.load import start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
 from trainer_agent.tables.files import StoredTable, StoredTables
@@ -70,7 +71,7 @@ class TorchCompute:
         number: int = 0,
         initial: str = "",
     ) -> None:
-        torch.set_num_threads(spec.threads_per_trainer)
+        overruled = use_threads(spec.threads_per_trainer)
         self._user, self._executor, self.is_finished = user, executor, False
         deterministic = spec.mode is Mode.SYNC and spec.deterministic
         self._device = device_of(spec.device, deterministic=deterministic, number=number)
@@ -123,7 +124,7 @@ class TorchCompute:
             limit=self._limit,
             any_norm=not self._finite,
         )
-        self.minibatch = MinibatchRunner(user, self.model, self.plan, self._parameters, self.optimizer, spec)
+        self.minibatch = MinibatchRunner(user, self.model, self.plan, self._parameters, self.optimizer, spec, overruled)
         self.initial_lane_zero()
 
     def __repr__(self) -> str:

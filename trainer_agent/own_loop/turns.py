@@ -34,6 +34,7 @@ from trainer_agent.own_loop.grad_scaler import Scaling, unscale_for_kernel
 from trainer_agent.own_loop.gradients import check_none_is_left, forget_those_of_others, marks
 from trainer_agent.own_loop.places import GOES_ON, Place
 from trainer_agent.own_loop.prepared import Prepared, check, check_loss, is_function
+from trainer_agent.own_loop.threads import use_threads
 
 CLOSE_S = 5.0
 
@@ -102,6 +103,8 @@ class OwnLoop:
         self._logged: dict[str, Logged] | None = None
         self._autocast: list[torch.autocast] = []
         self._passes = 0
+        self._threads = 1  # of torch, in the trainer's thread
+        self.threads_notice = ""  # a sentence, if the script has asked torch for another number
 
     def __repr__(self) -> str:
         return f"<OwnLoop after {self._passes} passes, the script is {self._place.value}>"
@@ -205,6 +208,7 @@ class OwnLoop:
     def _resume(self, value: Any = None) -> None:
         """The script's turn, until it waits again. Raises UserCodeError, also if the script has ended while it should not."""
         self._check_there()
+        self._threads = torch.get_num_threads()
         self._to_script.put(_Turn(value, logged=self._logged))
         self._failure = self._to_trainer.get()
         self._check_there()
@@ -270,6 +274,7 @@ class OwnLoop:
         scheduler = parts.hooks.get("scheduler")
         self._take_over(parts.optimizer, None if is_function(scheduler) else scheduler)
         self._hand_over(Place.PREPARED)
+        self.threads_notice = use_threads(self._threads)
         for device in {parameter.device for parameter in parts.model.parameters() if parameter.is_cuda}:
             torch.cuda.set_device(device)  # of this thread, so that the script's `.cuda()` means the same
         return parts.model, parts.optimizer, Batches(self)

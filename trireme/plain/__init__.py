@@ -43,6 +43,7 @@ from trainer_agent.model.watch.own_state import Watch
 from trainer_agent.model.watch.unshared_state import UnsharedState
 from trainer_agent.own_loop.gradients import BUFFERS
 from trainer_agent.own_loop.job_steps import JobSteps, telling
+from trainer_agent.own_loop.threads import use_threads
 from trainer_agent.script.user_module import UserModule
 from trainer_agent.start_values.load import load_start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
@@ -136,7 +137,9 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     """Train and evaluate. Raises DatasetError, InvalidArgument, UserCodeError; InvalidArgument for more than one lane."""
     if spec.lanes != 1:
         raise InvalidArgument(f"plain training has one lane, the spec has {spec.lanes}", hint="set lanes=1")
-    torch.set_num_threads(spec.threads_per_trainer)
+    overruled = use_threads(spec.threads_per_trainer)
+    if overruled and user.loop is None:  # else it is told of the thread that the script runs in
+        report(overruled)
     counted = count(spec, report)
     with telling(lambda: JobSteps(counted.steps, spec.epochs)):
         return _train(user, spec, counted, report)
@@ -197,6 +200,8 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
                 if user.loop.undone_buffer and not told_of_buffers:
                     told_of_buffers = True
                     report(BUFFERS.format(name=user.loop.undone_buffer))
+                if user.loop.threads_notice and result.steps == 0:
+                    report(user.loop.threads_notice)
             schedule.before_step(BeforeStep(epoch > 0 and number == 0, evaluations.plateau_value))
             seed_everything(step_seed(spec.seed, result.steps, 0))
             modes.set_training()
@@ -213,6 +218,8 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
                 loss = checked_loss(user, found)
                 unshared.check(user)
                 modes.check(user)
+                if modes.left and result.steps == 0:
+                    report(modes.left)
                 to_report = guard.reported(loss).detach().clone()
                 stepped = guard.run(loss)
                 unshared.check(user)

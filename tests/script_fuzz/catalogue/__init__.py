@@ -4,6 +4,7 @@ from tests.script_fuzz.catalogue.loop import LOOP
 from tests.script_fuzz.catalogue.loss import LOSS
 from tests.script_fuzz.catalogue.model import MODEL
 from tests.script_fuzz.catalogue.optimizer import OPTIMIZERS, SCHEDULERS
+from tests.script_fuzz.catalogue.settings import SETTINGS
 from tests.script_fuzz.catalogue.state import STATE
 
-CATALOGUE = (*MODEL, *STATE, *OPTIMIZERS, *SCHEDULERS, *LOSS, *LOOP)
+CATALOGUE = (*MODEL, *STATE, *OPTIMIZERS, *SCHEDULERS, *LOSS, *LOOP, *SETTINGS)

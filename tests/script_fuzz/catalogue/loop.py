@@ -5,6 +5,9 @@ from __future__ import annotations
 from tests.script_fuzz.mutation import Mutation, waits
 
 G = ("gradient", "grad")
+STATEFUL = (
+    "torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)"  # to clear the state of one that has none is no change
+)
 LOOP = [
     Mutation(
         "read only",
@@ -105,10 +108,11 @@ LOOP = [
         optimizer="torch.optim.SGD(m.first.parameters(), lr=0.1)",
         after=waits("opt.add_param_group({'params': list(model.last.parameters())})"),
     ),
-    Mutation("state cleared behind a step", ("state",), after=waits("opt.state.clear()")),
+    Mutation("state cleared behind a step", ("state",), optimizer=STATEFUL, after=waits("opt.state.clear()")),
     Mutation(
         "state dict of the optimizer loaded",
         ("state",),
+        optimizer=STATEFUL,
         after=waits("opt.load_state_dict(opt.state_dict() | {'state': {}})"),
     ),
     Mutation(

@@ -42,7 +42,7 @@ LOSS = [
     ),
     Mutation(
         "a penalty of parameters' gradients",
-        loss="g = torch.autograd.grad(value, list(model.last.parameters()), create_graph=True)\nvalue = value + sum(each.pow(2).sum() for each in g)",
+        loss="g = torch.autograd.grad(value, [p for p in model.last.parameters() if p.requires_grad], create_graph=True)\nvalue = value + sum(each.pow(2).sum() for each in g)",
     ),
     Mutation(
         "adversarial examples",
@@ -69,6 +69,24 @@ LOSS = [
     Mutation(
         "evaluated in the loss",
         loss="model.eval()\nwith torch.no_grad():\n    scale = model(batch['x']).abs().mean()\nmodel.train()\nvalue = value * scale",
+        modes=True,
+    ),
+    Mutation(
+        "evaluated in the loss, with a part in eval",
+        ("off9",),
+        init="self.off9 = nn.Dropout(0.5)",
+        forward="h = self.off9(h)",
+        build="m.off9.eval()",
+        loss="model.eval()\nwith torch.no_grad():\n    scale = model(batch['x']).abs().mean()\nmodel.train()\nvalue = value * scale",
+        modes=True,
+    ),
+    Mutation(
+        "left in eval by each loss",
+        ("evaluation mode",),
+        init="self.drop9 = nn.Dropout(0.5)",
+        forward="h = self.drop9(h)",
+        loss="model.eval()\nvalue = value * model(batch['x']).detach().abs().mean()",
+        modes=True,
     ),
     Mutation(
         "eval from a step on",
@@ -229,6 +247,7 @@ LOSS = [
     Mutation(
         "a copy kept in the loss",
         head="copies = []",
+        alone=True,
         loss="copies[:] = [copy.deepcopy(model)]\nvalue = value + 0.01 * F.mse_loss(out, copies[0](batch['x']).detach())",
     ),
     Mutation(

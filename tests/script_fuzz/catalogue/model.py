@@ -17,7 +17,11 @@ MODEL = [
         forward="h = self.norm1(h)",
     ),
     Mutation(
-        "frozen batch norm", init="self.norm2 = nn.BatchNorm1d(8)", forward="h = self.norm2(h)", build="m.norm2.eval()"
+        "frozen batch norm",
+        init="self.norm2 = nn.BatchNorm1d(8)",
+        forward="h = self.norm2(h)",
+        build="m.norm2.eval()",
+        modes=True,
     ),
     Mutation("layer norm", init="self.layer_norm = nn.LayerNorm(8)", forward="h = self.layer_norm(h)"),
     Mutation("group norm", init="self.group_norm = nn.GroupNorm(2, 8)", forward="h = self.group_norm(h)"),
@@ -31,13 +35,17 @@ MODEL = [
         init="self.sync_norm = nn.SyncBatchNorm(8)",
         forward="h = self.sync_norm(h)",
         build="m.sync_norm.eval()",
+        modes=True,
     ),
-    Mutation("eval of a part", init="self.off = nn.Dropout(0.5)", forward="h = self.off(h)", build="m.off.eval()"),
+    Mutation(
+        "eval of a part", init="self.off = nn.Dropout(0.5)", forward="h = self.off(h)", build="m.off.eval()", modes=True
+    ),
     Mutation(
         "a part in eval by train(False)",
         init="self.off1 = nn.Dropout(0.5)",
         forward="h = self.off1(h)",
         build="m.off1.train(False)",
+        modes=True,
     ),
     Mutation(
         "embedding",
@@ -221,7 +229,12 @@ MODEL = [
         forward="h = self.lazy1(h)",
         build="m(torch.zeros(2, 5))",
     ),
-    Mutation("a layer that nobody uses", init="self.unused = nn.Linear(8, 8)"),
+    Mutation(
+        "a layer that nobody uses",
+        init="self.unused = nn.Linear(8, 8)",
+        optimizer="torch.optim.SGD(m.parameters(), lr=0.1)",  # one without decay, and no scheduler that makes one
+        scheduler="torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)",
+    ),
     Mutation(
         "a layer that nobody uses, with decay",
         ("unused1",),
@@ -297,7 +310,7 @@ MODEL = [
         build="m.first.weight = nn.Parameter(m.first.weight.detach().clone() * 2)\nnn.init.zeros_(m.last.bias)",
     ),
     Mutation("loaded", build="m.load_state_dict({name: value * 0.5 for name, value in m.state_dict().items()})"),
-    Mutation("a copy of a model", build="m = copy.deepcopy(m)"),
+    Mutation("a copy of a model", build="m = copy.deepcopy(m)", alone=True),
     Mutation(
         "checkpointed",
         forward="h = torch.utils.checkpoint.checkpoint(torch.tanh, h, use_reentrant=False)",

@@ -180,7 +180,12 @@ OPTIMIZERS += [
         ("group",),
         loss=waits("made[0].param_groups[0]['params'] = list(model.first.parameters())"),
     ),
-    Mutation("state cleared in the loss", ("state",), loss=waits("made[0].state.clear()")),
+    Mutation(
+        "state cleared in the loss",
+        ("state",),
+        optimizer=f"torch.optim.SGD({P}, lr=0.1, momentum=0.9)",
+        loss=waits("made[0].state.clear()"),
+    ),
     Mutation(
         "state changed in the loss",
         ("state",),

@@ -24,8 +24,6 @@ from trainer_agent.collective.native.exchange import NativePlace
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.collective.server import ShareServer
 from trainer_agent.collective.state.messages import Portion, StateRequest
-from trainer_agent.model.torch_compute import TorchCompute
-from trainer_agent.script.user_module import load
 
 
 class HeldShare(ShareServer):
@@ -93,8 +91,7 @@ class CollectiveCluster(TorchCluster):
         self.given: dict[str, int] = {}
 
     def add_trainer(self, name: str, script: Path | None = None) -> Agent:
-        user = load(script or self.spec.script)
-        compute = self._computing.submit(TorchCompute, user, self.spec, self._computing).result()
+        compute = self._computing.submit(self.built, script or Path(self.spec.script)).result()
         self.stopping[name] = asyncio.Event()
         self.shares[name] = HeldShare(self, name)
         exchange = Exchange(url=f"http://{name}:1")

@@ -161,6 +161,49 @@ def test_under_plain_python_errors_are_raised_in_the_script(tmp_path, plainly, p
     assert str(loop) in {frame.path.__fspath__() for frame in caught.traceback if hasattr(frame.path, "__fspath__")}
 
 
+COUNTED = PARTS["loop"].replace("loss = F", "seen.append(torch.get_num_threads())\n            loss = F")
+
+
+@pytest.fixture
+def seven_threads():
+    """As many as torch chooses in some process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(7)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [None, 5])
+def test_under_plain_python_the_script_computes_with_the_threads_of_the_setting(
+    tmp_path, plainly, capsys, monkeypatch, seven_threads, threads
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    asked = f"torch.set_num_threads({threads})\n" if threads else ""
+    config = "config = trireme.Config(epochs=1, threads_per_trainer=3)\nseen = []\n"
+    after = 'torch.save(seen, {folder!r} + "/seen.pt")\n'
+    plainly(write_loop(tmp_path, head=LOOP_HEAD + asked + config, loop=COUNTED, after=after))()
+    assert set(torch.load(tmp_path / "seen.pt", weights_only=True)) == {3}
+    said = capsys.readouterr().err
+    assert said.count("torch.set_num_threads(5)") == said.count("set threads_per_trainer = 5") == (1 if threads else 0)
+    assert "torch.set_num_threads(7)" not in said
+
+
+async def test_in_a_job_it_is_told_that_another_number_of_threads_is_overruled(tmp_path):
+    after = 'torch.save(seen, {folder!r} + "/seen.pt")\n'
+    head = LOOP_HEAD + "torch.set_num_threads(1 + 2 * (os.cpu_count() or 1))\nseen = []\n"
+    loop, functions = specs(
+        tmp_path,
+        {"head": "import os\n" + head, "loop": COUNTED, "after": after},
+        {"config": "import os, torch\ntorch.set_num_threads(1 + 2 * (os.cpu_count() or 1))\n"},
+    )
+    for spec in (loop, functions):
+        async with cluster(spec, 1) as made:
+            assert (await made.ended()).phase is Phase.COMPLETED
+            told = [event.message for event in made.master.events.after(0, 1000) if event.name == "warning"]
+        assert sum("set threads_per_trainer =" in text for text in told) == 1, told
+    assert set(torch.load(tmp_path / "seen.pt", weights_only=True)) == {1}
+
+
 def test_under_plain_python_a_loop_that_was_left_is_told_at_the_end(tmp_path, plainly, capsys):
     plainly(write_loop(tmp_path, loop="for batch in batches:\n    break\n"))()
     assert "the script has left its loop before training was over" in capsys.readouterr().err

@@ -19,6 +19,10 @@ CHANGED = (
     "forward had {name} in {now} mode, and in an earlier minibatch it was in {before} mode; trainers do not share modes, so a module has "
     "the same mode in every minibatch: set it in model() (or before the loop), or train in two jobs, the second with --init-from"
 )
+LEFT = (
+    "loss(model, batch) leaves {name} in {now} mode; every minibatch begins with it in {before} mode, as model() says, and not with what the one before "
+    "left: put back the modes that loss changes behind its forward pass, or set them in front of each, or in model()"
+)
 
 
 @contextmanager
@@ -46,6 +50,8 @@ class Modes:
         #: A sentence if the modes that the script left are no plain training mode, else "".
         self.notice = "" if own_loop else self._notice()
         self._first: list[bool] | None = None
+        #: A sentence if loss left a module in another mode than it had when the minibatch began, which is undone, else "".
+        self.left = ""
 
     def __repr__(self) -> str:
         return f"<Modes: {len(self._evaluating)} of {len(self._modules)} modules stay in evaluation mode>"
@@ -75,9 +81,15 @@ class Modes:
         now = [module.training for module in self._modules]
         if self._first is None:
             self._first = now
-        if now == self._first:
-            return
-        number = next(k for k, (one, other) in enumerate(zip(now, self._first, strict=True)) if one != other)
+            begun = [module not in self._evaluating for module in self._modules]
+            self.left = "" if self._own_loop else self._difference(LEFT, begun, now)
+        if what := self._difference(CHANGED, self._first, now):
+            raise user.error_of(RuntimeError(what), fatal=True)
+
+    def _difference(self, sentence: str, before: list[bool], now: list[bool]) -> str:
+        """`sentence` about the first module whose mode differs, "" if none does."""
         called = {True: "training", False: "evaluation"}
-        what = CHANGED.format(name=self._names[number], now=called[now[number]], before=called[self._first[number]])
-        raise user.error_of(RuntimeError(what), fatal=True)
+        for name, one, other in zip(self._names, before, now, strict=True):
+            if one != other:
+                return sentence.format(name=name, before=called[one], now=called[other])
+        return ""

@@ -27,9 +27,12 @@ def loss(model, batch):
 
 
 async def minibatches(compute, count):
+    """The warnings."""
+    told = []
     for number in range(count):
         compute.forget_nodes()
-        await compute.gradient((0, 1), 0, number, records(8, number), bool)
+        told += (await compute.gradient((0, 1), 0, number, records(8, number), bool)).warnings
+    return told
 
 
 @pytest.mark.parametrize("strategy", ["parameter_server", "collective"])
@@ -56,6 +59,25 @@ async def test_a_loss_that_sets_the_same_modes_each_time_is_trained(build):
     compute = build(model=FROZEN, loss=MOVES.replace("MOVE", "model.eval()\n    model[3].train()"))
     await minibatches(compute, 3)
     assert not compute.model[2].training
+
+
+LEFT = (
+    "loss(model, batch) leaves 1 in training mode; every minibatch begins with it in evaluation mode, as model() says"
+)
+
+
+@pytest.mark.parametrize(("restored", "told"), [("model.train()", LEFT), ("model.train(); model[1].eval()", None)])
+async def test_a_mode_that_loss_leaves_is_undone_and_told(build, tmp_path, restored, told):
+    of_loss = MOVES.replace("MOVE", f"model.eval(); model(batch['x']); {restored}")
+    parts = {
+        "model": FROZEN,
+        "loss": of_loss.replace("return ", "value = ").rstrip() + f"\n    {restored}\n    return value\n",
+    }
+    compute = build(**parts)
+    warnings, said = await minibatches(compute, 3), []
+    plain.run(load(script := write_script(tmp_path, "alone", **parts)), spec_for(script), said.append)
+    for texts in (warnings, said):
+        assert [text[: len(LEFT)] for text in texts if "leaves" in text] == ([told] if told else [])
 
 
 @pytest.mark.parametrize("move", ["if len(seen) == 3: model[2].eval()", "model[2].train(len(seen) < 3)"])
