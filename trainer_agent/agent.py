@@ -45,9 +45,7 @@ from trainer_agent.tasks.held import Held, progress_every_s
 from trainer_agent.tasks.master import MasterPort, failure_of
 from trainer_agent.tasks.reports import Done, LanePace, Reports
 from trainer_agent.tasks.source import Offload, TaskSource
-from trainer_agent.waiting.end_tasks import end_tasks
-from trainer_agent.waiting.retry import retry
-from trainer_agent.waiting.single_error import SingleErrorGroup
+from trainer_agent.waiting import SingleErrorGroup, end_tasks, retry
 
 LOOK_S = 0.5
 FLUSH_S = 5.0

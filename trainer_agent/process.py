@@ -42,8 +42,7 @@ from trainer_agent.settings import Settings
 from trainer_agent.status_pages import StatusPages
 from trainer_agent.tasks.last_end import journal_file, report_last_end
 from trainer_agent.tasks.master import HttpMaster, MasterPort, failure_of
-from trainer_agent.waiting.retry import retry
-from trainer_agent.waiting.single_error import SingleErrorGroup
+from trainer_agent.waiting import SingleErrorGroup, retry
 
 REPORT_S = 30.0
 NEW_SPEC_S = 10.0  # a master writes it when it takes over

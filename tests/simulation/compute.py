@@ -36,7 +36,7 @@ from tests.simulation.rows import SLOTS, PinnedRows, gradients_of, ids_of, no_ro
 from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, LaneResult, Ready, Records
 from trainer_agent.tables.files import StoredTable
 from trainer_agent.tables.remote import Lookup
-from trainer_agent.waiting.to_its_end import to_its_end
+from trainer_agent.waiting import to_its_end
 
 RECORD_SLOTS = 48
 BLOCK_ELEMENTS = 64

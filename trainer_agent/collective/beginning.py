@@ -17,7 +17,7 @@ from trainer_agent.collective.exchange import Collective
 from trainer_agent.membership.initialise import LOOK_S, PATIENCE_S, fits, lock
 from trainer_agent.membership.lease import Membership
 from trainer_agent.model.compute import Compute
-from trainer_agent.waiting.retry import Backoff
+from trainer_agent.waiting import Backoff
 
 log = telemetry.logger("beginning")
 

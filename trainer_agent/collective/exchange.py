@@ -33,8 +33,7 @@ from trainer_agent.data_plane.routing import Routes
 from trainer_agent.data_plane.step_norm import check_finite
 from trainer_agent.data_plane.verdicts import Verdict
 from trainer_agent.model.compute import Compute
-from trainer_agent.waiting.single_error import SingleErrorGroup
-from trainer_agent.waiting.to_its_end import to_its_end
+from trainer_agent.waiting import SingleErrorGroup, to_its_end
 
 if TYPE_CHECKING:
     from trainer_agent.collective.rows.stepping import ReplicaRows  # loads numba

@@ -38,8 +38,7 @@ from trainer_agent.data_plane.lookups import Rows
 from trainer_agent.data_plane.peers import Connect, Suspect
 from trainer_agent.data_plane.transfer import Transfer, found
 from trainer_agent.model.compute import Compute
-from trainer_agent.waiting.retry import Backoff
-from trainer_agent.waiting.single_error import SingleErrorGroup
+from trainer_agent.waiting import Backoff, SingleErrorGroup
 
 if TYPE_CHECKING:
     from trainer_agent.collective.rows.means import RowMeans  # loads numba

@@ -22,7 +22,7 @@ from shared.records.assignments import Migration
 from shared.runtime import telemetry
 from shared.slots import spread
 from shared.wire.messages import PserverInfo
-from trainer_agent.waiting.retry import retry
+from trainer_agent.waiting import retry
 
 log = telemetry.logger("groups")
 

@@ -29,7 +29,7 @@ from trainer_agent.collective.state.saving import ShareCopies
 from trainer_agent.data_plane.peers import Connect, Suspect
 from trainer_agent.membership.lease import Membership
 from trainer_agent.model.compute import Compute
-from trainer_agent.waiting.single_error import SingleErrorGroup
+from trainer_agent.waiting import SingleErrorGroup
 
 LOOK_S = 0.05
 

@@ -26,8 +26,7 @@ from shared.wire.row_memory import GradientMemory
 from trainer_agent.data_plane.peers import OWN_LEASE, Peers
 from trainer_agent.data_plane.routing import Routes
 from trainer_agent.tables.files import in_order
-from trainer_agent.waiting.retry import Backoff
-from trainer_agent.waiting.single_error import SingleErrorGroup
+from trainer_agent.waiting import Backoff, SingleErrorGroup
 
 if TYPE_CHECKING:
     from shared.tables.lanes import LaneRows  # loads numba

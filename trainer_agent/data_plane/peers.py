@@ -21,8 +21,7 @@ from shared.runtime import ids
 from trainer_agent.data_plane.http import PserverPort
 from trainer_agent.data_plane.routing import Routes, route
 from trainer_agent.data_plane.silence import ASK_S, Silence
-from trainer_agent.waiting.retry import Backoff
-from trainer_agent.waiting.single_error import SingleErrorGroup
+from trainer_agent.waiting import Backoff, SingleErrorGroup
 
 REFRESH_S = 0.5
 REROUTE_S = 0.25

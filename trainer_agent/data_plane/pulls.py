@@ -22,8 +22,7 @@ from trainer_agent.data_plane.peers import OWN_LEASE, Connect, JobView, Suspect
 from trainer_agent.data_plane.routing import Routes
 from trainer_agent.data_plane.step_norm import StepNormFinder
 from trainer_agent.model.compute import Compute
-from trainer_agent.waiting.retry import Backoff
-from trainer_agent.waiting.single_error import SingleErrorGroup
+from trainer_agent.waiting import Backoff, SingleErrorGroup
 
 PULL_WAIT_S = 10.0
 BOUND_WAIT_S = 1.0  # then a parameter server is asked again: who was waited for may be dead

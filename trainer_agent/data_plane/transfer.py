@@ -39,8 +39,7 @@ from trainer_agent.data_plane.peers import OWN_LEASE, Unanswered
 from trainer_agent.data_plane.pulls import Pulls
 from trainer_agent.data_plane.routing import Routes
 from trainer_agent.data_plane.verdicts import Verdict, is_moving, moved_blocks, verdict, worst
-from trainer_agent.waiting.retry import Backoff
-from trainer_agent.waiting.single_error import SingleErrorGroup
+from trainer_agent.waiting import Backoff, SingleErrorGroup
 
 log = telemetry.logger("transfer")
 

@@ -40,8 +40,7 @@ from trainer_agent.model.optimizer.push_schedule import PushSchedule
 from trainer_agent.tasks.held import Held
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TrainingOver, outcome_of
 from trainer_agent.tasks.step_times import Times
-from trainer_agent.waiting.retry import Backoff
-from trainer_agent.waiting.single_error import SingleErrorGroup
+from trainer_agent.waiting import Backoff, SingleErrorGroup
 
 if TYPE_CHECKING:
     from shared.tables.lanes import LaneRows  # loads numba

@@ -34,8 +34,7 @@ from trainer_agent.tables.checkpoint import write_checkpoint_tables
 from trainer_agent.tables.export import export_tables
 from trainer_agent.tasks.held import Held
 from trainer_agent.tasks.source import TaskFailed
-from trainer_agent.waiting.retry import retry
-from trainer_agent.waiting.to_its_end import to_its_end
+from trainer_agent.waiting import retry, to_its_end
 
 REFRESH_S = 0.5
 

@@ -47,7 +47,7 @@ from trainer_agent.model.compute import Compute
 from trainer_agent.tables.checkpoint import read_tables
 from trainer_agent.tasks.held import Held
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource
-from trainer_agent.waiting.retry import retry
+from trainer_agent.waiting import retry
 
 LOOK_S = 0.5
 PAUSE_S = 0.5

@@ -22,7 +22,7 @@ from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.model.compute import BeforeStep
 from trainer_agent.tasks.lane_reader import LaneReaders
 from trainer_agent.tasks.source import TaskFailed, TrainingOver
-from trainer_agent.waiting.retry import backoff_s
+from trainer_agent.waiting import backoff_s
 
 REFRESH_S = 0.5
 

@@ -29,7 +29,7 @@ from trainer_agent.loops.joining import REFRESH_S, Joiner
 from trainer_agent.loops.step import LaneWork, Push, Step
 from trainer_agent.loops.timeline import RolledBack, timeline_of
 from trainer_agent.tasks.lane_reader import LaneReaders
-from trainer_agent.waiting.single_error import SingleErrorGroup
+from trainer_agent.waiting import SingleErrorGroup
 
 SETTLE_S = 10.0
 TORN_S = 60.0

@@ -36,7 +36,7 @@ from trainer_agent.model.compute import Ready, node_result
 from trainer_agent.tasks.held import Held
 from trainer_agent.tasks.lane_reader import LaneReaders
 from trainer_agent.tasks.source import TaskFailed
-from trainer_agent.waiting.single_error import SingleErrorGroup
+from trainer_agent.waiting import SingleErrorGroup
 
 log = telemetry.logger("sync_loop")
 

@@ -11,14 +11,18 @@ nothing is lost for ever. The residual is kept by this trainer only: if it dies,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 
 import torch
 
 from shared.blocks.narrow import cast_into
 from shared.records.job_spec import Narrow, Transported
+from shared.records.layout import Block
 from trainer_agent.model.devices import HOST
 from trainer_agent.model.flat import Plan, Vector
+
+ANNOUNCED_BYTES = 256 << 10  # finished blocks are announced when there are so many bytes of them, or no more will come
 
 
 class SendBuffers:
@@ -105,3 +109,26 @@ class SendBuffers:
 
 def overflow(where: str, error: OverflowError) -> OverflowError:
     return OverflowError(f"a gradient in {where}: {error}; use gradient_dtype bfloat16, or scale the loss down")
+
+
+def announcer(blocks: Sequence[Block], finished: Callable[[int], None]) -> Callable[[int], None]:
+    """A function to call in a thread, once for each block; `finished` is called in the running event loop. Small blocks are announced together: waking
+    the event loop and a parameter server for each costs too much."""
+    loop = asyncio.get_running_loop()
+    waiting: list[int] = []
+    size, left = 0, len(blocks)
+
+    def announce(block: int) -> None:
+        nonlocal size, left
+        waiting.append(block)
+        size, left = size + blocks[block].bytes, left - 1
+        if size >= ANNOUNCED_BYTES or not left:
+            loop.call_soon_threadsafe(all_finished, tuple(waiting))
+            waiting.clear()
+            size = 0
+
+    def all_finished(numbers: tuple[int, ...]) -> None:
+        for number in numbers:
+            finished(number)
+
+    return announce

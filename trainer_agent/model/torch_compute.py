@@ -39,14 +39,13 @@ from trainer_agent.model.gradient_tree import Entry, GradientTree
 from trainer_agent.model.minibatch import MinibatchRunner
 from trainer_agent.model.optimizer.block_states import BlockStates
 from trainer_agent.model.schedule import Schedule
-from trainer_agent.model.send_buffers import SendBuffers
+from trainer_agent.model.send_buffers import SendBuffers, announcer
 from trainer_agent.model.watch.backward_guard import UserCode
 from trainer_agent.model.watch.unshared_state import constants_of
 from trainer_agent.start_values.load import start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
 from trainer_agent.tables.files import StoredTable, StoredTables
 from trainer_agent.tables.trained import TrainedTables
-from trainer_agent.waiting.announcing import announcer
 
 if TYPE_CHECKING:
     from shared.tables.lanes import LaneRows  # loads numba

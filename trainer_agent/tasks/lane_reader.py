@@ -20,7 +20,7 @@ from shared.records.step import LanePosition, StepRecord
 from trainer_agent.model.compute import Records
 from trainer_agent.tasks.held import Held
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource, TrainingOver, outcome_of
-from trainer_agent.waiting.single_error import SingleErrorGroup
+from trainer_agent.waiting import SingleErrorGroup
 
 
 @dataclass(frozen=True, slots=True)

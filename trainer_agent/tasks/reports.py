@@ -26,7 +26,7 @@ from trainer_agent.tasks.held import PROGRESS_S, Held
 from trainer_agent.tasks.master import MasterPort
 from trainer_agent.tasks.step_times import Times, TimesBuffer
 from trainer_agent.tasks.whole_steps import WholeSteps
-from trainer_agent.waiting.retry import retry
+from trainer_agent.waiting import retry
 
 QUEUED = 10_000
 SUSPECT_EVERY_S = 1.0

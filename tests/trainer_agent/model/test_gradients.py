@@ -97,7 +97,7 @@ async def test_little_blocks_wait_for_company_but_the_last_ones_for_nobody(build
     monkeypatch.setattr(loop, "call_soon_threadsafe", noted)
     blocks = len(compute.plan.blocks)
     for worth, expected in ((1, [1] * blocks), (1 << 30, [blocks])):
-        monkeypatch.setattr("trainer_agent.waiting.announcing.ANNOUNCED_BYTES", worth)
+        monkeypatch.setattr("trainer_agent.model.send_buffers.ANNOUNCED_BYTES", worth)
         for _ in range(2):  # the first backward only watches
             calls.clear()
             compute.forget_nodes()

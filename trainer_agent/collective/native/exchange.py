@@ -35,7 +35,7 @@ from trainer_agent.collective.native.step import StepMaker
 from trainer_agent.collective.server import ShareServer
 from trainer_agent.data_plane.outbox import Outbox
 from trainer_agent.data_plane.verdicts import Verdict
-from trainer_agent.waiting.single_error import SingleErrorGroup
+from trainer_agent.waiting import SingleErrorGroup
 
 AGAIN_S = 0.05
 LOOK_S = 1.0  # between two looks whether a trainer that is waited for lives, and whether the others begin anew

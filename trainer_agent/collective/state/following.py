@@ -23,7 +23,7 @@ from trainer_agent.collective.state.giving import StepIn, at_once
 from trainer_agent.collective.state.messages import Portion, StateRequest
 from trainer_agent.collective.state.saving import ShareCopies
 from trainer_agent.model.compute import Compute
-from trainer_agent.waiting.end_tasks import end_tasks
+from trainer_agent.waiting import end_tasks
 
 LOOK_S = 0.5
 PAUSE_S = 0.3
