@@ -28,8 +28,8 @@ from trainer_agent.collective.beginning import begin_together
 from trainer_agent.collective.member import CollectiveMember
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.core.duties import Duty
-from trainer_agent.data_plane.peers import Connect
-from trainer_agent.data_plane.transfer import Transfer
+from trainer_agent.data_plane.fleet_client import Connect
+from trainer_agent.data_plane.parameter_servers import Transfer
 from trainer_agent.loops.asynchronous import AsyncLoop
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.evaluate_export import EvaluateExportLoop

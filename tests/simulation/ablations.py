@@ -36,7 +36,7 @@ from shared.tables.table import Table, joined
 from shared.wire.messages import PushHeader
 from shared.wire.verdict import Verdict
 from tests.equipment.replaced import replaced
-from trainer_agent.data_plane.lookups import Lookups
+from trainer_agent.data_plane.row_lookups import Lookups
 
 
 def no_term_fence() -> Any:

@@ -26,10 +26,10 @@ from trainer_agent.collective.mean_blocks import MeanStore, released
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.collective.replica import Replica
 from trainer_agent.collective.replica_optimizer import Gradients
-from trainer_agent.data_plane.lookups import Rows
+from trainer_agent.data_plane.fleet_client import Connect, Suspect
 from trainer_agent.data_plane.outbox import Outbox
-from trainer_agent.data_plane.peers import Connect, Suspect
 from trainer_agent.data_plane.routing import Routes
+from trainer_agent.data_plane.row_lookups import Rows
 from trainer_agent.data_plane.step_norm import check_finite
 from trainer_agent.data_plane.verdicts import Verdict
 from trainer_agent.model.compute import Compute

@@ -33,10 +33,10 @@ from trainer_agent.collective.native.exchange import NativeExchange
 from trainer_agent.collective.own_share import OwnShare
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.core.steps import agreed
+from trainer_agent.data_plane.fleet_client import Connect, Suspect
 from trainer_agent.data_plane.http import PserverPort
-from trainer_agent.data_plane.lookups import Rows
-from trainer_agent.data_plane.peers import Connect, Suspect
-from trainer_agent.data_plane.transfer import Transfer, found
+from trainer_agent.data_plane.parameter_servers import Transfer, found
+from trainer_agent.data_plane.row_lookups import Rows
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import Backoff, SingleErrorGroup
 

@@ -26,7 +26,7 @@ from trainer_agent.collective.state.following import Following
 from trainer_agent.collective.state.giving import StateGiver
 from trainer_agent.collective.state.restoring import Restorer
 from trainer_agent.collective.state.saving import ShareCopies
-from trainer_agent.data_plane.peers import Connect, Suspect
+from trainer_agent.data_plane.fleet_client import Connect, Suspect
 from trainer_agent.membership.lease import Membership
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import SingleErrorGroup

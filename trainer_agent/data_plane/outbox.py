@@ -14,8 +14,8 @@ from shared.records.job_spec import Narrow
 from shared.records.layout import ROWS
 from shared.records.step import NodeResult
 from shared.wire.messages import PushBlock
-from trainer_agent.data_plane.lookups import RowPart
 from trainer_agent.data_plane.routing import Routes
+from trainer_agent.data_plane.row_lookups import RowPart
 
 if TYPE_CHECKING:
     from shared.tables.lanes import LaneRows  # loads numba

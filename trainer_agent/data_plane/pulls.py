@@ -17,9 +17,9 @@ from shared.records.step import StepRecord, StepResult
 from shared.wire.lending import NOTHING
 from shared.wire.messages import PulledBlock, PullEnd, PullRequest, RowMeansPart, StalenessBound
 from trainer_agent.core.steps import agreed
-from trainer_agent.data_plane.lookups import WholeTables
-from trainer_agent.data_plane.peers import OWN_LEASE, Connect, JobView, Suspect
+from trainer_agent.data_plane.fleet_client import OWN_LEASE, Connect, JobView, Suspect
 from trainer_agent.data_plane.routing import Routes
+from trainer_agent.data_plane.row_lookups import WholeTables
 from trainer_agent.data_plane.step_norm import StepNormFinder
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import Backoff, SingleErrorGroup

@@ -13,8 +13,8 @@ from shared.errors import PeerError, StaleGeneration
 from shared.records import JobSpec
 from shared.runtime import telemetry
 from shared.wire.messages import StalenessBound
+from trainer_agent.data_plane.parameter_servers import Transfer
 from trainer_agent.data_plane.pulls import Within
-from trainer_agent.data_plane.transfer import Transfer
 
 PATIENCE = 0.5  # of a task's time limits: who waits gets no limit of its own into danger
 

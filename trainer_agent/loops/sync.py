@@ -22,7 +22,7 @@ from shared.runtime import clock, telemetry
 from shared.wire.messages import PushHeader
 from trainer_agent.core.steps import nodes_to_compute, positions_of_step
 from trainer_agent.data_plane.outbox import PushedRows
-from trainer_agent.data_plane.transfer import found
+from trainer_agent.data_plane.parameter_servers import found
 from trainer_agent.data_plane.verdicts import Verdict
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.evaluating import Evaluator

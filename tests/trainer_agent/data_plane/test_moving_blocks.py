@@ -18,7 +18,7 @@ from shared.wire.messages import PulledBlock, PullEnd, PushAnswer, PushBlock, Pu
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.trainer_agent.virtual_time import virtually
 from trainer_agent.data_plane.outbox import Outbox
-from trainer_agent.data_plane.transfer import Transfer
+from trainer_agent.data_plane.parameter_servers import Transfer
 from trainer_agent.data_plane.verdicts import Verdict
 
 KEYS = Keys("j")

@@ -32,8 +32,8 @@ from tests.pserver_service.jobs import (
     values_of,
 )
 from tests.trainer_agent.virtual_time import virtually
+from trainer_agent.data_plane.parameter_servers import Transfer
 from trainer_agent.data_plane.step_norm import StepNormFinder
-from trainer_agent.data_plane.transfer import Transfer
 
 LAYOUT = layout_of(64, optimizer=PLAIN)  # 4 blocks of 16
 OWNERS = tuple(slot % 2 for slot in range(LAYOUT.slot_count))

@@ -19,8 +19,8 @@ from shared.wire.messages import PulledBlock, PullRequest, PushBlock
 from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import init_header, layout_of, push_header, stream, values_of
 from tests.shared.serving.data_plane.servers import PATIENCE_S, PLAIN, TOKEN, TRANSPORTS, server
+from trainer_agent.data_plane.parameter_servers import Transfer
 from trainer_agent.data_plane.pulls import Pulls
-from trainer_agent.data_plane.transfer import Transfer
 
 __all__ = ["server"]
 everywhere = pytest.mark.parametrize("server", TRANSPORTS, indirect=True)

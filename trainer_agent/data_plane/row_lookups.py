@@ -23,7 +23,7 @@ from shared.tables.hashing import Ids, slots_of_tables
 from shared.tables.payload import ids_in, joined, rows_in, size_of
 from shared.wire.messages import LookupEnd, LookupRequest, TableEnd, TableRequest
 from shared.wire.row_memory import GradientMemory
-from trainer_agent.data_plane.peers import OWN_LEASE, Peers
+from trainer_agent.data_plane.fleet_client import OWN_LEASE, Peers
 from trainer_agent.data_plane.routing import Routes
 from trainer_agent.tables.files import in_order
 from trainer_agent.waiting import Backoff, SingleErrorGroup

@@ -33,9 +33,9 @@ from shared.wire.messages import (
     PushBlock,
     PushHeader,
 )
+from trainer_agent.data_plane.fleet_client import OWN_LEASE, Unanswered
 from trainer_agent.data_plane.http import PserverPort
 from trainer_agent.data_plane.outbox import Outbox, Outboxes
-from trainer_agent.data_plane.peers import OWN_LEASE, Unanswered
 from trainer_agent.data_plane.pulls import Pulls
 from trainer_agent.data_plane.routing import Routes
 from trainer_agent.data_plane.verdicts import Verdict, is_moving, moved_blocks, verdict, worst

@@ -14,8 +14,8 @@ from shared.runtime import clock
 from shared.wire.messages import PulledBlock, PullEnd, PushAnswer, PushBlock, PushHeader
 from tests.trainer_agent.virtual_time import virtually
 from trainer_agent.data_plane.outbox import Outbox
+from trainer_agent.data_plane.parameter_servers import Transfer
 from trainer_agent.data_plane.silence import ASK_S, SHARE, call_limit_s
-from trainer_agent.data_plane.transfer import Transfer
 from trainer_agent.data_plane.verdicts import Verdict
 
 HEADER = PushHeader(job="j", term=0, generation=1, mode=Mode.SYNC, trainer="t", step=0)
