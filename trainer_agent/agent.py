@@ -28,8 +28,9 @@ from trainer_agent.collective.beginning import begin_together
 from trainer_agent.collective.member import CollectiveMember
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.core.duties import Duty
-from trainer_agent.data_plane.fleet_client import Connect
-from trainer_agent.data_plane.parameter_servers import Transfer
+from trainer_agent.data_plane.fleet_client import Connect, FleetClient
+from trainer_agent.data_plane.parameter_servers import ParameterServers
+from trainer_agent.data_plane.step_exchange import StepExchange
 from trainer_agent.loops.asynchronous import AsyncLoop
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.evaluate_export import EvaluateExportLoop
@@ -87,23 +88,18 @@ class Agent:
             master, member.trainer, self._held, self._pace, progress_every_s(spec.task_timeout_floor_s)
         )
         source = TaskSource(spec, master, member.trainer, offload, alone, reports.warn, by_columns=compute.by_columns)
-        transfer: Transfer
         self.collective: CollectiveMember | None = None
+        self._servers: ParameterServers | None = None
+        exchange: StepExchange
         if collective is not None:
             job = spec, etcd, directory, self._membership, compute
-            transfer = self.collective = CollectiveMember(*job, connect, reports.suspect, collective)
+            self.collective = CollectiveMember(*job, connect, reports.suspect, collective)
+            exchange = self.collective.group
         else:
-            transfer = Transfer(
-                directory,
-                connect,
-                compute,
-                reports.suspect,
-                spec.parameter_dtype,
-                self._membership.certain,
-                spec.on_nonfinite,
-                spec.gradient_dtype,
-            )
-        self._context = LoopContext(spec, etcd, directory, compute, transfer, source, reports, stopping)
+            fleet = FleetClient(directory, connect, compute.layout, reports.suspect, self._membership.certain)
+            dtypes = spec.parameter_dtype, spec.gradient_dtype
+            exchange = self._servers = ParameterServers(fleet, compute, *dtypes, spec.on_nonfinite)
+        self._context = LoopContext(spec, etcd, directory, compute, exchange, source, reports, stopping)
         self._evaluator = Evaluator(self._context)
         self._initial = compute.initial_lane_zero()
         self._pauses = PauseResponder(
@@ -221,8 +217,8 @@ class Agent:
         """False: only a new process can train."""
         job = self._spec, self._directory, self._etcd, self._membership, self._compute
         if self.collective is not None:
-            usable = await begin_together(*job, self.collective, self._offload)
-            self.collective.begun.set()
+            usable = await begin_together(*job, self.collective.group, self._offload)
+            self.collective.group.begun.set()
             return usable
         return await ensure_initialised(*job, self._connect)
 
@@ -264,7 +260,8 @@ class Agent:
         if self._spec.mode is Mode.SYNC:
             self._loop = SyncLoop(self._context, self._evaluator)
         else:
-            self._loop = AsyncLoop(self._context, self._pauses, self._initial, self._evaluator)
+            assert self._servers is not None  # a collective job is synchronous
+            self._loop = AsyncLoop(self._context, self._servers, self._pauses, self._initial, self._evaluator)
         self._active = self._loop
         return await self._loop.run()
 

@@ -29,8 +29,8 @@ from shared.security.script_digests import ScriptChanged
 from trainer_agent.agent import FAILED, Agent
 from trainer_agent.collective.native.link import backend_of
 from trainer_agent.collective.ports import collective_ports
+from trainer_agent.data_plane.fleet_client import call_limit_s
 from trainer_agent.data_plane.http import HttpPserver, PserverPort, socket_of
-from trainer_agent.data_plane.silence import call_limit_s
 from trainer_agent.data_plane.stream import StreamPserver
 from trainer_agent.membership.initialise import followed
 from trainer_agent.membership.life import Life

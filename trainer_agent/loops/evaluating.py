@@ -168,7 +168,7 @@ class Evaluator:
         """`version` is in use. At a version that is evaluated: until the evaluation before it is over. Else one minibatch at most."""
         number = evaluation_of(version, self._spec.evaluate_every, self._spec.epochs)
         if number is not None:
-            await self.until_settled(number - 1, self._context.transfer.stays)
+            await self.until_settled(number - 1, self._context.exchange.version_stays)
             await self._read_result(number - 1)
         elif self._work is not None:
             await self._next_piece(self._work)
@@ -247,7 +247,7 @@ class Evaluator:
         self._for_loops.clear()
 
     async def _next_piece(self, work: _Work) -> None:
-        async with self._context.transfer.swapping:
+        async with self._context.exchange.swapping:
             # its evaluation may have ended while other parameters came into use
             over = self._work is work and await work.next()
         if over and self._work is work:
@@ -267,7 +267,7 @@ class Evaluator:
                 await self._until_wanted()
                 continue
             try:
-                answer = await self._source.acquire_beside(self._context.transfer.generation, self._awaited)
+                answer = await self._source.acquire_beside(self._context.exchange.fleet.generation, self._awaited)
                 task = answer.task
                 while task is not None:
                     task = await self._do(task)
@@ -298,7 +298,7 @@ class Evaluator:
         except (UserCodeError, TaskFailed) as error:
             await self._source.fail(task, error.error if isinstance(error, TaskFailed) else error)
             return None
-        following = TakeNext(request=ids.new_id("task"), generation=self._context.transfer.generation)
+        following = TakeNext(request=ids.new_id("task"), generation=self._context.exchange.fleet.generation)
         return await self._source.complete(task, self._source.completion(task, sums=sums), following)
 
     async def _metrics(self, task: Task) -> dict[str, float]:

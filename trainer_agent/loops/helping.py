@@ -40,7 +40,7 @@ class LaneHelper:
     """`push` computes and pushes as for own lanes. `work`: the last lane that it was asked for."""
 
     def __init__(self, context: LoopContext, pace: Pace, push: Push) -> None:
-        self._spec, self._directory, self._transfer = context.spec, context.directory, context.transfer
+        self._spec, self._directory, self._exchange = context.spec, context.directory, context.exchange
         self._source, self._dtypes = context.source, context.gradient_dtypes
         self._pace, self._push = pace, push
         self.work: LaneWork | None = None
@@ -68,7 +68,7 @@ class LaneHelper:
         for number in count():
             await asyncio.sleep(SPREAD * period_s * place / trainers.owner_count)
             try:
-                missing = await self._transfer.missing(place + number, step.number)
+                missing = await self._exchange.missing(place + number, step.number)
                 for lane in lanes_to_help(trainers, self._source.trainer, missing, number):
                     await self._compute(step, duty, lane, header_of)
                     if self.work is not None and self.work.given_up:
@@ -92,7 +92,7 @@ class LaneHelper:
         portion = await self._portion(step.positions[lane], duty)
         if portion is None:
             return
-        self.work = work = LaneWork([lane], {lane: portion}, Outboxes(self._transfer.routes, self._dtypes))
+        self.work = work = LaneWork([lane], {lane: portion}, Outboxes(self._exchange.fleet.routes, self._dtypes))
         if await self._push(step, header_of(work), work):
             work.count(step)
             log.debug("lane_helped", step=step.number, lane=lane)

@@ -44,7 +44,7 @@ class StepRepair:
     def __init__(
         self, context: LoopContext, readers: LaneReaders, joiner: Joiner, push: Push, helper: LaneHelper
     ) -> None:
-        self._directory, self._transfer, self._duty = context.directory, context.transfer, context.duty
+        self._directory, self._exchange, self._duty = context.directory, context.exchange, context.duty
         self._readers, self._joiner, self._push, self._helper = readers, joiner, push, helper
         self._work: LaneWork | None = None
         self._computed: list[LaneWork] = []
@@ -72,7 +72,7 @@ class StepRepair:
         self._work, self._computed, generation = None, [], -1
         while True:
             duty = self._duty()
-            if self._transfer.makes_steps_again and duty.generation != generation:
+            if self._exchange.makes_steps_again and duty.generation != generation:
                 step.there.clear()
             generation = duty.generation
             missing = [lane for lane in range(*duty.lanes) if lane not in step.there]
@@ -98,14 +98,14 @@ class StepRepair:
         if left := [lane for lane in missing if not any(lane in work.lanes for work in works)]:
             # all records before any gradient: a push begins with the positions after the step
             portions = await self._readers.read(left, step.positions)
-            works.append(LaneWork(left, portions, Outboxes(self._transfer.routes, self._dtypes)))
+            works.append(LaneWork(left, portions, Outboxes(self._exchange.fleet.routes, self._dtypes)))
         for work in works:
             self._work = work
             header = self._header(step, duty.generation, work)
             await self.claim(header, work)
             acknowledged = await self._push(step, header, work)
             if work.computed and work not in self._computed:
-                self._computed = [*self._computed, work] if self._transfer.makes_steps_again else [work]
+                self._computed = [*self._computed, work] if self._exchange.makes_steps_again else [work]
             if acknowledged:
                 step.times.pushed()
                 step.shares |= {lane: (work.portions[lane], result) for lane, result in work.results.items()}
@@ -117,7 +117,7 @@ class StepRepair:
 
     def _again(self, missing: list[int]) -> list[LaneWork]:
         """What is computed of the missing lanes, to be pushed as it is."""
-        if not self._transfer.makes_steps_again:
+        if not self._exchange.makes_steps_again:
             return [work for work in self._computed if work.lanes == missing]
         found = [work for work in self._computed if not set(missing).isdisjoint(work.lanes)]
         for work in found:
@@ -126,7 +126,7 @@ class StepRepair:
 
     def _refilled(self, work: LaneWork) -> Outboxes:
         """By the owners of blocks in the present generation."""
-        boxes = Outboxes(self._transfer.routes, self._dtypes)
+        boxes = Outboxes(self._exchange.fleet.routes, self._dtypes)
         for node in nodes_to_compute(work.lanes):
             result = work.result_of(node)
             samples, contribution = partial(self._compute.samples, node), partial(self._compute.contribution, node)
@@ -134,7 +134,7 @@ class StepRepair:
             for block in range(boxes.blocks):
                 add(block)
         for lane, pushed in work.outboxes.rows.items():
-            boxes.add_rows(lane, pushed, self._transfer.row_parts(boxes.routes, pushed.rows))
+            boxes.add_rows(lane, pushed, self._exchange.router.row_parts(boxes.routes, pushed.rows))
         boxes.close()
         return boxes
 
@@ -174,12 +174,14 @@ class StepRepair:
         lane_zero = header.lane_zero if 0 in skipped else None
         claim = header.model_copy(update={"claim": True, "positions": positions, "lane_zero": lane_zero})
         try:
-            await self._transfer.claim(claim)
+            await self._exchange.claim(claim)
         except StepTorn as error:
             log.warning("step_torn", step=header.step, cause=error.message)
-            timeline, again = self._joiner.timeline, self._transfer.makes_steps_again
+            timeline, again = self._joiner.timeline, self._exchange.makes_steps_again
             await self._directory.wait_for(
-                lambda view: timeline_of(view) != timeline or (again and self._transfer.generation > header.generation),
+                lambda view: (
+                    timeline_of(view) != timeline or (again and self._exchange.fleet.generation > header.generation)
+                ),
                 TORN_S,
                 "the job to go back behind a torn step",
             )
@@ -189,7 +191,7 @@ class StepRepair:
 
     def _header(self, step: Step, generation: int, work: LaneWork) -> PushHeader:
         return PushHeader(
-            **{**self._transfer.envelope(), "generation": generation},
+            **{**self._exchange.fleet.envelope(), "generation": generation},
             mode=Mode.SYNC,
             trainer=self._trainer,
             step=step.number,

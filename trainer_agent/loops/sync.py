@@ -22,8 +22,8 @@ from shared.runtime import clock, telemetry
 from shared.wire.messages import PushHeader
 from trainer_agent.core.steps import nodes_to_compute, positions_of_step
 from trainer_agent.data_plane.outbox import PushedRows
-from trainer_agent.data_plane.parameter_servers import found
-from trainer_agent.data_plane.verdicts import Verdict
+from trainer_agent.data_plane.pushes import Verdict
+from trainer_agent.data_plane.step_exchange import found
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.evaluating import Evaluator
 from trainer_agent.loops.helping import LaneHelper
@@ -46,12 +46,12 @@ class SyncLoop:
 
     def __init__(self, context: LoopContext, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
-        self._spec, self._compute, self._transfer = context.spec, context.compute, context.transfer
+        self._spec, self._compute, self._exchange = context.spec, context.compute, context.exchange
         self._source, self._reports, self._duty = context.source, context.reports, context.duty
         self._reports.waits_for, self._reports.given_up = lambda: evaluator.waits_for, evaluator.give_up
-        self._readers = LaneReaders(context.source, lambda: context.transfer.generation)
+        self._readers = LaneReaders(context.source, lambda: context.exchange.fleet.generation)
         self._joiner = Joiner(context, self._readers, evaluator)
-        self._ahead = RowsAhead(context.compute, context.transfer.lookup)
+        self._ahead = RowsAhead(context.compute, context.exchange.rows.lookup)
         self.pace = Pace()
         helper = LaneHelper(context, self.pace, self._push)
         self._repair = StepRepair(context, self._readers, self._joiner, self._push, helper)
@@ -82,9 +82,8 @@ class SyncLoop:
 
     async def _train(self) -> None:
         self._ahead.drop()
-        async with self._transfer.using(self.timeline):
-            version = await self._joiner.join()
-            await self._transfer.reached()
+        async with self._joiner.joined() as joined:
+            version = joined
             while self._joiner.may_go_on(version):
                 await self._evaluator.between_steps(version)
                 if self._joiner.may_go_on(version):  # it may have waited
@@ -94,32 +93,31 @@ class SyncLoop:
         """One optimizer update of the whole model: from `version` to the next one. Raises Gone, TaskFailed, TrainingOver."""
         positions = positions_of_step(version.positions)
         if positions[0].epoch >= self._spec.epochs:
-            await self._transfer.settled(version.version)
+            await self._exchange.settle(version.version)
             first, _ = self._duty().lanes  # lanes may have moved since the readers were made
             await self._readers.announce_end(first, positions[0].epoch)
         if self._evaluator.stops_at(version):
-            await self._transfer.settled(version.version)
+            await self._exchange.settle(version.version)
             first, _ = self._duty().lanes
             await self._readers.announce_stop(first, self._spec.epochs, version)
         step = Step(version.version, positions, self._joiner.begin_step(version), clock.monotonic())
-        if self._transfer.makes_steps_again:
-            await self._transfer.beginning(step.number)
+        if self._exchange.makes_steps_again:
+            await self._exchange.begin_step(step.number)
             self._compute.forget_nodes()
         with self._repair.contributing():
             async with SingleErrorGroup() as group:  # it may fail while the end of the group is waited for
                 contribution = group.create_task(self._repair.contribute(step))  # calls _push
                 wanted = self._reports.steps.missing_from
-                following = await self._transfer.pull(step.number + 1, results_from=wanted)
+                following = await self._exchange.pull(step.number + 1, results_from=wanted)
                 given_up = await self._repair.settle(contribution)
         if given_up is not None:
             self._fetch_ahead(step, given_up)
         following = found(following, step.number + 1)
         step.times.pulled()
-        self._transfer.swap()
-        await self._transfer.reached()
+        await self._exchange.use_next()
         if is_final(following, self._spec.epochs):
             # with its last task training is over, and nobody makes this step again
-            await self._transfer.settled(following.version)
+            await self._exchange.settle(following.version)
         self._report(step, following, wanted)
         return following
 
@@ -127,7 +125,7 @@ class SyncLoop:
         """Compute the lanes, and push each block as soon as it is finished. True if all blocks are acknowledged."""
         work.rests.clear()
         try:
-            async with self._transfer.pushing(header, work.outboxes) as verdicts:
+            async with self._exchange.pushing(header, work.outboxes) as verdicts:
                 if not work.computed:
                     await self._compute_unless_given_up(step, work)
         finally:
@@ -147,11 +145,11 @@ class SyncLoop:
 
     async def _compute_gradients(self, step: Step, work: LaneWork) -> None:
         """Forward and backward of each lane's minibatch. A node is a group of lanes whose mean gradient is pushed as one."""
-        if not self._transfer.makes_steps_again:
+        if not self._exchange.makes_steps_again:
             self._compute.forget_nodes()
         tables = bool(self._compute.layout.tables)
         if tables:
-            self._compute.read_rows(partial(self._transfer.lookup, step.number))
+            self._compute.read_rows(partial(self._exchange.rows.lookup, step.number))
         for node in nodes_to_compute(work.lanes):
             samples = partial(self._compute.samples, node)
             told = partial(self._result_of, work, node)
@@ -167,7 +165,9 @@ class SyncLoop:
                     if tables:
                         result, rows = work.results[lane], self._compute.lane_rows()
                         pushed = PushedRows(rows, result.records, node_result(result))
-                        work.outboxes.add_rows(lane, pushed, self._transfer.row_parts(work.outboxes.routes, rows))
+                        work.outboxes.add_rows(
+                            lane, pushed, self._exchange.router.row_parts(work.outboxes.routes, rows)
+                        )
                 except UserCodeError as error:
                     if portion.task is None:
                         raise
@@ -211,9 +211,9 @@ class SyncLoop:
             self._reports.count(metrics)
         first, end = self._duty().lanes
         if first == 0 < end or (not end and 0 in step.shares):  # after the last step nobody has lanes any more
-            self._reports.whole(following, self.timeline, self._transfer.grad_norm)
+            self._reports.whole(following, self.timeline, self._exchange.grad_norm)
             if wanted is not None:
-                self._reports.steps.filled(self._transfer.results, wanted)
+                self._reports.steps.filled(self._exchange.results, wanted)
         else:
             self._reports.steps.clear()
         self._reports.spent(step.number, self.timeline, clock.monotonic() - step.began, step.times)

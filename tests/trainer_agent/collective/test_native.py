@@ -37,8 +37,9 @@ NATIVE = {**COLLECTIVE, "exchange": "native", "bucket_bytes": 4096}
 def exchange_of(made: CollectiveCluster, name: str) -> NativeExchange:
     member = made.agents[name].collective
     assert member is not None
-    assert member.native is not None
-    return member.native
+    native = member.group.means.native
+    assert native is not None
+    return native
 
 
 async def test_canonical_reduction_gives_the_bits_of_direct_exchange_whoever_trains(tmp_path):

@@ -34,7 +34,7 @@ from trainer_agent.collective.native.received import Received
 from trainer_agent.collective.native.step import StepMaker
 from trainer_agent.collective.server import ShareServer
 from trainer_agent.data_plane.outbox import Outbox
-from trainer_agent.data_plane.verdicts import Verdict
+from trainer_agent.data_plane.pushes import Verdict
 from trainer_agent.waiting import SingleErrorGroup
 
 AGAIN_S = 0.05
