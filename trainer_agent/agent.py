@@ -42,9 +42,9 @@ from trainer_agent.membership.lease import Membership
 from trainer_agent.membership.life import Life
 from trainer_agent.membership.pause import PauseResponder
 from trainer_agent.model.compute import Compute
-from trainer_agent.tasks.held import Held, progress_every_s
+from trainer_agent.tasks.activity import Activity, LanePace, progress_every_s
 from trainer_agent.tasks.master import MasterPort, failure_of
-from trainer_agent.tasks.reports import Done, LanePace, Reports
+from trainer_agent.tasks.reports import Done, Reports
 from trainer_agent.tasks.source import Offload, TaskSource
 from trainer_agent.waiting import SingleErrorGroup, end_tasks, retry
 
@@ -83,10 +83,8 @@ class Agent:
         self._spec, self._member, self._etcd, self._directory = spec, member, etcd, directory
         self._compute, self._master, self._connect, self._stopping = compute, master, connect, stopping
         self._loop: SyncLoop | AsyncLoop | None = None
-        self._active: SyncLoop | AsyncLoop | EvaluateExportLoop | None = None
-        self._reports = reports = Reports(
-            master, member.trainer, self._held, self._pace, progress_every_s(spec.task_timeout_floor_s)
-        )
+        self._activity = activity = Activity()
+        self._reports = reports = Reports(master, member.trainer, activity, progress_every_s(spec.task_timeout_floor_s))
         source = TaskSource(spec, master, member.trainer, offload, alone, reports.warn, by_columns=compute.by_columns)
         self.collective: CollectiveMember | None = None
         self._servers: ParameterServers | None = None
@@ -99,7 +97,7 @@ class Agent:
             fleet = FleetClient(directory, connect, compute.layout, reports.suspect, self._membership.certain)
             dtypes = spec.parameter_dtype, spec.gradient_dtype
             exchange = self._servers = ParameterServers(fleet, compute, *dtypes, spec.on_nonfinite)
-        self._context = LoopContext(spec, etcd, directory, compute, exchange, source, reports, stopping)
+        self._context = LoopContext(spec, etcd, directory, compute, exchange, source, reports, activity, stopping)
         self._evaluator = Evaluator(self._context)
         self._initial = compute.initial_lane_zero()
         self._pauses = PauseResponder(
@@ -117,14 +115,7 @@ class Agent:
     @property
     def pace(self) -> LanePace:
         """How long lanes take, if that is known."""
-        return self._pace()
-
-    def _held(self) -> list[Held]:
-        return [*(self._active.held() if self._active else []), *self._evaluator.held()]
-
-    def _pace(self) -> LanePace:
-        pace = self._loop.pace if isinstance(self._loop, SyncLoop) else None
-        return LanePace(pace.lane_s, pace.least_lane_s) if pace else LanePace()
+        return self._activity.lane_pace
 
     def _position(self) -> Paused:
         return self._loop.position() if isinstance(self._loop, AsyncLoop) else Paused(uuid="")
@@ -250,7 +241,7 @@ class Agent:
         await self._stopping.wait()
         now = seen = clock.monotonic()
         deadline = now + LEAVE_S
-        while self._active is not None and self._active.busy and now < min(deadline, seen + NOBODY_S):
+        while self._activity.busy and now < min(deadline, seen + NOBODY_S):
             await asyncio.sleep(BUSY_LOOK_S)
             now = clock.monotonic()
             seen = now if self._directory.pservers else seen
@@ -262,12 +253,12 @@ class Agent:
         else:
             assert self._servers is not None  # a collective job is synchronous
             self._loop = AsyncLoop(self._context, self._servers, self._pauses, self._initial, self._evaluator)
-        self._active = self._loop
+        self._activity.training = self._activity.active = self._loop
         return await self._loop.run()
 
     async def _evaluate_and_export(self, timeline: int, acquired: Task | None) -> None:
         """Evaluate and export. Returns early if the job went back to a checkpoint: there may be training to do again."""
-        self._active = loop = EvaluateExportLoop(self._context, self._evaluator)
+        self._activity.active = loop = EvaluateExportLoop(self._context, self._evaluator)
         try:
             await on_timeline(self._directory, timeline, loop.run(acquired))
         except RolledBack as error:

@@ -163,7 +163,7 @@ class DirectMember:
         from shared.records import Mode
         from shared.records.step import LanePosition, LaneZero
         from shared.wire.messages import PushHeader
-        from trainer_agent.data_plane.outbox import Outboxes
+        from trainer_agent.data_plane.outbox import NodeSink, Outboxes
         from trainer_agent.data_plane.pushes import Verdict
 
         exchange, means, lane = self._collective, self._means, self._place
@@ -177,11 +177,12 @@ class DirectMember:
             lane_zero=LaneZero(options=({"lr": 0.1},)) if lane == 0 else None,
         )
         boxes = Outboxes(means.fleet.routes, self._layout.payloads("float32"))
-        add = boxes.adder((lane, lane + 1), lambda: 1, self._out.__getitem__)
+        out = SimpleNamespace(samples=lambda _: 1, contribution=lambda _, block: self._out[block])
+        sink = NodeSink(boxes, (lane, lane + 1), out)
         gathering = asyncio.ensure_future(means.gather_to(step + 1))
         async with exchange.pushing(header, boxes) as verdicts:
             for block in range(boxes.blocks):
-                add(block)
+                sink.done(block)
             boxes.close()
         await gathering
         end = time.monotonic()

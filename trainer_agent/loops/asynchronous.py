@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from shared.errors import DeadlineExceeded, Gone, StaleGeneration, TriremeError, UserCodeError
@@ -26,7 +25,7 @@ from shared.tables.payload import Rows
 from shared.wire.messages import LedgerQuery, PushHeader
 from trainer_agent.core.duties import Duty
 from trainer_agent.data import minibatches_in
-from trainer_agent.data_plane.outbox import Outboxes, PushedRows
+from trainer_agent.data_plane.outbox import NodeSink, Outboxes, PushedRows
 from trainer_agent.data_plane.parameter_servers import ParameterServers
 from trainer_agent.data_plane.pulls import Abandoned
 from trainer_agent.data_plane.pushes import Verdict
@@ -38,7 +37,7 @@ from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.membership.pause import PauseResponder
 from trainer_agent.model.compute import LaneResult, Records, metrics_of
 from trainer_agent.model.optimizer.push_schedule import PushSchedule
-from trainer_agent.tasks.held import Held
+from trainer_agent.tasks.activity import Held, LanePace
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TrainingOver, outcome_of
 from trainer_agent.tasks.step_times import Times
 from trainer_agent.waiting import Backoff, SingleErrorGroup
@@ -79,7 +78,6 @@ class AsyncLoop:
         self._modulates = self._spec.lr_staleness_modulation
         servers.pulls.versions = {} if self._modulates else None
         self._bounded = BoundedStaleness(self._spec, self._source.trainer, servers, self._is_to_train)
-        self._reports.waits_for = lambda: self._bounded.waits_for
         self.timeline = timeline_of(self._directory)
         self._next: asyncio.Task[LoadedTask | Task | TaskFailed | None] | None = None
         self._held: Held | None = None
@@ -88,6 +86,14 @@ class AsyncLoop:
 
     def __repr__(self) -> str:
         return f"<AsyncLoop of {self._source.trainer}: {self._held[0].task_id if self._held else 'no task'}>"
+
+    #: lanes are those of synchronous jobs
+    lane_pace = LanePace()
+
+    @property
+    def waits_for(self) -> str:
+        """See BoundedStaleness.waits_for."""
+        return self._bounded.waits_for
 
     def held(self) -> list[Held]:
         """The current task and how many of its minibatches are pushed."""
@@ -309,8 +315,7 @@ class AsyncLoop:
         """The weighted mean over the minibatches, block by block into the outboxes."""
         self._compute.forget_nodes()
         node = min(minibatches), max(minibatches) + 1
-        samples = partial(self._compute.samples, node)
-        finished = outboxes.adder((0, 1), samples, partial(self._compute.contribution, node))
+        sink = NodeSink(outboxes, node, self._compute, lanes=(0, 1))
         results: list[LaneResult] = []
         of_rows: list[Sequence[LaneRows]] = []
         if tables := self._compute.layout.tables:
@@ -323,7 +328,7 @@ class AsyncLoop:
                     if (following := minibatches.get(number + 1)) is not None:
                         self._ahead_rows.ask(0, None, self._seed(task, number + 1), following, self._background)
                         await asyncio.sleep(0)  # it is collated before this one is computed: both need the thread
-                    results.append(await self._compute.gradient(node, number, seed, records, finished, ready))
+                    results.append(await self._compute.gradient(node, number, seed, records, sink, ready))
             except UserCodeError as error:
                 raise TaskFailed(task, error, f"minibatch {number}") from error
             of_rows.append(self._compute.lane_rows())

@@ -12,6 +12,7 @@ from shared.records.job_spec import Narrow
 from trainer_agent.core.duties import Next, next_duty
 from trainer_agent.data_plane.step_exchange import StepExchange
 from trainer_agent.model.compute import Compute
+from trainer_agent.tasks.activity import Activity
 from trainer_agent.tasks.reports import Reports
 from trainer_agent.tasks.source import TaskSource
 
@@ -27,6 +28,7 @@ class LoopContext:
     exchange: StepExchange
     source: TaskSource
     reports: Reports
+    activity: Activity
     stopping: asyncio.Event
 
     @property

@@ -32,7 +32,7 @@ from trainer_agent.loops.reading import read_again, read_checkpoint
 from trainer_agent.loops.timeline import timeline_of
 from trainer_agent.tables.checkpoint import write_checkpoint_tables
 from trainer_agent.tables.export import export_tables
-from trainer_agent.tasks.held import Held
+from trainer_agent.tasks.activity import Held
 from trainer_agent.tasks.source import TaskFailed
 from trainer_agent.waiting import retry, to_its_end
 

@@ -45,7 +45,7 @@ from trainer_agent.loops.reading import STORAGE_TRIES, read_again, read_checkpoi
 from trainer_agent.loops.timeline import timeline_of
 from trainer_agent.model.compute import Compute
 from trainer_agent.tables.checkpoint import read_tables
-from trainer_agent.tasks.held import Held
+from trainer_agent.tasks.activity import Held
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource
 from trainer_agent.waiting import retry
 
@@ -115,7 +115,7 @@ class Evaluator:
         self._source, self._compute, self._etcd = context.source, context.compute, context.etcd
         self._work: _Work | None = None
         self._pinned: CheckpointRef | None = None
-        self._given_up: Task | None = None
+        context.activity.evaluator = self
         self._loading: Task | None = None
         self._loaded = 0  # blocks and pieces of tables, for that task
         self._awaited = 0  # the evaluation that this trainer waits for
@@ -147,16 +147,11 @@ class Evaluator:
     @property
     def waits_for(self) -> str:
         """Before the next step; "": for no evaluation. If the master gave up the task that is evaluated here, this trainer may hang."""
-        if self._task is not None and self._task == self._given_up:
+        if self._task is not None and self._task in self._context.activity.given_up:
             return ""
         if self._work is not None and self._work.is_under_way:
             return "it computes a minibatch of an evaluation"
         return f"evaluation {self._awaited} is not over" if self._awaited > self.status.settled else ""
-
-    def give_up(self, task: Task) -> None:
-        """That task is not this trainer's any more."""
-        if task == self._task:
-            self._given_up = task
 
     @property
     def _task(self) -> Task | None:

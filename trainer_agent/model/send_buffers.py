@@ -1,7 +1,7 @@
 """Host memory for finished gradients that are not sent from the memory they were computed in: from a GPU, or cast.
 
-    cast: block + residual ─► narrower dtype ─► announced        the new residual = block + residual - what is sent
-    GPU: the whole vector, cast there ─► one copy to page-locked host memory ─► all blocks announced
+    cast: block + residual ─► narrower dtype ─► sent        the new residual = block + residual - what is sent
+    GPU: the whole vector, cast there ─► one copy to page-locked host memory ─► all blocks sent
 
 A copy for each block of a GPU's vector would cost a wait for each.
 
@@ -11,18 +11,12 @@ nothing is lost for ever. The residual is kept by this trainer only: if it dies,
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-
 import torch
 
 from shared.blocks.narrow import cast_into
 from shared.records.job_spec import Narrow, Transported
-from shared.records.layout import Block
 from trainer_agent.model.devices import HOST
 from trainer_agent.model.flat import Plan, Vector
-
-ANNOUNCED_BYTES = 256 << 10  # finished blocks are announced when there are so many bytes of them, or no more will come
 
 
 class SendBuffers:
@@ -62,11 +56,10 @@ class SendBuffers:
         """The slot was freed."""
         self.hosts.pop(slot, None)
 
-    def put(self, slot: int, block: int, values: torch.Tensor, announce: Callable[[int], object]) -> None:
-        """Take a finished block in host memory, and announce it; `values` may change. Raises OverflowError."""
+    def put(self, slot: int, block: int, values: torch.Tensor) -> None:
+        """Take a finished block in host memory; `values` may change. Raises OverflowError."""
         out = self._host(slot)[0].blocks[block]
         self._write(out, values, self._narrow[block], self.residuals.get(block), f"block {block}")
-        announce(block)
 
     def put_all(self, slot: int, vector: Vector) -> None:
         """Take a whole vector of a GPU, and wait for it; its values may change. Raises OverflowError."""
@@ -109,26 +102,3 @@ class SendBuffers:
 
 def overflow(where: str, error: OverflowError) -> OverflowError:
     return OverflowError(f"a gradient in {where}: {error}; use gradient_dtype bfloat16, or scale the loss down")
-
-
-def announcer(blocks: Sequence[Block], finished: Callable[[int], None]) -> Callable[[int], None]:
-    """A function to call in a thread, once for each block; `finished` is called in the running event loop. Small blocks are announced together: waking
-    the event loop and a parameter server for each costs too much."""
-    loop = asyncio.get_running_loop()
-    waiting: list[int] = []
-    size, left = 0, len(blocks)
-
-    def announce(block: int) -> None:
-        nonlocal size, left
-        waiting.append(block)
-        size, left = size + blocks[block].bytes, left - 1
-        if size >= ANNOUNCED_BYTES or not left:
-            loop.call_soon_threadsafe(all_finished, tuple(waiting))
-            waiting.clear()
-            size = 0
-
-    def all_finished(numbers: tuple[int, ...]) -> None:
-        for number in numbers:
-            finished(number)
-
-    return announce

@@ -15,7 +15,7 @@ from shared.storage import files
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import RECORDS, spec_for, write_script
 from trainer_agent.data import Shard
-from trainer_agent.tasks.held import Held
+from trainer_agent.tasks.activity import Held
 from trainer_agent.tasks.lane_reader import LaneReader
 from trainer_agent.tasks.source import TaskFailed, TaskSource, TrainingOver
 

@@ -7,6 +7,7 @@ import pytest
 from shared.errors import UserCodeError
 from tests.trainer_agent.cluster import trained
 from tests.trainer_agent.collective.cluster import trained as trained_collectively
+from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import differing, records, spec_for, write_script
 from trainer_agent.script.user_module import load
 from trireme import plain
@@ -29,7 +30,7 @@ def loss(model, batch):
 async def minibatches(compute, count):
     for number in range(count):
         compute.forget_nodes()
-        await compute.gradient((0, 1), 0, number, records(8, number), bool)
+        await compute.gradient((0, 1), 0, number, records(8, number), DoneBlocks())
 
 
 @pytest.mark.parametrize("strategy", ["parameter_server", "collective"])
