@@ -60,7 +60,7 @@ async def begin_together(
         log.info("values_wanted", mine=digest, theirs=directory.layout.values, begun=begun)
         return True
     if (rows := group.replica.rows) is not None and mark_in(compute.layout.initial):
-        from trainer_agent.collective.rows.starting import put_start_rows  # noqa: PLC0415  loads numba
+        from trainer_agent.collective.rows.stepping import put_start_rows  # noqa: PLC0415  loads numba
 
         await offload(put_start_rows, rows, compute.layout, spec.init_from, spec.init_optimizer)
         if group.replica.record is not first:

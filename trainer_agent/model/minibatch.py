@@ -25,11 +25,10 @@ from shared.records import JobSpec, Mode
 from shared.tables.grouping import Grouped
 from trainer_agent.data.collate import default_collate
 from trainer_agent.data.ready_batch import ReadyBatch
-from trainer_agent.model.buffers import LiveBuffers
 from trainer_agent.model.compute import BlockSink, Ready, Records
 from trainer_agent.model.devices import autocast, on_device
 from trainer_agent.model.finite import LeftOutError, check_gradients, check_loss
-from trainer_agent.model.flat import Plan, Vector
+from trainer_agent.model.flat import LiveBuffers, Plan, Vector
 from trainer_agent.model.watch.averaged_buffers import AveragedBuffers
 from trainer_agent.model.watch.backward_guard import BackwardGuard, UserCode
 from trainer_agent.model.watch.missing_gradients import MissingGradients

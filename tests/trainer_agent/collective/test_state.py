@@ -16,7 +16,7 @@ from shared.records.checkpoints import CheckpointLatest
 from tests.equipment.replaced import replaced
 from tests.trainer_agent.collective.cluster import CollectiveCluster, cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, write_script
-from trainer_agent.collective import older_versions
+from trainer_agent.collective import mean_blocks
 from trainer_agent.collective.state import giving
 
 COMMON: dict[str, Any] = {"lanes": 4, "global_batch_size": 12, "records_per_task": 6, "epochs": 10, "block_bytes": 256}
@@ -190,10 +190,10 @@ async def without_processor(made: CollectiveCluster, name: str, steps: int) -> A
     made.last_step = math.inf
 
 
-@pytest.mark.parametrize("kept_bytes", [older_versions.KEPT_BYTES, 0])
+@pytest.mark.parametrize("kept_bytes", [mean_blocks.KEPT_BYTES, 0])
 async def test_a_spare_that_was_behind_goes_on_from_where_it_was(tmp_path, kept_bytes):
     """Without older versions it gets everything anew."""
-    with replaced(older_versions, "KEPT_BYTES", kept_bytes):
+    with replaced(mean_blocks, "KEPT_BYTES", kept_bytes):
         async with cluster(spec_of(tmp_path, lanes=2), 3) as made:
             await listed(made, C)
             given = dict(made.given)

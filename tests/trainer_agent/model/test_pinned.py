@@ -9,7 +9,7 @@ import torch
 from tests.equipment.replaced import replaced
 from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import records
-from trainer_agent.model.buffers import LiveBuffers
+from trainer_agent.model.flat import LiveBuffers
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.tables.files import StoredTable
 from trainer_agent.tables.local import LocalTables

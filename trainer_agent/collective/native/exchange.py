@@ -28,8 +28,14 @@ from shared.wire.messages import PROTOCOL_VERSION, PushHeader
 from trainer_agent.collective.groups import Group, GroupView
 from trainer_agent.collective.mean_blocks import MeanStore
 from trainer_agent.collective.native.given import Given
-from trainer_agent.collective.native.link import Link, Meeting, NativeStatement, Overtaken, check_alike
-from trainer_agent.collective.native.operation_limit import OperationLimit
+from trainer_agent.collective.native.link import (
+    Link,
+    Meeting,
+    NativeStatement,
+    OperationLimit,
+    Overtaken,
+    check_alike,
+)
 from trainer_agent.collective.native.received import Received
 from trainer_agent.collective.native.step import StepMaker
 from trainer_agent.collective.server import ShareServer
