@@ -6,24 +6,30 @@ records ─► minibatch ─► loss ─► backward ─NodeSink, block by block
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from statistics import median
 
 from shared.errors import UserCodeError
 from shared.lanes import Interval, step_seed
+from shared.runtime import clock
 from shared.wire.messages import PushHeader
 from trainer_agent.core.steps import nodes_to_compute
 from trainer_agent.data_plane.outbox import NodeSink, Outboxes, PushedRows
 from trainer_agent.data_plane.pushes import Verdict
 from trainer_agent.loops.context import LoopContext
-from trainer_agent.loops.pace import Pace
 from trainer_agent.loops.rows_ahead import RowsAhead
 from trainer_agent.loops.step import LaneWork, Step
 from trainer_agent.model.compute import Ready, node_result
 from trainer_agent.tasks.lane_reader import LaneReaders, Portion
 from trainer_agent.tasks.source import TaskFailed
 from trainer_agent.waiting import SingleErrorGroup
+
+KEPT = 16
+ENOUGH = 3  # the first minibatches compile, allocate, warm up
+FRESH_S = 10.0
 
 
 class LanePusher:
@@ -151,3 +157,63 @@ class LanePusher:
         if (following := self._readers.next(first, work.portions[first].after)) is not None:
             seed = step_seed(self._seed, step.number + 1, first)
             self._ahead.ask(first, step.number + 1, seed, following.records, self._prefetching)
+
+
+class Pace:
+    """How fast this trainer computes: seconds for one lane, and for all its lanes of a step until they are acknowledged. Medians of the last KEPT:
+    one hiccup changes nothing."""
+
+    def __init__(self) -> None:
+        self._lanes: deque[float] = deque(maxlen=KEPT)
+        self._least: deque[float] = deque(maxlen=KEPT)
+        self._shares: deque[float] = deque(maxlen=KEPT)
+        self._since: float | None = None
+        self._measured_at = self._least_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Pace: {self.lane_s} s a lane, {self.share_s} s a step>"
+
+    @contextmanager
+    def lane(self, counts: bool) -> Iterator[None]:
+        """Around forward and backward of one lane, which `counts` if it has records. Without records, or if it is given up before
+        its end, a whole one would have taken longer."""
+        self._since = since = clock.monotonic()
+        ended = False
+        try:
+            yield
+            ended = True
+        finally:
+            self._since, now = None, clock.monotonic()
+            if counts and (ended or self._lanes):
+                least_s = 0.0 if ended else median(self._lanes)
+                self._lanes.append(max(now - since, least_s))
+                self._measured_at = now
+            else:
+                self._least.append(now - since)
+                self._least_at = now
+
+    def share_done(self, seconds: float) -> None:
+        """All lanes of a step were computed and acknowledged."""
+        self._shares.append(seconds)
+
+    @property
+    def lane_s(self) -> float | None:
+        """None: not known yet, or not measured for FRESH_S. A lane under way counts as soon as it takes longer than usual."""
+        return self._median(self._lanes, self._measured_at)
+
+    @property
+    def least_lane_s(self) -> float | None:
+        """A lane with records would take at least so long, by those without records and those given up. It may take much longer."""
+        return self._median(self._least, self._least_at)
+
+    def _median(self, measured: deque[float], at: float) -> float | None:
+        now = clock.monotonic()
+        if len(measured) < ENOUGH or (self._since is None and now - at > FRESH_S):
+            return None
+        under_way = now - self._since if self._since is not None else 0.0
+        return max(median(measured), under_way) or None
+
+    @property
+    def share_s(self) -> float | None:
+        """None: not known yet."""
+        return median(self._shares) if len(self._shares) >= ENOUGH else None

@@ -9,7 +9,7 @@ import pytest
 
 from shared.records import MetricBatch
 from tests.trainer_agent.virtual_time import virtually
-from trainer_agent.loops.pace import ENOUGH, FRESH_S, Pace
+from trainer_agent.loops.lane_pusher import ENOUGH, FRESH_S, Pace
 from trainer_agent.tasks.activity import Activity, LanePace
 from trainer_agent.tasks.reports import PACE_EVERY_S, Reports
 
