@@ -58,7 +58,7 @@ class Standing(Protocol):
 
 
 class MeanGradients:
-    """The mean gradients that one trainer has, and gets from the others of its group. `store`: those that it has; None: it has none."""
+    """The mean gradients that one trainer has, and those that it gets from the others of its group."""
 
     def __init__(
         self,
@@ -77,8 +77,10 @@ class MeanGradients:
         self._spec, self._compute, self._standing = spec, compute, standing
         self._suspect, self._forget_peers = suspect, ports.forget_peers
         self._late = LateMembers(suspect, spec.lease_ttl_s)
+        #: None: this trainer has no version
         self.store: MeanStore | None = None
-        self.native: NativeExchange | None = None  # of a job with native exchange
+        #: makes the mean gradients of a job with native exchange
+        self.native: NativeExchange | None = None
         self._gathering = asyncio.Lock()
         self._stepped = asyncio.Event()
         self._lost = ""
@@ -95,7 +97,7 @@ class MeanGradients:
     # ------------------------------------------------------------ what it has
 
     def begin(self, record: StepRecord, timeline: int) -> None:
-        """Have the mean gradients of the versions behind that one."""
+        """From now on this trainer has the mean gradients of the versions behind that one."""
         if self.store is not None:
             self.store.let_go()
         layout, lanes, current = self.fleet.layout, self._spec.lanes, self._compute.current
@@ -104,7 +106,7 @@ class MeanGradients:
         self.view.begin_again()
 
     def stop(self) -> None:
-        """It has nothing any more. Nobody may be pulling."""
+        """This trainer has no mean gradients any more. Nobody may be pulling."""
         if self.store is not None:
             self.store.let_go()
         self.store = None

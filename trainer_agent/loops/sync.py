@@ -5,8 +5,9 @@
 
 A lane is a fixed stream of minibatches. Each trainer computes some lanes; which trainer computes a lane changes no bit of the
 result, so a trainer that has finished may also compute lanes of one that is late. Loss and backward are in
-model/minibatch.py, lanes are computed and pushed in lane_pusher.py, the optimizer runs on the parameter servers. Joining the job, and what happens when members come, go,
-fail or are late, is in joining.py (between steps), repair.py and helping.py (within a step).
+model/minibatch.py, lanes are computed and pushed in lane_pusher.py. Who steps the parameters is behind StepExchange: parameter
+servers, or all trainers of a collective job. Joining the job, and what happens when members come, go, fail or are late, is in
+joining.py (between steps), repair.py and helping.py (within a step).
 """
 
 from __future__ import annotations
