@@ -22,6 +22,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import uvloop
@@ -198,7 +199,7 @@ class Steps:
         )
         wanted = PullRequest(job=JOB, generation=1, version=step + 1, blocks=self._blocks, wait_s=30)
 
-        def finished(block: int) -> None:
+        def done(block: int) -> None:
             item = PushBlock.model_construct(block=block, lanes=(0, 1), count=len(self._records))
             outbox.add(item, self._compute.contribution((0, 1), block))
 
@@ -207,10 +208,10 @@ class Steps:
             pulling = group.create_task(self._port.pull(wanted, lambda item: self._compute.staging(item.block)))
             if computes:
                 self._compute.forget_nodes()
-                await self._compute.gradient((0, 1), 0, step, self._records, finished)
+                await self._compute.gradient((0, 1), 0, step, self._records, SimpleNamespace(done=done))
             else:
                 for block in self._blocks:
-                    finished(block)
+                    done(block)
             outbox.close()
             answer, end = await pushing, await pulling
         assert answer.applied == len(self._blocks), answer

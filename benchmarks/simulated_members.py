@@ -32,7 +32,7 @@ from trainer_agent.core.duties import Duty, Next, next_duty
 from trainer_agent.membership.lease import Membership
 from trainer_agent.tasks.master import HttpMaster
 from trainer_agent.tasks.source import TaskSource
-from trainer_agent.waiting.single_error import SingleErrorGroup
+from trainer_agent.waiting import SingleErrorGroup
 
 LOOK_S = 5.0
 SPEC_S = 60.0

@@ -28,8 +28,9 @@ from trainer_agent.collective.beginning import begin_together
 from trainer_agent.collective.member import CollectiveMember
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.core.duties import Duty
-from trainer_agent.data_plane.peers import Connect
-from trainer_agent.data_plane.transfer import Transfer
+from trainer_agent.data_plane.fleet_client import Connect, FleetClient
+from trainer_agent.data_plane.parameter_servers import ParameterServers
+from trainer_agent.data_plane.step_exchange import StepExchange
 from trainer_agent.loops.asynchronous import AsyncLoop
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.evaluate_export import EvaluateExportLoop
@@ -41,13 +42,11 @@ from trainer_agent.membership.lease import Membership
 from trainer_agent.membership.life import Life
 from trainer_agent.membership.pause import PauseResponder
 from trainer_agent.model.compute import Compute
-from trainer_agent.tasks.held import Held, progress_every_s
+from trainer_agent.tasks.activity import Activity, LanePace, progress_every_s
 from trainer_agent.tasks.master import MasterPort, failure_of
-from trainer_agent.tasks.reports import Done, LanePace, Reports
+from trainer_agent.tasks.reports import Done, Reports
 from trainer_agent.tasks.source import Offload, TaskSource
-from trainer_agent.waiting.end_tasks import end_tasks
-from trainer_agent.waiting.retry import retry
-from trainer_agent.waiting.single_error import SingleErrorGroup
+from trainer_agent.waiting import SingleErrorGroup, end_tasks, retry
 
 LOOK_S = 0.5
 FLUSH_S = 5.0
@@ -84,28 +83,21 @@ class Agent:
         self._spec, self._member, self._etcd, self._directory = spec, member, etcd, directory
         self._compute, self._master, self._connect, self._stopping = compute, master, connect, stopping
         self._loop: SyncLoop | AsyncLoop | None = None
-        self._active: SyncLoop | AsyncLoop | EvaluateExportLoop | None = None
-        self._reports = reports = Reports(
-            master, member.trainer, self._held, self._pace, progress_every_s(spec.task_timeout_floor_s)
-        )
+        self._activity = activity = Activity()
+        self._reports = reports = Reports(master, member.trainer, activity, progress_every_s(spec.task_timeout_floor_s))
         source = TaskSource(spec, master, member.trainer, offload, alone, reports.warn, by_columns=compute.by_columns)
-        transfer: Transfer
         self.collective: CollectiveMember | None = None
+        self._servers: ParameterServers | None = None
+        exchange: StepExchange
         if collective is not None:
             job = spec, etcd, directory, self._membership, compute
-            transfer = self.collective = CollectiveMember(*job, connect, reports.suspect, collective)
+            self.collective = CollectiveMember(*job, connect, reports.suspect, collective)
+            exchange = self.collective.group
         else:
-            transfer = Transfer(
-                directory,
-                connect,
-                compute,
-                reports.suspect,
-                spec.parameter_dtype,
-                self._membership.certain,
-                spec.on_nonfinite,
-                spec.gradient_dtype,
-            )
-        self._context = LoopContext(spec, etcd, directory, compute, transfer, source, reports, stopping)
+            fleet = FleetClient(directory, connect, compute.layout, reports.suspect, self._membership.certain)
+            dtypes = spec.parameter_dtype, spec.gradient_dtype
+            exchange = self._servers = ParameterServers(fleet, compute, *dtypes, spec.on_nonfinite)
+        self._context = LoopContext(spec, etcd, directory, compute, exchange, source, reports, activity, stopping)
         self._evaluator = Evaluator(self._context)
         self._initial = compute.initial_lane_zero()
         self._pauses = PauseResponder(
@@ -123,14 +115,7 @@ class Agent:
     @property
     def pace(self) -> LanePace:
         """How long lanes take, if that is known."""
-        return self._pace()
-
-    def _held(self) -> list[Held]:
-        return [*(self._active.held() if self._active else []), *self._evaluator.held()]
-
-    def _pace(self) -> LanePace:
-        pace = self._loop.pace if isinstance(self._loop, SyncLoop) else None
-        return LanePace(pace.lane_s, pace.least_lane_s) if pace else LanePace()
+        return self._activity.lane_pace
 
     def _position(self) -> Paused:
         return self._loop.position() if isinstance(self._loop, AsyncLoop) else Paused(uuid="")
@@ -223,8 +208,8 @@ class Agent:
         """False: only a new process can train."""
         job = self._spec, self._directory, self._etcd, self._membership, self._compute
         if self.collective is not None:
-            usable = await begin_together(*job, self.collective, self._offload)
-            self.collective.begun.set()
+            usable = await begin_together(*job, self.collective.group, self._offload)
+            self.collective.group.begun.set()
             return usable
         return await ensure_initialised(*job, self._connect)
 
@@ -256,7 +241,7 @@ class Agent:
         await self._stopping.wait()
         now = seen = clock.monotonic()
         deadline = now + LEAVE_S
-        while self._active is not None and self._active.busy and now < min(deadline, seen + NOBODY_S):
+        while self._activity.busy and now < min(deadline, seen + NOBODY_S):
             await asyncio.sleep(BUSY_LOOK_S)
             now = clock.monotonic()
             seen = now if self._directory.pservers else seen
@@ -266,13 +251,14 @@ class Agent:
         if self._spec.mode is Mode.SYNC:
             self._loop = SyncLoop(self._context, self._evaluator)
         else:
-            self._loop = AsyncLoop(self._context, self._pauses, self._initial, self._evaluator)
-        self._active = self._loop
+            assert self._servers is not None  # a collective job is synchronous
+            self._loop = AsyncLoop(self._context, self._servers, self._pauses, self._initial, self._evaluator)
+        self._activity.training = self._activity.active = self._loop
         return await self._loop.run()
 
     async def _evaluate_and_export(self, timeline: int, acquired: Task | None) -> None:
         """Evaluate and export. Returns early if the job went back to a checkpoint: there may be training to do again."""
-        self._active = loop = EvaluateExportLoop(self._context, self._evaluator)
+        self._activity.active = loop = EvaluateExportLoop(self._context, self._evaluator)
         try:
             await on_timeline(self._directory, timeline, loop.run(acquired))
         except RolledBack as error:

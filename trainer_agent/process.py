@@ -29,8 +29,8 @@ from shared.security.script_digests import ScriptChanged
 from trainer_agent.agent import FAILED, Agent
 from trainer_agent.collective.native.link import backend_of
 from trainer_agent.collective.ports import collective_ports
+from trainer_agent.data_plane.fleet_client import call_limit_s
 from trainer_agent.data_plane.http import HttpPserver, PserverPort, socket_of
-from trainer_agent.data_plane.silence import call_limit_s
 from trainer_agent.data_plane.stream import StreamPserver
 from trainer_agent.membership.initialise import followed
 from trainer_agent.membership.life import Life
@@ -42,8 +42,7 @@ from trainer_agent.settings import Settings
 from trainer_agent.status_pages import StatusPages
 from trainer_agent.tasks.last_end import journal_file, report_last_end
 from trainer_agent.tasks.master import HttpMaster, MasterPort, failure_of
-from trainer_agent.waiting.retry import retry
-from trainer_agent.waiting.single_error import SingleErrorGroup
+from trainer_agent.waiting import SingleErrorGroup, retry
 
 REPORT_S = 30.0
 NEW_SPEC_S = 10.0  # a master writes it when it takes over

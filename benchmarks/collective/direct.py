@@ -63,9 +63,11 @@ class DirectMember:
         from shared.records import Exchange, JobSpec, JobState, Mode, Phase, Strategy, TrainerList, TrainerMember
         from shared.records.datasets import Custom
         from shared.records.layout import Layout, OptimizerSpec, Segment
-        from trainer_agent.collective.exchange import Collective
+        from trainer_agent.collective.exchange import CollectiveGroup
+        from trainer_agent.collective.gathering import MeanGradients
         from trainer_agent.collective.groups import GroupView
         from trainer_agent.collective.ports import CollectivePorts
+        from trainer_agent.collective.replica import Replica
         from trainer_agent.data_plane.stream import StreamPserver
         from trainer_agent.model.devices import HOST
         from trainer_agent.model.flat import Plan, Vector
@@ -125,19 +127,21 @@ class DirectMember:
 
         view = GroupView(directory, etcd, _name(self._place), self._layout.slot_count)
         made: Any = compute
-        self._collective = Collective(
+        standing = SimpleNamespace(certain=certain, set=lambda **_: None, without_doubt=lambda: None)
+        self._means = MeanGradients(
             view,
             connect,
             made,
             lambda name, why: print(f"{_name(self._place)}: {name}: {why}", file=sys.stderr),
-            certain,
+            standing,
             spec,
             CollectivePorts(self._server, addresses[self._place].exchange or Exchange(url="")),
         )
         from shared.records.step import LanePosition, StepRecord
 
         first = StepRecord(version=0, positions=tuple(LanePosition(lane=lane) for lane in range(members)))
-        self._collective.begin(first, 0)
+        self._collective = CollectiveGroup(self._means, Replica(made), made, spec)
+        self._means.begin(first, 0)
         self._running = asyncio.ensure_future(self._collective.run())
 
     def formed(self) -> None:
@@ -145,7 +149,7 @@ class DirectMember:
         self._await(self._formed())
 
     async def _formed(self) -> None:
-        group = self._collective.view.group
+        group = self._means.view.group
         assert group is not None
         async with asyncio.timeout(HANG_S):
             await group.formed.wait()
@@ -159,32 +163,33 @@ class DirectMember:
         from shared.records import Mode
         from shared.records.step import LanePosition, LaneZero
         from shared.wire.messages import PushHeader
-        from trainer_agent.data_plane.outbox import Outboxes
-        from trainer_agent.data_plane.verdicts import Verdict
+        from trainer_agent.data_plane.outbox import NodeSink, Outboxes
+        from trainer_agent.data_plane.pushes import Verdict
 
-        exchange, lane = self._collective, self._place
-        step = exchange.has
+        exchange, means, lane = self._collective, self._means, self._place
+        step = means.has
         header = PushHeader(
-            **exchange.envelope(),
+            **means.fleet.envelope(),
             mode=Mode.SYNC,
             trainer=_name(lane),
             step=step,
             positions=(LanePosition(lane=lane, minibatch=step + 1),),
             lane_zero=LaneZero(options=({"lr": 0.1},)) if lane == 0 else None,
         )
-        boxes = Outboxes(exchange.routes, self._layout.payloads("float32"))
-        add = boxes.adder((lane, lane + 1), lambda: 1, self._out.__getitem__)
-        gathering = asyncio.ensure_future(exchange.gather_to(step + 1))
+        boxes = Outboxes(means.fleet.routes, self._layout.payloads("float32"))
+        out = SimpleNamespace(samples=lambda _: 1, contribution=lambda _, block: self._out[block])
+        sink = NodeSink(boxes, (lane, lane + 1), out)
+        gathering = asyncio.ensure_future(means.gather_to(step + 1))
         async with exchange.pushing(header, boxes) as verdicts:
             for block in range(boxes.blocks):
-                add(block)
+                sink.done(block)
             boxes.close()
         await gathering
         end = time.monotonic()
         assert set(verdicts.values()) == {Verdict.ACKNOWLEDGED}, verdicts
-        assert exchange.store is not None
-        exchange.store.in_use = step + 1  # as if it had been stepped
-        exchange.store.forget()
+        assert means.store is not None
+        means.store.in_use = step + 1  # as if it had been stepped
+        means.store.forget()
         return end
 
     def check(self) -> int:
@@ -196,7 +201,7 @@ class DirectMember:
 
         from trainer_agent.collective.mean_blocks import released
 
-        store = self._collective.store
+        store = self._means.store
         assert store is not None
         found = store.retained(store.has)
         parts = [found[number] for number in sorted(found)]
@@ -206,7 +211,7 @@ class DirectMember:
 
     def own_bytes(self) -> float:
         """MiB of the share."""
-        store = self._collective.store
+        store = self._means.store
         assert store is not None
         return sum(store.blocks[number].place.bytes for number in store.own) / MIB
 

@@ -83,9 +83,8 @@ class _Native:
         from shared.records import JobSpec, Mode
         from shared.records.layout import Layout, OptimizerSpec, Segment
         from shared.wire.messages import PushHeader
-        from trainer_agent.collective.native.buckets import buckets_of
         from trainer_agent.collective.native.given import ChosenNode
-        from trainer_agent.collective.native.reducing import Scratch
+        from trainer_agent.collective.native.reducing import Scratch, buckets_of
 
         segment = Segment(kind="param", dtype="float32", elements=flat.numel(), group=0)
         optimizer = OptimizerSpec(name="SGD", defaults={}, groups=({"lr": 0.1},))

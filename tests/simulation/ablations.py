@@ -36,7 +36,7 @@ from shared.tables.table import Table, joined
 from shared.wire.messages import PushHeader
 from shared.wire.verdict import Verdict
 from tests.equipment.replaced import replaced
-from trainer_agent.data_plane.lookups import Lookups
+from trainer_agent.data_plane.row_lookups import RowRouter
 
 
 def no_term_fence() -> Any:
@@ -150,12 +150,12 @@ def no_rows_before_the_ledger() -> Any:
 
 def no_pushes_without_rows() -> Any:
     """Asynchronous: a parameter server hears nothing of a minibatch that has no rows there."""
-    parts = Lookups.row_parts
+    parts = RowRouter.row_parts
 
-    def some(self: Lookups, routes: Any, lane: Any) -> Any:
+    def some(self: RowRouter, routes: Any, lane: Any) -> Any:
         return {index: part for index, part in parts(self, routes, lane).items() if any(part.counts)}
 
-    return replaced(Lookups, "row_parts", some)
+    return replaced(RowRouter, "row_parts", some)
 
 
 def no_rows_in_checkpoints() -> Any:

@@ -15,6 +15,7 @@ from shared.serving.core.calls import BlockServer
 from shared.wire.messages import PserverInfo
 from tests.equipment.replaced import replaced
 from trainer_agent.collective.arriving import Arriving
+from trainer_agent.collective.exchange import CollectiveGroup
 from trainer_agent.collective.gathering import MeanGradients
 from trainer_agent.collective.groups import Group
 from trainer_agent.collective.mean_blocks import MeanStore
@@ -50,19 +51,19 @@ def no_fence_before_statements() -> Any:
         info = None
         while info is None:
             try:
-                info = await self._port(place).info()
+                info = await self.fleet.port(place).info()
             except NotReady:
                 await self.view.learn_addresses(group)
             except PeerError:
                 pass
         return info.model_copy(update={"index": place})
 
-    return replaced(MeanGradients, "_ask_for_version", ask)
+    return replaced(MeanGradients, "ask_for_version", ask)
 
 
 def no_steps_made_again() -> Any:
     """What was acknowledged in an earlier generation counts, although its owner may be gone."""
-    return replaced(MeanGradients, "makes_steps_again", False)
+    return replaced(CollectiveGroup, "makes_steps_again", False)
 
 
 def no_generation_fence() -> Any:
@@ -102,7 +103,7 @@ def no_verdict() -> Any:
             async with asyncio.timeout(SILENT_S):
                 while True:
                     with contextlib.suppress(PeerError):
-                        info = await self._port(place).info()
+                        info = await self.fleet.port(place).info()
                         if info.ready and (info.generation, info.timeline) == (group.generation, self.server.timeline):
                             return info.model_copy(update={"index": place})
                     await self.view.learn_addresses(group)
@@ -118,7 +119,7 @@ def no_verdict() -> Any:
                 self.view.follow()
             raise StaleGeneration("it has made another one") from None
 
-    return replaced(MeanGradients, "_ask_for_version", ask)
+    return replaced(MeanGradients, "ask_for_version", ask)
 
 
 ABLATIONS: dict[str, Callable[[], Any]] = {

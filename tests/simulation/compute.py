@@ -33,10 +33,10 @@ from shared.records.step import LaneZero
 from shared.tables.grouping import grouped
 from shared.tables.lanes import LaneRows
 from tests.simulation.rows import SLOTS, PinnedRows, gradients_of, ids_of, no_rows, sum_of, table_of
-from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, LaneResult, Ready, Records
+from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, BlockSink, LaneResult, Ready, Records
 from trainer_agent.tables.files import StoredTable
 from trainer_agent.tables.remote import Lookup
-from trainer_agent.waiting.to_its_end import to_its_end
+from trainer_agent.waiting import to_its_end
 
 RECORD_SLOTS = 48
 BLOCK_ELEMENTS = 64
@@ -211,7 +211,7 @@ class TinyCompute:
         lane: int,
         seed: int,
         records: Records | None,
-        finished: Callable[[int], None],
+        sink: BlockSink,
         ready: Ready | None = None,
     ) -> LaneResult:
         names, of_rows, self._lane_rows = names_of(records), 0.0, no_rows(self._mode)
@@ -235,7 +235,7 @@ class TinyCompute:
             for block in order:
                 if self._rng.random() < 0.3:
                     await asyncio.sleep(0.001)
-                finished(block)
+                sink.done(block)
         return self._result
 
     def read_rows(self, lookup: Lookup) -> None:

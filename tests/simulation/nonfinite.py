@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from shared.lanes import Interval
 from tests.simulation.compute import TinyCompute, names_of
-from trainer_agent.model.compute import LaneResult, Ready, Records
+from trainer_agent.model.compute import BlockSink, LaneResult, Ready, Records
 
 
 def is_nonfinite(names: Sequence[int]) -> bool:
@@ -31,15 +31,15 @@ class SkippingCompute(TinyCompute):
         lane: int,
         seed: int,
         records: Records | None,
-        finished: Callable[[int], None],
+        sink: BlockSink,
         ready: Ready | None = None,
     ) -> LaneResult:
         names = names_of(records)
         self._left_out = LaneResult(0.0, 0, len(names)) if is_nonfinite(names) else None
         if self._left_out is None:
-            return await super().gradient(node, lane, seed, records, finished, ready)
+            return await super().gradient(node, lane, seed, records, sink, ready)
         await asyncio.sleep(self._speed.draw(self._rng))
-        await super().gradient(node, lane, seed, None, finished)
+        await super().gradient(node, lane, seed, None, sink)
         return self._left_out
 
     def result(self) -> LaneResult:

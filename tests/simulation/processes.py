@@ -29,7 +29,7 @@ from tests.simulation.failing_storage import failing
 from tests.simulation.nodes import Node
 from tests.simulation.nonfinite import SkippingCompute
 from trainer_agent.agent import Agent
-from trainer_agent.data_plane.silence import call_limit_s
+from trainer_agent.data_plane.fleet_client import call_limit_s
 
 DRAIN_S = 10.0
 MAX_VIOLATIONS = 1000

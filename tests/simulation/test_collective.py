@@ -19,7 +19,7 @@ from tests.simulation.collective_troubles import troubled_plan
 from tests.simulation.compute import Speed
 from tests.simulation.plans import Fault, FaultKind
 from tests.simulation.run import simulate
-from trainer_agent.collective import older_versions
+from trainer_agent.collective import mean_blocks
 
 FEW, MANY = 2, 320
 MENDED = (257, 259, 296, 8782, 20088)  # what they showed once may not come again
@@ -151,7 +151,7 @@ def test_without_doubt_who_comes_back_is_listed_with_a_version_that_it_cannot_go
         fault = Fault(3.0, FaultKind.CUT_TRAINER if seed % 2 else FaultKind.FREEZE_TRAINER, lasts_s=10.0)
         steady = {"masters": 1, "speed": Speed(0.2, 0.4), "conditions": STEADY, "slow": 1.0, "stragglers": False}
         plan = replace(drawn, job=job, trainers=3, faults=(fault,), **steady)
-        with replaced(members, "_without_doubted", listed_at_once), replaced(older_versions, "KEPT_BYTES", 0):
+        with replaced(members, "_without_doubted", listed_at_once), replaced(mean_blocks, "KEPT_BYTES", 0):
             broken = simulate(seed, Mode.SYNC, plan=plan).violations
         if broken and not simulate(seed, Mode.SYNC, plan=plan).violations:
             return

@@ -19,7 +19,7 @@ from tests.simulation.collective_moments import Once
 from tests.simulation.compute import Speed, TinyCompute
 from tests.simulation.plans import Plan
 from tests.simulation.run import simulate
-from trainer_agent.waiting.to_its_end import to_its_end
+from trainer_agent.waiting import to_its_end
 
 EVERY = 14  # versions: the first one that is evaluated comes when the usual time of a step is known
 LATE_S = 0.8

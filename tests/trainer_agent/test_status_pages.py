@@ -9,7 +9,8 @@ from shared.security.access import Access
 from shared.security.tokens import Role, TokenRecord, Tokens, TokenTable, digest_of
 from tests.equipment.metric_names import names_in, wrong_metrics
 from trainer_agent.status_pages import COUNTERS, StatusPages
-from trainer_agent.tasks.reports import Done, LanePace, Reports
+from trainer_agent.tasks.activity import Activity, LanePace
+from trainer_agent.tasks.reports import Done, Reports
 
 VIEWER = TokenRecord(name="v", role=Role.VIEWER, sha256=digest_of("reads"))
 
@@ -18,7 +19,7 @@ class Agent:
     """Its reports and its pace are all that the pages ask for."""
 
     def __init__(self) -> None:
-        self.reports, self.pace = Reports(None, "t1", list), LanePace(0.25)
+        self.reports, self.pace = Reports(None, "t1", Activity()), LanePace(0.25)
 
     @property
     def done(self) -> Done:

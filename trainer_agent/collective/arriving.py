@@ -1,4 +1,4 @@
-"""Mean gradients on their way to one trainer: kept apart until all of them are there, then its store has the version.
+"""Mean gradients on their way to one trainer: kept apart until all of them are there, then the trainer's store has the version.
 
 pull ─staging─► own memory of each block ─all blocks, the generation is still the same─► MeanStore.complete
                     `─ another generation: given back, whatever came is thrown away
@@ -9,31 +9,39 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from shared.blocks.buffer_mean import bits_of
 from shared.blocks.buffers import Buffer, tensor_over
-from shared.errors import StaleGeneration
+from shared.errors import BadFrame, PeerError, StaleGeneration
 from shared.records.job_spec import Narrow
 from shared.records.layout import Layout
+from shared.tables.hashing import Ids
+from shared.tables.payload import Rows, ids_in, rows_in
+from shared.wire.messages import RowMeansPart, TableRequest
 from trainer_agent.collective.mean_blocks import MeanStore
 from trainer_agent.collective.server import ShareServer
+from trainer_agent.data_plane.fleet_client import FleetClient
+from trainer_agent.waiting import Backoff
 
 if TYPE_CHECKING:
     from trainer_agent.collective.rows.means import RowMeans
 
 
 class Arriving:
-    """What a pull of the version after `store.has` brings, asked in the server's present generation, which began at version `newest`. As the vectors of a compute.
-    `shares`: which rows are asked for, those of each owner's slots (see TableRequest.slots); 0: one trainer gives all. `release` it at the end."""
+    """A PullSink: what a pull of the version after `store.has` brings, asked in the server's present generation, which began at version
+    `newest`. `release` it at the end."""
 
     def __init__(self, server: ShareServer, store: MeanStore, newest: int) -> None:
         self._server, self._store = server, store
         self.generation, self.version = server.generation, store.has + 1
+        #: which rows are asked for: those of each owner's slots (see TableRequest.slots); 0: one trainer gives all
         self.shares = self.generation if self.version > newest else 0
         self.layout: Layout = store.layout
         self.blocks: dict[int, Buffer | None] = {}
         self.rows: dict[int, RowMeans] = {}  # by place of the owner, see MeanRows.complete
+        self._dims = [spec.dim for spec in store.layout.tables]
 
     def __repr__(self) -> str:
         return f"<Arriving version {self.version} in generation {self.generation}: {len(self.blocks)} blocks>"
@@ -62,6 +70,10 @@ class Arriving:
         values = state.kept.get(self.version - 1) if state.is_buffer else None
         self._put(block, values.retain() if values is not None else None)
 
+    def may_keep(self, block: int, *, named: bool) -> bool:
+        """A mean gradient may always come without values: no lane had data."""
+        return named or not self._store.blocks[block].is_buffer
+
     def tensor(self, block: int) -> torch.Tensor:
         """The same memory as `staging`, in the block's dtype."""
         return self._buffer(block).tensor
@@ -87,8 +99,64 @@ class Arriving:
             if buffer is not None:
                 buffer.release()
 
-    def swap(self) -> None:
-        """The store does that."""
+    # ------------------------------------------------------------ rows of embedding tables
+
+    @property
+    def row_means(self) -> int | None:
+        return self.shares if self._dims else None
+
+    def take_row_means(self, index: int, found: RowMeansPart) -> None:
+        from trainer_agent.collective.rows.means import RowMeans  # noqa: PLC0415  loads numba
+
+        self.check()
+        payload = bytearray(found.payload)  # loops are compiled for arrays that can be written
+        ids = ids_in(payload, found.counts, self._dims, rows=True)
+        rows = rows_in(payload, found.counts, self._dims, ids=True)
+        self.rows[self._place_of_rows(index)] = RowMeans(ids, rows, found.has_data)
+
+    async def pull_rows(self, fleet: FleetClient, place: int) -> None:
+        """Bring the mean gradients of rows from a trainer that has the whole version of its blocks, unless they came with the end of the pull.
+        Raises StaleGeneration: the generation is over."""
+        if self._dims and self._place_of_rows(place) not in self.rows:  # they are many
+            self.check()
+            self.rows[self._place_of_rows(place)] = await self._row_means(fleet, place)
+
+    async def _row_means(self, fleet: FleetClient, place: int) -> RowMeans:
+        """Of all tables: one request, more only if they are large."""
+        from trainer_agent.collective.rows.means import RowMeans  # noqa: PLC0415  loads numba
+
+        backoff = Backoff(f"mean gradients of rows from the trainer at place {place}")
+        parts, first = list[tuple[list[Ids], list[Rows]]](), 0
+        while True:
+            self.check()
+            fields = {"version": self.version, "table": 0, "first": first, "slots": self.shares}
+            try:
+                end, payload = await fleet.port(place).table(TableRequest(**fleet.envelope(), **fields))
+            except (PeerError, StaleGeneration) as error:
+                self.check()
+                await fleet.suspect(place, error)
+                await backoff.failed(error)
+                continue
+            ids = ids_in(payload, end.counts, self._dims, rows=True)
+            parts.append((ids, rows_in(payload, end.counts, self._dims, ids=True)))
+            if end.next >= end.total:
+                self.check()
+                if len(parts) > 1:
+                    ids, rows = (
+                        [np.concatenate(each) for each in zip(*some, strict=True)] for some in zip(*parts, strict=True)
+                    )
+                else:
+                    ids, rows = parts[0]
+                return RowMeans(ids, rows, end.has_data)
+            if end.next <= first:
+                raise BadFrame(f"the trainer at place {place} sent no mean gradients of rows from the {first}th on")
+            first = end.next
+
+    def _place_of_rows(self, place: int) -> int:
+        """As in `rows`."""
+        from trainer_agent.collective.rows.means import WHOLE_PLACE  # noqa: PLC0415  loads numba
+
+        return place if self.shares else WHOLE_PLACE
 
     def _buffer(self, block: int) -> Buffer:
         found = self.blocks.get(block)

@@ -13,11 +13,11 @@ from shared.etcd import Compare, Etcd, LeaseLost, Put
 from shared.membership.directory import Directory
 from shared.records import Holding, JobSpec
 from shared.runtime import telemetry
-from trainer_agent.collective.exchange import Collective
+from trainer_agent.collective.exchange import CollectiveGroup
 from trainer_agent.membership.initialise import LOOK_S, PATIENCE_S, fits, lock
 from trainer_agent.membership.lease import Membership
 from trainer_agent.model.compute import Compute
-from trainer_agent.waiting.retry import Backoff
+from trainer_agent.waiting import Backoff
 
 log = telemetry.logger("beginning")
 
@@ -28,13 +28,13 @@ async def begin_together(
     etcd: Etcd,
     membership: Membership,
     compute: Compute,
-    collective: Collective,
+    group: CollectiveGroup,
     offload: Offload,
 ) -> bool:
     """Returns when the job's first values are known; if they are this trainer's and the job has not gone on from them, it has version 0. False: start
     again, see ensure_initialised. `offload`: where files are read. Raises LayoutMismatch, InvalidArgument."""
-    collective.replica.begin(spec.lanes)
-    digest, first = collective.replica.digest(), collective.replica.record
+    group.replica.begin(spec.lanes)
+    digest, first = group.replica.digest(), group.replica.record
     trainer = membership.record.trainer
     backoff = Backoff("waiting for the first values of the job", PATIENCE_S)
     while not directory.init_done or directory.layout is None:
@@ -50,30 +50,30 @@ async def begin_together(
         await directory.changed(directory.revision, LOOK_S)
     if not fits(spec, compute.layout, directory.layout):
         return False
-    if collective.replica.record is not first:
+    if group.replica.record is not first:
         return True  # the job goes back to a checkpoint, which is loaded already, or is being loaded (restoring.py)
     state = directory.state
     # once it has run, also if nobody is listed now because there are too few of them
     begun = state is not None and (bool(state.checkpoint) or state.generation > state.timeline)
     if begun or digest != directory.layout.values:
-        collective.replica.forget()
+        group.replica.forget()
         log.info("values_wanted", mine=digest, theirs=directory.layout.values, begun=begun)
         return True
-    if (rows := collective.replica.rows) is not None and mark_in(compute.layout.initial):
-        from trainer_agent.collective.rows.starting import put_start_rows  # noqa: PLC0415  loads numba
+    if (rows := group.replica.rows) is not None and mark_in(compute.layout.initial):
+        from trainer_agent.collective.rows.stepping import put_start_rows  # noqa: PLC0415  loads numba
 
         await offload(put_start_rows, rows, compute.layout, spec.init_from, spec.init_optimizer)
-        if collective.replica.record is not first:
+        if group.replica.record is not first:
             return True
-    collective.replica.timeline = state.timeline if state is not None else 0
-    collective.start()
-    hold(membership, collective)
+    group.replica.timeline = state.timeline if state is not None else 0
+    group.start()
+    hold(membership, group)
     return True
 
 
-def hold(membership: Membership, collective: Collective) -> None:
+def hold(membership: Membership, group: CollectiveGroup) -> None:
     """Say in the trainer's key which version it has: from now on the job may count on it."""
-    replica = collective.replica
+    replica = group.replica
     assert replica.version is not None
     membership.set(holds=Holding(timeline=replica.timeline, checkpoint=replica.checkpoint, version=replica.version))
     log.info("holds", version=replica.version, timeline=replica.timeline)

@@ -10,39 +10,33 @@ stays true, and a step is made of data of one generation.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
-from shared.errors import BadFrame, Gone, NotReady, PeerError, StaleGeneration
-from shared.records import JobSpec
+from shared.errors import Gone, NotReady, PeerError, StaleGeneration
+from shared.records import JobSpec, TrainerList
 from shared.records.layout import Layout
 from shared.records.step import StepRecord
 from shared.runtime import telemetry
 from shared.serving.core.progress import missing_lanes
-from shared.tables.hashing import Ids
-from shared.tables.payload import ids_in, rows_in
-from shared.wire.messages import PserverInfo, RowMeansPart, TableRequest
+from shared.wire.messages import PserverInfo
 from trainer_agent.collective.arriving import Arriving
 from trainer_agent.collective.groups import Group, GroupView
 from trainer_agent.collective.late_members import LateMembers
-from trainer_agent.collective.mean_blocks import MeanStore
+from trainer_agent.collective.mean_blocks import MeanStore, released
 from trainer_agent.collective.native.exchange import NativeExchange
 from trainer_agent.collective.own_share import OwnShare
 from trainer_agent.collective.ports import CollectivePorts
+from trainer_agent.collective.state.catching_up import Step
 from trainer_agent.core.steps import agreed
+from trainer_agent.data_plane.fleet_client import Connect, FleetClient, Suspect
 from trainer_agent.data_plane.http import PserverPort
-from trainer_agent.data_plane.lookups import Rows
-from trainer_agent.data_plane.peers import Connect, Suspect
-from trainer_agent.data_plane.transfer import Transfer, found
+from trainer_agent.data_plane.pulls import Pull, Pulls
+from trainer_agent.data_plane.step_exchange import found
 from trainer_agent.model.compute import Compute
-from trainer_agent.waiting.retry import Backoff
-from trainer_agent.waiting.single_error import SingleErrorGroup
-
-if TYPE_CHECKING:
-    from trainer_agent.collective.rows.means import RowMeans  # loads numba
+from trainer_agent.waiting import SingleErrorGroup
 
 GRACE_S = 0.1  # for answers to calls of a generation that is over; then their connections are closed
 FIRST_ASK_S, LAST_ASK_S = 0.002, 0.1  # pauses between questions to a trainer that is not in the generation yet
@@ -53,10 +47,18 @@ T = TypeVar("T")
 log = telemetry.logger("exchange")
 
 
-class MeanGradients(Transfer):
-    """`store`: those that this trainer has; None: none."""
+class Standing(Protocol):
+    """What a trainer says of itself in its own key, see Membership."""
 
-    makes_steps_again = True
+    async def certain(self) -> bool: ...
+
+    def without_doubt(self) -> None: ...
+
+    def set(self, *, holds: None) -> None: ...
+
+
+class MeanGradients:
+    """The mean gradients that one trainer has, and those that it gets from the others of its group."""
 
     def __init__(
         self,
@@ -64,39 +66,47 @@ class MeanGradients(Transfer):
         connect: Connect,
         compute: Compute,
         suspect: Suspect,
-        certain: Callable[[], Awaitable[bool]],
+        standing: Standing,
         spec: JobSpec,
         ports: CollectivePorts,
     ) -> None:
-        super().__init__(
-            view, connect, compute, suspect, spec.gradient_dtype, certain, spec.on_nonfinite, spec.gradient_dtype
-        )
-        self.view, self.server, self._spec = view, ports.server, spec
-        self._compute, self._ports = compute, ports
+        self.view, self.server = view, ports.server
         self._own = OwnShare(ports.server)
+        self.fleet = FleetClient(view, connect, compute.layout, suspect, standing.certain, self._own_port)
+        self.pulls = Pulls(self.fleet, spec.gradient_dtype, spec.on_nonfinite)
+        self._spec, self._compute, self._standing = spec, compute, standing
+        self._suspect, self._forget_peers = suspect, ports.forget_peers
         self._late = LateMembers(suspect, spec.lease_ttl_s)
+        #: None: this trainer has no version
         self.store: MeanStore | None = None
-        self.native: NativeExchange | None = None  # of a job with native exchange
+        #: makes the mean gradients of a job with native exchange
+        self.native: NativeExchange | None = None
         self._gathering = asyncio.Lock()
         self._stepped = asyncio.Event()
         self._lost = ""
-        self.on_formed: Callable[[], None] = lambda: None
-        view.regrouped = self._regroup
+        view.observers.append(self._regroup)
         ports.server.on_step = self._stepped.set
+
+    def __repr__(self) -> str:
+        return f"<MeanGradients to version {self.has}, {self.view!r}>"
+
+    def _own_port(self, place: int) -> PserverPort | None:
+        group = self.view.group
+        return self._own if group is not None and place == group.place else None
 
     # ------------------------------------------------------------ what it has
 
     def begin(self, record: StepRecord, timeline: int) -> None:
-        """Have the mean gradients of the versions behind that one."""
+        """From now on this trainer has the mean gradients of the versions behind that one."""
         if self.store is not None:
             self.store.let_go()
-        layout, lanes, current = self._layout, self._spec.lanes, self._compute.current
+        layout, lanes, current = self.fleet.layout, self._spec.lanes, self._compute.current
         self.store = MeanStore(self._spec.job, layout, lanes, record, current, self.server.new_pool())
         self.server.serve(self.store, timeline)
         self.view.begin_again()
 
     def stop(self) -> None:
-        """It has nothing any more. Nobody may be pulling."""
+        """This trainer has no mean gradients any more. Nobody may be pulling."""
         if self.store is not None:
             self.store.let_go()
         self.store = None
@@ -104,7 +114,7 @@ class MeanGradients(Transfer):
 
     @property
     def layout(self) -> Layout:
-        return self._layout
+        return self.fleet.layout
 
     @property
     def has(self) -> int:
@@ -121,17 +131,17 @@ class MeanGradients(Transfer):
         place, own = -1, frozenset[int]()
         if group is not None:
             place = group.place
-            own = frozenset(number for number, owner in enumerate(self.routes.owners) if owner == place)
-            self._ports.forget_peers(group.trainers.names)
+            own = frozenset(number for number, owner in enumerate(self.fleet.routes.owners) if owner == place)
+            self._forget_peers(group.trainers.names)
         self.server.regroup(self.view.generation, place, group.slots if group is not None else None, own)
-        self._known = {}
+        self.pulls.forget()
         self._stepped.set()
         log.info("regrouped", generation=self.view.generation, place=place, blocks=len(own), version=self.has)
 
     async def form(self, group: Group) -> None:
         """Learn what the trainers of the group have, and get what this one lacks. Raises Gone: nobody can give that."""
         await self.view.learn_addresses(group)
-        said = await self._versions(group)
+        said = await self.versions_in(group)
         if self.store is None:
             raise Gone("this trainer has no version to go on from")
         group.learn(said, self.server.stated(self.store))
@@ -146,18 +156,19 @@ class MeanGradients(Transfer):
             await self.catch_up(group)
         self.server.open(group.generation)
         group.formed.set()
-        self.on_formed()
+        self._standing.without_doubt()
 
-    async def _versions(self, group: Group) -> list[PserverInfo]:
+    async def versions_in(self, group: Group) -> list[PserverInfo]:
+        """What each of the other trainers of the group has."""
         async with SingleErrorGroup() as tasks:
-            asked = [tasks.create_task(self._ask_for_version(group, place)) for place in group.others]
+            asked = [tasks.create_task(self.ask_for_version(group, place)) for place in group.others]
         return [task.result() for task in asked]
 
     async def look_for_dead(self, group: Group) -> None:
         """Ask all others; who does not answer is suspected. It is not waited for."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LOOK_S):
-                await self._versions(group)
+                await self.versions_in(group)
 
     async def catch_up(self, group: Group) -> None:
         """The next of the versions that others of the group have. Raises Gone; StaleGeneration: the generation is over, and nothing may have come."""
@@ -165,7 +176,7 @@ class MeanGradients(Transfer):
         if self.view.group is not group:
             raise StaleGeneration(_over(group))
 
-    async def _while_it_lasts(self, group: Group, work: Coroutine[Any, Any, T]) -> T | None:
+    async def while_it_lasts(self, group: Group, work: Coroutine[Any, Any, T]) -> T | None:
         """None: another generation came first."""
         try:
             async with SingleErrorGroup() as tasks:
@@ -187,13 +198,13 @@ class MeanGradients(Transfer):
         await asyncio.sleep(grace_s)
         raise StaleGeneration(_over(group))
 
-    async def _ask_for_version(self, group: Group, place: int) -> PserverInfo:
+    async def ask_for_version(self, group: Group, place: int) -> PserverInfo:
         """What the trainer at that place has, in this generation."""
         pause_s = FIRST_ASK_S
         while True:
             try:
                 async with asyncio.timeout(ANSWER_S):
-                    info = await self._port(place).info()
+                    info = await self.fleet.port(place).info()
                 if info.ready and info.generation == group.generation and info.timeline == self.server.timeline:
                     return info.model_copy(update={"index": place})
             except NotReady:
@@ -204,7 +215,25 @@ class MeanGradients(Transfer):
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_ASK_S)
 
-    async def _formed(self) -> Group:
+    @property
+    def lost(self) -> str:
+        """Why what this trainer has is of no use any more, and is about to be forgotten; "": it is of use."""
+        return self._lost
+
+    def lose(self, cause: str) -> None:
+        """What this trainer has is of no use any more: it is no member until it has got everything anew."""
+        log.warning("version_lost", version=self.has, cause=cause)
+        self._lost = cause
+        self.server.drop(self.server.generation)
+        self._standing.set(holds=None)
+        if self.view.group is not None:
+            self.view.group.formed.set()
+
+    def found_again(self) -> None:
+        """What was lost is forgotten; what this trainer has now, if anything, is of use."""
+        self._lost = ""
+
+    async def formed(self) -> Group:
         """The group of the present generation, once it is formed. Raises Gone: what this trainer has is lost, and it forms no group until nobody uses
         that any more."""
         while True:
@@ -216,19 +245,53 @@ class MeanGradients(Transfer):
             elif group.formed.is_set():
                 return group
             else:
-                await self._while_it_lasts(group, group.formed.wait())
+                await self.while_it_lasts(group, group.formed.wait())
 
     # ------------------------------------------------------------ versions
 
     async def gather_to(self, version: int, in_each: Callable[[Group], Awaitable[None]] | None = None) -> None:
         """Until all mean gradients of `version` are here; `in_each`: awaited in each generation meanwhile. Raises Gone: nobody can give them."""
         while self.has < version:
-            group = await self._formed()
+            group = await self.formed()
             if self.store is None:
                 raise Gone("this trainer has no version to go on from")
             if in_each is not None:
                 await in_each(group)
             await self._gather(group, version)
+
+    # ------------------------------------------------------------ versions, for a trainer without lanes (see Follow)
+
+    def listed(self) -> TrainerList | None:
+        """The trainers of the present generation, if they are known."""
+        return self.view.group.trainers if self.view.group is not None else None
+
+    async def wait(self, version: int) -> None:
+        """Until it has all mean gradients of that version. Raises Gone."""
+        await self.gather_to(version)
+
+    def take(self, version: int) -> Step:
+        """How that version, which it has, follows from the one before. Those before it are not kept for this trainer any more."""
+        store = self.store
+        assert store is not None
+        record, gradients = store.history.record(version), store.retained(version)
+        assert record is not None
+        store.in_use = version
+        store.forget()
+        tensors = {number: buffer.tensor if buffer is not None else None for number, buffer in gradients.items()}
+        rows = store.rows.whole[version] if store.rows is not None else None
+        return Step(record, tensors, lambda: released(gradients), rows)
+
+    def measured(self, version: int, norm: float) -> StepRecord:
+        """The record of a version with the norm of the gradient that made it, if the job clips. Raises Gone: the job went back meanwhile."""
+        record = self.store.history.record(version) if self.store is not None else None
+        if self.store is None or record is None:
+            raise Gone(f"this trainer has no version {version} any more")
+        if self._spec.clip_grad_norm is not None:
+            record = with_norm(record, norm)
+            self.store.history.take_record(record)
+        return record
+
+    # ------------------------------------------------------------ parts
 
     async def _gather(self, group: Group, version: int) -> None:
         """All blocks of the next version, unless this trainer has `version`, or the generation ends before. Raises Gone: nobody can give it."""
@@ -240,29 +303,26 @@ class MeanGradients(Transfer):
             store = self.store
             if store is None or store.has >= version or self.view.group is not group:
                 return
-            self._vectors = arriving = Arriving(self.server, store, group.newest)
+            arriving = Arriving(self.server, store, group.newest)
+            pull = self.pulls.begun(arriving.version, arriving)
             try:
-                record = await self._arrived(group, arriving, store)
-                self._complete(store, arriving, found(record, arriving.version))
+                record = found(await self._arrived(group, pull, arriving, store), arriving.version)
+                arriving.check()
+                store.complete(arriving.version, arriving.complete(), record, arriving.rows)
+                self.pulls.use(pull)
             except StaleGeneration:
                 pass
             finally:
                 arriving.release()
 
-    def _complete(self, store: MeanStore, arriving: Arriving, record: StepRecord) -> None:
-        """All of it is there. Raises StaleGeneration: it does not count any more."""
-        arriving.check()
-        store.complete(arriving.version, arriving.complete(), record, arriving.rows)
-        self._known, self._staged = self._staged, {}
-
-    async def _arrived(self, group: Group, arriving: Arriving, store: MeanStore) -> StepRecord | None:
+    async def _arrived(self, group: Group, pull: Pull, arriving: Arriving, store: MeanStore) -> StepRecord | None:
         """The version's record, once all blocks have come. Raises StaleGeneration: the generation is over."""
-        self._staged = {}
         async with SingleErrorGroup() as tasks:
             ending = tasks.create_task(self._end_of(group, GRACE_S))
             parts = self._parts_of(group, arriving, store)
             pulls = {
-                place: tasks.create_task(self._pull_part(place, blocks, arriving)) for place, blocks in parts.items()
+                place: tasks.create_task(self._pull_part(place, blocks, pull, arriving))
+                for place, blocks in parts.items()
             }
             if arriving.version > group.newest and group.owns:
                 pulls[group.place] = tasks.create_task(self._own_record(store, arriving))
@@ -271,77 +331,23 @@ class MeanGradients(Transfer):
                     await asyncio.wait(pulls.values())
             ending.cancel()
         arriving.check()
-        return agreed([pull.result() for pull in pulls.values()])
+        return agreed([each.result() for each in pulls.values()])
 
-    async def _pull_part(self, place: int, blocks: Sequence[int], arriving: Arriving) -> StepRecord | None:
+    async def _pull_part(self, place: int, blocks: Sequence[int], pull: Pull, arriving: Arriving) -> StepRecord | None:
         """None: the generation is over. The pulls from other trainers may come to their ends, too, so that connections stay."""
         try:
-            record = await self._pull_from(place, blocks, arriving.version, None, self._narrow)
-            if self._layout.tables and _place_of_rows(place, arriving) not in arriving.rows:  # they are many
-                await self._pull_rows(place, arriving)
+            record = await self.pulls.pull_from(pull, place, blocks)
+            await arriving.pull_rows(self.fleet, place)
             return record
         except StaleGeneration:
             if not arriving.is_over:
                 raise
             return None
 
-    async def _pull_rows(self, place: int, arriving: Arriving) -> None:
-        """The mean gradients of rows of a trainer that has them: it had the whole version of its blocks. Raises StaleGeneration: the generation is over."""
-        arriving.check()
-        arriving.rows[_place_of_rows(place, arriving)] = await self._row_means(place, arriving)
-
-    @property
-    def _row_means_wanted(self) -> int | None:
-        vectors = self._vectors
-        return vectors.shares if self._layout.tables and isinstance(vectors, Arriving) else None
-
-    def _take_row_means(self, index: int, found: RowMeansPart) -> None:
-        """Raises StaleGeneration: it does not count any more."""
-        from trainer_agent.collective.rows.means import RowMeans  # noqa: PLC0415  loads numba
-
-        arriving = self._vectors
-        assert isinstance(arriving, Arriving)
-        arriving.check()
-        payload = bytearray(found.payload)  # loops are compiled for arrays that can be written
-        ids = ids_in(payload, found.counts, self._dims, rows=True)
-        rows = rows_in(payload, found.counts, self._dims, ids=True)
-        arriving.rows[_place_of_rows(index, arriving)] = RowMeans(ids, rows, found.has_data)
-
-    async def _row_means(self, place: int, arriving: Arriving) -> RowMeans:
-        """Of all tables: one request, more only if they are large."""
-        from trainer_agent.collective.rows.means import RowMeans  # noqa: PLC0415  loads numba
-
-        backoff = Backoff(f"mean gradients of rows from the trainer at place {place}")
-        parts, first = list[tuple[list[Ids], list[Rows]]](), 0
-        while True:
-            arriving.check()
-            fields = {"version": arriving.version, "table": 0, "first": first, "slots": arriving.shares}
-            try:
-                end, payload = await self._port(place).table(TableRequest(**self.envelope(), **fields))
-            except (PeerError, StaleGeneration) as error:
-                arriving.check()
-                await self._suspect_peer(place, error)
-                await backoff.failed(error)
-                continue
-            ids = ids_in(payload, end.counts, self._dims, rows=True)
-            parts.append((ids, rows_in(payload, end.counts, self._dims, ids=True)))
-            if end.next >= end.total:
-                arriving.check()
-                if len(parts) > 1:
-                    ids, rows = (
-                        [np.concatenate(each) for each in zip(*some, strict=True)] for some in zip(*parts, strict=True)
-                    )
-                else:
-                    ids, rows = parts[0]
-                return RowMeans(ids, rows, end.has_data)
-            if end.next <= first:
-                raise BadFrame(f"the trainer at place {place} sent no mean gradients of rows from the {first}th on")
-            first = end.next
-
     def _parts_of(self, group: Group, arriving: Arriving, store: MeanStore) -> Mapping[int, Sequence[int]]:
         """Which blocks come from where."""
         if arriving.version > group.newest:
-            return {place: blocks for place, blocks in self.routes.blocks.items() if place != group.place}
+            return {place: blocks for place, blocks in self.fleet.routes.blocks.items() if place != group.place}
         if not group.givers:
             msg = f"no other trainer of generation {group.generation} has version {arriving.version}"
             raise Gone(msg)
@@ -355,28 +361,6 @@ class MeanGradients(Transfer):
             await self._stepped.wait()
         return store.history.record(arriving.version)
 
-    def _check_pull(self) -> None:
-        assert isinstance(self._vectors, Arriving)
-        self._vectors.check()
-
-    def _may_be_same(self, block: int, known: str) -> bool:
-        return bool(known) or (self.store is not None and not self.store.blocks[block].is_buffer)
-
-    # ------------------------------------------------------------ peers
-
-    def _port(self, index: int) -> PserverPort:
-        group = self.view.group
-        if group is not None and index == group.place:
-            return self._own
-        return super()._port(index)
-
-
-def _place_of_rows(place: int, arriving: Arriving) -> int:
-    """As in `Arriving.rows`."""
-    from trainer_agent.collective.rows.means import WHOLE_PLACE  # noqa: PLC0415  loads numba
-
-    return place if arriving.shares else WHOLE_PLACE
-
 
 def _late_places(group: Group, store: MeanStore, pulls: Mapping[int, asyncio.Task[StepRecord | None]]) -> set[int]:
     """Whose lanes the own share lacks. If it lacks none: whose mean gradients have not come."""
@@ -389,3 +373,11 @@ def _late_places(group: Group, store: MeanStore, pulls: Mapping[int, asyncio.Tas
 
 def _over(group: Group) -> str:
     return f"generation {group.generation} is over"
+
+
+def with_norm(record: StepRecord, norm: float) -> StepRecord:
+    """Of a job that clips: as parameter servers know it."""
+    result = record.result
+    if result is not None:
+        result = result.model_copy(update={"grad_norm": norm if math.isfinite(norm) else None})
+    return record.model_copy(update={"grad_norm": norm, "result": result})

@@ -22,7 +22,7 @@ from shared.records.assignments import Migration
 from shared.runtime import telemetry
 from shared.slots import spread
 from shared.wire.messages import PserverInfo
-from trainer_agent.waiting.retry import retry
+from trainer_agent.waiting import retry
 
 log = telemetry.logger("groups")
 
@@ -75,18 +75,19 @@ class Group:
 
 
 class GroupView:
-    """What the data plane sees of the job in place of a Directory. `group` None: the trainers of the state's generation are not known. `regrouped` is called
-    for each generation, before anybody else sees it. `slot_count`: of the layout."""
+    """What the data plane sees of the job in place of a Directory. `slot_count`: of the layout."""
 
     migration: Migration | None = None
 
     def __init__(self, directory: Directory, etcd: Etcd, me: str, slot_count: int) -> None:
         self.directory, self._etcd = directory, etcd
         self._me, self._slot_count = me, slot_count
+        #: None: the trainers of the state's generation are not known
         self.group: Group | None = None
         self.generation = -1
         self._seen = (-1, False)
-        self.regrouped: Callable[[], None] = lambda: None
+        #: called for each generation, before anybody who waits for `next_group` sees it
+        self.observers: list[Callable[[], None]] = []
         self._addresses: dict[str, PserverMember] = {}
         self._changed = asyncio.Event()
         directory.observers.append(self.follow)
@@ -106,7 +107,8 @@ class GroupView:
         if trainers.generation == generation and trainers.names:
             self.group = Group(trainers, self._me, self._slot_count)
         self._addresses = {name: there for name, there in self._addresses.items() if name in trainers}
-        self.regrouped()
+        for observer in self.observers:
+            observer()
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -8,13 +8,13 @@ the version that the trainer began with is not known to it. A new generation of 
 have beyond that is made again (`start_again`), maybe of other records.
 
 Trainers with lanes are never more than two versions apart. A spare that had no processor for a moment may be further behind: of small models more versions are kept
-for it (older_versions.py).
+for it (OlderVersions).
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -33,13 +33,15 @@ from shared.serving.core.optimizers import Options
 from shared.serving.core.store import Store
 from shared.wire.messages import MOST_STATED, InitHeader, PushBlock
 from shared.wire.verdict import Verdict
-from trainer_agent.collective.older_versions import RECORD_BYTES, OlderVersions
 
 if TYPE_CHECKING:
     from shared.serving.core.table.rows import TableRows  # loads numba
     from trainer_agent.collective.rows.means import MeanRows, RowMeans
 
 STATED = 3  # at least so many versions a trainer says what they are made of: as far as trainers with lanes are apart, and the one that it has
+KEPT_BYTES = 8 << 20  # it stays in a processor's cache; a model of more than that keeps no older ones
+MOST_KEPT = 128
+RECORD_BYTES = 512  # of each lane's position in a version's record
 
 Arrived = Mapping[int, Buffer | None]
 """By block: its mean gradient, or its values if it is a buffer, with a reference; None: there is none."""
@@ -307,6 +309,39 @@ class MeanStore(Store):
     @property
     def highest(self) -> int:
         return self.has
+
+
+class OlderVersions:
+    """How far back a trainer keeps mean gradients that only a spare can need which is far behind. `first`: the first version that is kept.
+
+    first ……… needed ……… has        needed: what others may lack, and what the trainer has not stepped yet; kept whatever it takes
+      `─ older ones: KEPT_BYTES and MOST_KEPT at most
+
+    A spare that was without a processor for some steps goes on from where it was. Without older versions it fetches all parameters
+    anew, and is behind again when they are there.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.first = self._needed = first
+        self._sizes = deque[int]()
+        self._older_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"<OlderVersions from {self.first} to {self._needed - 1}: {self._older_bytes} bytes>"
+
+    def add(self, size: int) -> None:
+        """One more version is kept. `size`: bytes that are of it alone."""
+        self._sizes.append(size)
+
+    def forget_before(self, needed: int) -> int:
+        """Of the versions before `needed` the last ones stay, as many as go into the limits. Returns the first one that stays."""
+        while self._needed < needed:
+            self._older_bytes += self._sizes[self._needed - self.first]
+            self._needed += 1
+        while self.first < self._needed and (self._older_bytes > KEPT_BYTES or self._needed - self.first > MOST_KEPT):
+            self._older_bytes -= self._sizes.popleft()
+            self.first += 1
+        return self.first
 
 
 def _mean_rows(layout: Layout, lanes: int, version: int) -> MeanRows | None:

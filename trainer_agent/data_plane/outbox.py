@@ -7,15 +7,15 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from shared.lanes import Interval
 from shared.records.job_spec import Narrow
 from shared.records.layout import ROWS
 from shared.records.step import NodeResult
 from shared.wire.messages import PushBlock
-from trainer_agent.data_plane.lookups import RowPart
 from trainer_agent.data_plane.routing import Routes
+from trainer_agent.data_plane.row_lookups import RowPart
 
 if TYPE_CHECKING:
     from shared.tables.lanes import LaneRows  # loads numba
@@ -153,36 +153,17 @@ class Outboxes(dict[int, Outbox]):
         self.rows: dict[int, PushedRows] = {}
         super().__init__((index, Outbox(self.rows)) for index in routes.blocks)
         self.routes = routes
-        self.version, self._owners, self._dtypes = routes.version, routes.owners, dtypes
+        self.version, self.owners, self._dtypes = routes.version, routes.owners, dtypes
         self.blocks = len(dtypes)
         self._versions = {} if versions is None else dict(versions)
         self._rows = 0
 
-    def adder(
-        self,
-        lanes: Interval,
-        samples: Callable[[], int],
-        contribution: Callable[[int], memoryview],
-        result: Callable[[], NodeResult] | None = None,
-    ) -> Callable[[int], None]:
-        """A function that adds a finished block of `lanes`, which have `samples()` records together. `result`, known by the first of these
-        blocks, goes to each parameter server with the first block for it."""
-        owners, dtypes, versions = self._owners, self._dtypes, self._versions
-        unaware = set(self) if result is not None else set()
-        found: NodeResult | None = None
-
-        def add(block: int) -> None:
-            nonlocal found
-            told = None
-            if result is not None and owners[block] in unaware:
-                unaware.remove(owners[block])
-                told = found = found or result()
-            item = _head(block, lanes, samples(), dtypes[block], versions.get(block))
-            if told is not None:
-                item = item.model_copy(update={"result": told})
-            self[owners[block]].add(item, contribution(block))
-
-        return add
+    def add(self, block: int, lanes: Interval, count: int, result: NodeResult | None, payload: memoryview) -> None:
+        """A finished block of `lanes`, which have `count` records together."""
+        item = _head(block, lanes, count, self._dtypes[block], self._versions.get(block))
+        if result is not None:
+            item = item.model_copy(update={"result": result})
+        self[self.owners[block]].add(item, payload)
 
     def add_rows(self, lane: int, pushed: PushedRows, parts: Mapping[int, RowPart]) -> None:
         """A lane's gradients of rows of embedding tables, and by parameter server."""
@@ -205,3 +186,38 @@ class Outboxes(dict[int, Outbox]):
         """No more blocks will come."""
         for outbox in self.values():
             outbox.close()
+
+
+class Contributions(Protocol):
+    """The finished blocks of a compute's nodes, see Compute."""
+
+    def samples(self, node: Interval) -> int: ...
+
+    def contribution(self, node: Interval, block: int) -> memoryview: ...
+
+
+class NodeSink:
+    """A BlockSink: puts each finished block of `node`, a group of lanes, into the outbox of the block's owner. To be used in the event loop."""
+
+    def __init__(
+        self,
+        outboxes: Outboxes,
+        node: Interval,
+        compute: Contributions,
+        result: Callable[[], NodeResult] | None = None,
+        lanes: Interval | None = None,
+    ) -> None:
+        """`result`, known by the first of the blocks, goes to each parameter server with the first block for it. `lanes`: as which the node is
+        pushed, if not as itself."""
+        self._outboxes, self._node, self._compute, self._result = outboxes, node, compute, result
+        self._lanes = lanes or node
+        self._unaware = set(outboxes) if result is not None else set()
+        self._found: NodeResult | None = None
+
+    def done(self, block: int) -> None:
+        told, owner = None, self._outboxes.owners[block]
+        if self._result is not None and owner in self._unaware:
+            self._unaware.remove(owner)
+            told = self._found = self._found or self._result()
+        count, payload = self._compute.samples(self._node), self._compute.contribution(self._node, block)
+        self._outboxes.add(block, self._lanes, count, told, payload)

@@ -11,12 +11,16 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncIterator
-from functools import partial
+from contextlib import asynccontextmanager
+from functools import lru_cache, partial
+from typing import Any
 
 from shared.errors import CallerError, NotReady, PeerError
+from shared.lanes import Interval
 from shared.records import PserverMember
 from shared.runtime import clock, http, telemetry
 from shared.wire import codec
+from shared.wire.lending import Place
 from shared.wire.messages import (
     LookupEnd,
     LookupRequest,
@@ -27,10 +31,8 @@ from shared.wire.messages import (
     PushHeader,
 )
 from shared.wire.upgrade import UpgradeRefused, upgrade
-from trainer_agent.data_plane.heads import fields_of, head_of
 from trainer_agent.data_plane.http import HttpPserver, Placed, Sink, socket_of, waits_s
 from trainer_agent.data_plane.trainer_stream import TrainerStream
-from trainer_agent.waiting.leave_when_done import leave_when_done
 
 CONNECT_S = 2.0
 
@@ -162,3 +164,51 @@ class StreamPserver(HttpPserver):
                 await stream.close()
         else:
             log.info("memory_shared", pserver=self.member.name)
+
+
+@lru_cache(maxsize=codec.KNOWN_HEADERS)
+def head_of(
+    number: int, block: int, lanes: Interval, samples: int, dtype: str | None, size: int, at: Place | None
+) -> bytes:
+    """What precedes a pushed block; the same in every step."""
+    fields: codec.Fields = {"id": number, "block": block, "lanes": lanes, "count": samples}
+    return codec.encode_block(fields | ({"dtype": dtype} if dtype else {}) | ({"at": at} if at else {}), size)
+
+
+def fields_of(number: int, item: PushBlock) -> codec.Fields:
+    """Of a block with a result or a version, or of rows; Record.model_dump takes three times as long."""
+    fields: codec.Fields = {"id": number, "block": item.block, "lanes": item.lanes, "count": item.count}
+    if (result := item.result) is not None:
+        fields["result"] = {
+            "loss_sum": result.loss_sum,
+            "records": result.records,
+            "skipped": result.skipped,
+            "metrics": result.metrics,
+        }
+    if item.version is not None:
+        fields["version"] = item.version
+    if item.rows is not None:
+        fields |= {"rows": item.rows, "slots": item.slots}
+    return fields | ({"dtype": item.dtype} if item.dtype else {})
+
+
+@asynccontextmanager
+async def leave_when_done(future: asyncio.Future[Any]) -> AsyncIterator[None]:
+    """Run the block, but leave it as soon as `future` is done, wherever the block waits."""
+    inside = True
+    try:
+        async with asyncio.timeout(None) as limit:
+
+            def leave(_: object) -> None:
+                if inside:
+                    limit.reschedule(clock.monotonic())
+
+            future.add_done_callback(leave)
+            try:
+                yield
+            finally:
+                inside = False
+                future.remove_done_callback(leave)
+    except TimeoutError:
+        if not limit.expired():
+            raise

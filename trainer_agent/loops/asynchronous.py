@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from shared.errors import DeadlineExceeded, Gone, StaleGeneration, TriremeError, UserCodeError
@@ -26,9 +25,10 @@ from shared.tables.payload import Rows
 from shared.wire.messages import LedgerQuery, PushHeader
 from trainer_agent.core.duties import Duty
 from trainer_agent.data import minibatches_in
-from trainer_agent.data_plane.outbox import Outboxes, PushedRows
+from trainer_agent.data_plane.outbox import NodeSink, Outboxes, PushedRows
+from trainer_agent.data_plane.parameter_servers import ParameterServers
 from trainer_agent.data_plane.pulls import Abandoned
-from trainer_agent.data_plane.verdicts import Verdict
+from trainer_agent.data_plane.pushes import Verdict
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.evaluating import Evaluator
 from trainer_agent.loops.rows_ahead import RowsAhead
@@ -37,11 +37,10 @@ from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.membership.pause import PauseResponder
 from trainer_agent.model.compute import LaneResult, Records, metrics_of
 from trainer_agent.model.optimizer.push_schedule import PushSchedule
-from trainer_agent.tasks.held import Held
+from trainer_agent.tasks.activity import Held, LanePace
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TrainingOver, outcome_of
 from trainer_agent.tasks.step_times import Times
-from trainer_agent.waiting.retry import Backoff
-from trainer_agent.waiting.single_error import SingleErrorGroup
+from trainer_agent.waiting import Backoff, SingleErrorGroup
 
 if TYPE_CHECKING:
     from shared.tables.lanes import LaneRows  # loads numba
@@ -64,15 +63,21 @@ class AsyncLoop:
 
     `initial`: the schedule's state before any step; after a rollback the schedule starts there again."""
 
-    def __init__(self, context: LoopContext, pauses: PauseResponder, initial: LaneZero, evaluator: Evaluator) -> None:
+    def __init__(
+        self,
+        context: LoopContext,
+        servers: ParameterServers,
+        pauses: PauseResponder,
+        initial: LaneZero,
+        evaluator: Evaluator,
+    ) -> None:
         self._pauses, self._initial, self._evaluator = pauses, initial, evaluator
         self._spec, self._directory, self._compute = context.spec, context.directory, context.compute
-        self._transfer, self._source, self._reports = context.transfer, context.source, context.reports
+        self._servers, self._source, self._reports = servers, context.source, context.reports
         self._dtypes, self._stopping, self._duty = context.gradient_dtypes, context.stopping, context.duty
         self._modulates = self._spec.lr_staleness_modulation
-        self._transfer.versions = {} if self._modulates else None
-        self._bounded = BoundedStaleness(self._spec, self._source.trainer, self._transfer, self._is_to_train)
-        self._reports.waits_for = lambda: self._bounded.waits_for
+        servers.pulls.versions = {} if self._modulates else None
+        self._bounded = BoundedStaleness(self._spec, self._source.trainer, servers, self._is_to_train)
         self.timeline = timeline_of(self._directory)
         self._next: asyncio.Task[LoadedTask | Task | TaskFailed | None] | None = None
         self._held: Held | None = None
@@ -81,6 +86,14 @@ class AsyncLoop:
 
     def __repr__(self) -> str:
         return f"<AsyncLoop of {self._source.trainer}: {self._held[0].task_id if self._held else 'no task'}>"
+
+    #: lanes are those of synchronous jobs
+    lane_pace = LanePace()
+
+    @property
+    def waits_for(self) -> str:
+        """See BoundedStaleness.waits_for."""
+        return self._bounded.waits_for
 
     def held(self) -> list[Held]:
         """The current task and how many of its minibatches are pushed."""
@@ -125,7 +138,7 @@ class AsyncLoop:
         """All tasks of one timeline of the job."""
         self._compute.restore(self._initial)
         self._pulled, self._unpulled = False, 0
-        infos = await self._transfer.infos(self.timeline)
+        infos = await self._servers.fleet.infos(self.timeline)
         self._schedule = PushSchedule(self._compute, [state for info in infos for state in info.schedules])
         await self._pull()
         self._bounded.computes = False
@@ -182,7 +195,7 @@ class AsyncLoop:
         return ahead if ahead is not None else await self._fetch()
 
     async def _fetch(self) -> LoadedTask | Task:
-        answer = await self._source.acquire(self._transfer.generation)
+        answer = await self._source.acquire(self._servers.fleet.generation)
         if answer.task is None:
             raise TrainingOver
         if answer.task.kind is not TaskKind.TRAIN:
@@ -202,7 +215,7 @@ class AsyncLoop:
         """Raises TaskFailed, Superseded."""
         task, every = loaded.task, self._spec.push_every
         count = minibatches_in(len(loaded.shard), self._spec.minibatch_size)
-        self._generation = self._transfer.generation  # of the task's first push
+        self._generation = self._servers.fleet.generation  # of the task's first push
         self._times, self._began = Times(), clock.monotonic()
         self._skipped: dict[int, int] = {}  # minibatches of the task that a pserver missed, by its index
         start = await self._resume_at(task, count) if task.attempt > 1 else 0
@@ -235,11 +248,11 @@ class AsyncLoop:
 
     async def _resume_at(self, task: Task, count: int) -> int:
         """The lowest minibatch that some block still expects. A pserver without an answer is taken to miss all before it."""
-        self._generation = self._transfer.generation
+        self._generation = self._servers.fleet.generation
         query = LedgerQuery(epoch=task.epoch, task_id=task.task_id)
-        ledgers = await self._transfer.ledgers(query, self._spec.skip_after_seconds)
+        ledgers = await self._servers.ledgers(query, self._spec.skip_after_seconds)
         start = min((count if ledger.closed else ledger.next for ledger in ledgers.values()), default=0)
-        self._skipped = {index: start for index in self._transfer.routes.blocks if start and index not in ledgers}
+        self._skipped = {index: start for index in self._servers.fleet.routes.blocks if start and index not in ledgers}
         log.info("task_resumed", task=task.task_id, attempt=task.attempt, minibatch=start)
         return start
 
@@ -251,12 +264,12 @@ class AsyncLoop:
         number = self._push_number(task, count, start)
         keeps = self._bounded.keeps(self._unpulled + end - start, is_last=end == count)
         options = await self._schedule.options_of(task.epoch if self._spec.schedule_per == "epoch" else number)
-        outboxes = Outboxes(self._transfer.routes, self._dtypes, self._transfer.versions)
+        outboxes = Outboxes(self._servers.fleet.routes, self._dtypes, self._servers.pulls.versions)
         results: list[LaneResult] = []
         backoff = Backoff("an answer of any parameter server")
         while True:
             header = PushHeader(
-                **self._transfer.envelope(),
+                **self._servers.fleet.envelope(),
                 mode=Mode.ASYNC,
                 trainer=self._source.trainer,
                 lane_zero=options,
@@ -268,7 +281,7 @@ class AsyncLoop:
                 minibatches=count,
                 keeps=keeps,
             )
-            async with self._transfer.pushing(header, outboxes, self._spec.skip_after_seconds) as verdicts:
+            async with self._servers.pushing(header, outboxes, self._spec.skip_after_seconds) as verdicts:
                 if not results:
                     results = await self._gradients(task, minibatches, outboxes)
             if Verdict.FENCED in verdicts.values():
@@ -302,8 +315,7 @@ class AsyncLoop:
         """The weighted mean over the minibatches, block by block into the outboxes."""
         self._compute.forget_nodes()
         node = min(minibatches), max(minibatches) + 1
-        samples = partial(self._compute.samples, node)
-        finished = outboxes.adder((0, 1), samples, partial(self._compute.contribution, node))
+        sink = NodeSink(outboxes, node, self._compute, lanes=(0, 1))
         results: list[LaneResult] = []
         of_rows: list[Sequence[LaneRows]] = []
         if tables := self._compute.layout.tables:
@@ -316,7 +328,7 @@ class AsyncLoop:
                     if (following := minibatches.get(number + 1)) is not None:
                         self._ahead_rows.ask(0, None, self._seed(task, number + 1), following, self._background)
                         await asyncio.sleep(0)  # it is collated before this one is computed: both need the thread
-                    results.append(await self._compute.gradient(node, number, seed, records, finished, ready))
+                    results.append(await self._compute.gradient(node, number, seed, records, sink, ready))
             except UserCodeError as error:
                 raise TaskFailed(task, error, f"minibatch {number}") from error
             of_rows.append(self._compute.lane_rows())
@@ -324,10 +336,10 @@ class AsyncLoop:
         if tables:
             count = sum(result.records for result in results)
             try:
-                rows = self._transfer.mean_rows(of_rows)
-                versions = self._transfer.take_row_versions() if self._modulates else {}
+                rows = self._servers.router.mean_rows(of_rows)
+                versions = self._servers.rows.take_row_versions() if self._modulates else {}
                 pushed = PushedRows(rows, count, versions=versions)
-                outboxes.add_rows(0, pushed, self._transfer.row_parts(outboxes.routes, rows))
+                outboxes.add_rows(0, pushed, self._servers.router.row_parts(outboxes.routes, rows))
             except UserCodeError as error:
                 raise TaskFailed(task, error, f"minibatches {node[0]} to {node[1] - 1}") from error
         outboxes.close()
@@ -348,7 +360,7 @@ class AsyncLoop:
         backoff = Backoff("rows of the job's timeline")
         while True:
             try:
-                return await self._transfer.lookup(None, ids)
+                return await self._servers.rows.lookup(None, ids)
             except Gone as error:  # our view of the job is older than the pserver's
                 await backoff.failed(error)
 
@@ -361,7 +373,7 @@ class AsyncLoop:
     async def _newer_generation(self, generation: int) -> None:
         newer = "a new generation"
         with contextlib.suppress(DeadlineExceeded):
-            await self._directory.wait_for(lambda _: self._transfer.generation > generation, REFRESH_S, newer)
+            await self._directory.wait_for(lambda _: self._servers.fleet.generation > generation, REFRESH_S, newer)
 
     async def _within_bound(self) -> bool:
         """Bounded staleness: pulls, once no live trainer computes with much older parameters. False: this trainer is to train no more."""
@@ -375,14 +387,14 @@ class AsyncLoop:
         return await self._may_go_on()
 
     async def _pull(self, pull: Callable[[float | None], Awaitable[object]] | None = None) -> None:
-        """Every block, at whatever version it has. Raises what `pull` does (None: the transfer's)."""
+        """Every block, at whatever version it has. Raises what `pull` does (None: the servers')."""
         backoff = Backoff("pulling parameters of the job's timeline")
         while True:
             try:
                 skip_after_s = self._spec.skip_after_seconds if self._pulled else None
-                await (pull(skip_after_s) if pull else self._transfer.pull(None, skip_after_s))
+                await (pull(skip_after_s) if pull else self._servers.pull(None, skip_after_s))
                 break
             except Gone as error:  # our view of the job is older than the pserver's
                 await backoff.failed(error)
-        self._transfer.swap()
+        self._servers.swap()
         self._pulled, self._unpulled = True, 0

@@ -10,8 +10,9 @@ from shared.membership.directory import Directory
 from shared.records import JobSpec
 from shared.records.job_spec import Narrow
 from trainer_agent.core.duties import Next, next_duty
-from trainer_agent.data_plane.transfer import Transfer
+from trainer_agent.data_plane.step_exchange import StepExchange
 from trainer_agent.model.compute import Compute
+from trainer_agent.tasks.activity import Activity
 from trainer_agent.tasks.reports import Reports
 from trainer_agent.tasks.source import TaskSource
 
@@ -24,9 +25,10 @@ class LoopContext:
     etcd: Etcd
     directory: Directory
     compute: Compute
-    transfer: Transfer
+    exchange: StepExchange
     source: TaskSource
     reports: Reports
+    activity: Activity
     stopping: asyncio.Event
 
     @property

@@ -32,10 +32,9 @@ from trainer_agent.loops.reading import read_again, read_checkpoint
 from trainer_agent.loops.timeline import timeline_of
 from trainer_agent.tables.checkpoint import write_checkpoint_tables
 from trainer_agent.tables.export import export_tables
-from trainer_agent.tasks.held import Held
+from trainer_agent.tasks.activity import Held
 from trainer_agent.tasks.source import TaskFailed
-from trainer_agent.waiting.retry import retry
-from trainer_agent.waiting.to_its_end import to_its_end
+from trainer_agent.waiting import retry, to_its_end
 
 REFRESH_S = 0.5
 
@@ -48,7 +47,7 @@ class EvaluateExportLoop:
     def __init__(self, context: LoopContext, evaluator: Evaluator) -> None:
         self._evaluator, self._spec = evaluator, context.spec
         self._directory, self._etcd, self._compute = context.directory, context.etcd, context.compute
-        self._transfer, self._source, self._stopping = context.transfer, context.source, context.stopping
+        self._exchange, self._source, self._stopping = context.exchange, context.source, context.stopping
         self._reports = context.reports
         self._pulled = False
         self._final: StepRecord | None = None
@@ -83,7 +82,7 @@ class EvaluateExportLoop:
                     self.busy, self._task = False, None
                 continue
             try:
-                answer = await self._source.acquire(self._transfer.generation, request=request)
+                answer = await self._source.acquire(self._exchange.fleet.generation, request=request)
             except StaleGeneration:
                 await self._directory.changed(self._directory.revision, REFRESH_S)
                 continue
@@ -103,16 +102,16 @@ class EvaluateExportLoop:
             await self._source.fail(task, error.error if isinstance(error, TaskFailed) else error)
             return None
         more = task.kind is TaskKind.EVALUATE and self._settled and not self._stopping.is_set()
-        following = TakeNext(request=request, generation=self._transfer.generation) if more else None
+        following = TakeNext(request=request, generation=self._exchange.fleet.generation) if more else None
         return await self._source.complete(task, done, following)
 
     async def _pull_final(self) -> StepRecord | None:
         if not self._pulled:
-            self._final = await self._transfer.pull(None, exact=True)
-            self._transfer.swap()
+            self._final = await self._exchange.pull(None, exact=True)
+            await self._exchange.use_next()
             self._pulled = True
             if self._compute.layout.tables:
-                self._compute.read_rows(partial(self._transfer.lookup, self._version, exact=True))
+                self._compute.read_rows(partial(self._exchange.rows.lookup, self._version, exact=True))
         return self._final
 
     @property
@@ -123,12 +122,12 @@ class EvaluateExportLoop:
     async def _store_metrics(self) -> None:
         """Of the last steps: whoever owned lane 0 may be dead. The job is not over before they are stored, or the limit has passed."""
         timeline = timeline_of(self._directory)
-        version = max(info.highest for info in await self._transfer.infos(timeline))
+        version = max(info.highest for info in await self._exchange.fleet.infos(timeline))
         await self._reports.settle(version, timeline, self._results)
 
     async def _results(self, wanted: int) -> tuple[StepResult, ...]:
-        await self._transfer.pull(None, exact=True, results_from=wanted)
-        return self._transfer.results
+        await self._exchange.pull(None, exact=True, results_from=wanted)
+        return self._exchange.results
 
     async def _evaluate(self, task: Task) -> CompleteTask:
         self._minibatches = 0
@@ -158,7 +157,11 @@ class EvaluateExportLoop:
 
     async def _export_tables(self, place: str) -> dict[str, str]:
         tables = self._compute.layout.tables
-        return await export_tables(self._transfer, tables, self._version, place, self._source.offload) if tables else {}
+        return (
+            await export_tables(self._exchange.rows, tables, self._version, place, self._source.offload)
+            if tables
+            else {}
+        )
 
     async def _export_best(
         self, place: str, exports: dict[str, str], metrics: dict[str, float]
@@ -181,7 +184,7 @@ class EvaluateExportLoop:
                 found = await self._compute.export(place)
                 found |= await self._export_tables(place)
             else:
-                async with self._transfer.other_values():
+                async with self._exchange.other_values():
                     loaded = await self._load(best)
                     found = await self._compute.export(place)
                 found |= await self._source.offload(write_checkpoint_tables, self._spec.storage, *loaded, place)
@@ -192,7 +195,7 @@ class EvaluateExportLoop:
         return best
 
     async def _load(self, best: BestEvaluation) -> tuple[CheckpointRef, Manifest]:
-        """Its parameters are those in use then, see Transfer.other_values. Raises CheckpointUnusable, OSError."""
+        """Its parameters are those in use then, see StepExchange.other_values. Raises CheckpointUnusable, OSError."""
         key = self._directory.keys.latest
         found = await retry(lambda: self._etcd.get(key), "the checkpoints that are kept")
         latest = read_record(CheckpointLatest, key, found.value if found else None)

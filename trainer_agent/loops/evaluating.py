@@ -45,9 +45,9 @@ from trainer_agent.loops.reading import STORAGE_TRIES, read_again, read_checkpoi
 from trainer_agent.loops.timeline import timeline_of
 from trainer_agent.model.compute import Compute
 from trainer_agent.tables.checkpoint import read_tables
-from trainer_agent.tasks.held import Held
+from trainer_agent.tasks.activity import Held
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource
-from trainer_agent.waiting.retry import retry
+from trainer_agent.waiting import retry
 
 LOOK_S = 0.5
 PAUSE_S = 0.5
@@ -115,7 +115,7 @@ class Evaluator:
         self._source, self._compute, self._etcd = context.source, context.compute, context.etcd
         self._work: _Work | None = None
         self._pinned: CheckpointRef | None = None
-        self._given_up: Task | None = None
+        context.activity.evaluator = self
         self._loading: Task | None = None
         self._loaded = 0  # blocks and pieces of tables, for that task
         self._awaited = 0  # the evaluation that this trainer waits for
@@ -147,16 +147,11 @@ class Evaluator:
     @property
     def waits_for(self) -> str:
         """Before the next step; "": for no evaluation. If the master gave up the task that is evaluated here, this trainer may hang."""
-        if self._task is not None and self._task == self._given_up:
+        if self._task is not None and self._task in self._context.activity.given_up:
             return ""
         if self._work is not None and self._work.is_under_way:
             return "it computes a minibatch of an evaluation"
         return f"evaluation {self._awaited} is not over" if self._awaited > self.status.settled else ""
-
-    def give_up(self, task: Task) -> None:
-        """That task is not this trainer's any more."""
-        if task == self._task:
-            self._given_up = task
 
     @property
     def _task(self) -> Task | None:
@@ -168,7 +163,7 @@ class Evaluator:
         """`version` is in use. At a version that is evaluated: until the evaluation before it is over. Else one minibatch at most."""
         number = evaluation_of(version, self._spec.evaluate_every, self._spec.epochs)
         if number is not None:
-            await self.until_settled(number - 1, self._context.transfer.stays)
+            await self.until_settled(number - 1, self._context.exchange.version_stays)
             await self._read_result(number - 1)
         elif self._work is not None:
             await self._next_piece(self._work)
@@ -247,7 +242,7 @@ class Evaluator:
         self._for_loops.clear()
 
     async def _next_piece(self, work: _Work) -> None:
-        async with self._context.transfer.swapping:
+        async with self._context.exchange.swapping:
             # its evaluation may have ended while other parameters came into use
             over = self._work is work and await work.next()
         if over and self._work is work:
@@ -267,7 +262,7 @@ class Evaluator:
                 await self._until_wanted()
                 continue
             try:
-                answer = await self._source.acquire_beside(self._context.transfer.generation, self._awaited)
+                answer = await self._source.acquire_beside(self._context.exchange.fleet.generation, self._awaited)
                 task = answer.task
                 while task is not None:
                     task = await self._do(task)
@@ -298,7 +293,7 @@ class Evaluator:
         except (UserCodeError, TaskFailed) as error:
             await self._source.fail(task, error.error if isinstance(error, TaskFailed) else error)
             return None
-        following = TakeNext(request=ids.new_id("task"), generation=self._context.transfer.generation)
+        following = TakeNext(request=ids.new_id("task"), generation=self._context.exchange.fleet.generation)
         return await self._source.complete(task, self._source.completion(task, sums=sums), following)
 
     async def _metrics(self, task: Task) -> dict[str, float]:

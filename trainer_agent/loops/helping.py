@@ -20,10 +20,9 @@ from shared.runtime import clock, telemetry
 from shared.wire.messages import PushHeader
 from trainer_agent.core.duties import Next
 from trainer_agent.core.helpers import lanes_to_help, usual_share_s
-from trainer_agent.data_plane.outbox import Outboxes
 from trainer_agent.loops.context import LoopContext
-from trainer_agent.loops.pace import Pace
-from trainer_agent.loops.step import LaneWork, Push, Step
+from trainer_agent.loops.lane_pusher import LanePusher
+from trainer_agent.loops.step import LaneWork, Step
 from trainer_agent.tasks.lane_reader import Portion, is_due, portion_of
 from trainer_agent.tasks.source import LoadedTask, TaskFailed
 
@@ -37,12 +36,12 @@ HeaderOf = Callable[[LaneWork], PushHeader]
 
 
 class LaneHelper:
-    """`push` computes and pushes as for own lanes. `work`: the last lane that it was asked for."""
+    """Of one synchronous loop. `work`: the last lane of another trainer that it computed."""
 
-    def __init__(self, context: LoopContext, pace: Pace, push: Push) -> None:
-        self._spec, self._directory, self._transfer = context.spec, context.directory, context.transfer
-        self._source, self._dtypes = context.source, context.gradient_dtypes
-        self._pace, self._push = pace, push
+    def __init__(self, context: LoopContext, pusher: LanePusher) -> None:
+        self._spec, self._directory, self._exchange = context.spec, context.directory, context.exchange
+        self._source = context.source
+        self._pusher, self._pace = pusher, pusher.pace
         self.work: LaneWork | None = None
         self._tasks: OrderedDict[int, LoadedTask] = OrderedDict()
 
@@ -68,7 +67,7 @@ class LaneHelper:
         for number in count():
             await asyncio.sleep(SPREAD * period_s * place / trainers.owner_count)
             try:
-                missing = await self._transfer.missing(place + number, step.number)
+                missing = await self._exchange.missing(place + number, step.number)
                 for lane in lanes_to_help(trainers, self._source.trainer, missing, number):
                     await self._compute(step, duty, lane, header_of)
                     if self.work is not None and self.work.given_up:
@@ -92,8 +91,8 @@ class LaneHelper:
         portion = await self._portion(step.positions[lane], duty)
         if portion is None:
             return
-        self.work = work = LaneWork([lane], {lane: portion}, Outboxes(self._transfer.routes, self._dtypes))
-        if await self._push(step, header_of(work), work):
+        self.work = work = self._pusher.work([lane], {lane: portion})
+        if await self._pusher.push(step, header_of(work), work):
             work.count(step)
             log.debug("lane_helped", step=step.number, lane=lane)
 

@@ -8,7 +8,8 @@ the job went back to a checkpoint (another timeline) ─► forget parameters, p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 from shared.errors import Gone, StaleGeneration
@@ -22,7 +23,7 @@ from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.model.compute import BeforeStep
 from trainer_agent.tasks.lane_reader import LaneReaders
 from trainer_agent.tasks.source import TaskFailed, TrainingOver
-from trainer_agent.waiting.retry import backoff_s
+from trainer_agent.waiting import backoff_s
 
 REFRESH_S = 0.5
 
@@ -34,7 +35,7 @@ class Joiner:
 
     def __init__(self, context: LoopContext, readers: LaneReaders, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
-        self._directory, self._compute, self._transfer = context.directory, context.compute, context.transfer
+        self._directory, self._compute, self._exchange = context.directory, context.compute, context.exchange
         self._source, self._readers, self._stopping = context.source, readers, context.stopping
         self._duty = context.duty
         self._version: StepRecord | None = None
@@ -88,15 +89,16 @@ class Joiner:
             return False
         return True
 
-    async def join(self) -> StepRecord:
-        """The version in use, see Transfer.join."""
-        record = await self._transfer.join(self.timeline, self._version)
-        if record is not self._version:
-            if record.lane_zero is not None:
-                self._compute.restore(record.lane_zero)
-            self._lane_zero = None
-            log.info("joined", version=record.version, generation=self._transfer.generation)
-        return record
+    @asynccontextmanager
+    async def joined(self) -> AsyncIterator[StepRecord]:
+        """Around steps: gives the version in use, see StepExchange.joined."""
+        async with self._exchange.joined(self.timeline, self._version) as record:
+            if record is not self._version:
+                if record.lane_zero is not None:
+                    self._compute.restore(record.lane_zero)
+                self._lane_zero = None
+                log.info("joined", version=record.version, generation=self._exchange.fleet.generation)
+            yield record
 
     def may_go_on(self, version: StepRecord) -> bool:
         """`version` is in use now: whether this trainer goes on to its next step."""
@@ -112,8 +114,8 @@ class Joiner:
         is overtaken."""
         step = version.version
         if self._lane_zero is None or self._lane_zero[0] != step:
-            request = self._directory.checkpoint_request or self._transfer.checkpoint_again()
-            generation = self._transfer.generation
+            request = self._directory.checkpoint_request or self._exchange.checkpoint_again()
+            generation = self._exchange.fleet.generation
             asked = checkpoint_asked(request, generation, step, version.asked, self.timeline)
             before = BeforeStep(ends_epoch(version.positions), self._evaluator.plateau_value(version))
             self._lane_zero = step, self._compute.begin_step(before).model_copy(update={"asked": asked})

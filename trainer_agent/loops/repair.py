@@ -21,15 +21,14 @@ from shared.runtime import telemetry
 from shared.runtime.waiting import event_within
 from shared.wire.messages import PushHeader
 from trainer_agent.core.duties import Next
-from trainer_agent.core.steps import nodes_to_compute
-from trainer_agent.data_plane.outbox import Outboxes
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.helping import LaneHelper
 from trainer_agent.loops.joining import REFRESH_S, Joiner
-from trainer_agent.loops.step import LaneWork, Push, Step
+from trainer_agent.loops.lane_pusher import LanePusher
+from trainer_agent.loops.step import LaneWork, Step
 from trainer_agent.loops.timeline import RolledBack, timeline_of
 from trainer_agent.tasks.lane_reader import LaneReaders
-from trainer_agent.waiting.single_error import SingleErrorGroup
+from trainer_agent.waiting import SingleErrorGroup
 
 SETTLE_S = 10.0
 TORN_S = 60.0
@@ -39,18 +38,17 @@ log = telemetry.logger("repair")
 
 
 class StepRepair:
-    """`push` computes what is not computed yet and pushes it; True if every block is acknowledged."""
+    """Of one synchronous loop."""
 
     def __init__(
-        self, context: LoopContext, readers: LaneReaders, joiner: Joiner, push: Push, helper: LaneHelper
+        self, context: LoopContext, readers: LaneReaders, joiner: Joiner, pusher: LanePusher, helper: LaneHelper
     ) -> None:
-        self._directory, self._transfer, self._duty = context.directory, context.transfer, context.duty
-        self._readers, self._joiner, self._push, self._helper = readers, joiner, push, helper
+        self._directory, self._exchange, self._duty = context.directory, context.exchange, context.duty
+        self._readers, self._joiner, self._pusher, self._helper = readers, joiner, pusher, helper
         self._work: LaneWork | None = None
         self._computed: list[LaneWork] = []
-        self._compute = context.compute
         self._reports = context.reports
-        self._trainer, self._dtypes = context.source.trainer, context.gradient_dtypes
+        self._trainer = context.source.trainer
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -72,7 +70,7 @@ class StepRepair:
         self._work, self._computed, generation = None, [], -1
         while True:
             duty = self._duty()
-            if self._transfer.makes_steps_again and duty.generation != generation:
+            if self._exchange.makes_steps_again and duty.generation != generation:
                 step.there.clear()
             generation = duty.generation
             missing = [lane for lane in range(*duty.lanes) if lane not in step.there]
@@ -98,14 +96,14 @@ class StepRepair:
         if left := [lane for lane in missing if not any(lane in work.lanes for work in works)]:
             # all records before any gradient: a push begins with the positions after the step
             portions = await self._readers.read(left, step.positions)
-            works.append(LaneWork(left, portions, Outboxes(self._transfer.routes, self._dtypes)))
+            works.append(self._pusher.work(left, portions))
         for work in works:
             self._work = work
             header = self._header(step, duty.generation, work)
             await self.claim(header, work)
-            acknowledged = await self._push(step, header, work)
+            acknowledged = await self._pusher.push(step, header, work)
             if work.computed and work not in self._computed:
-                self._computed = [*self._computed, work] if self._transfer.makes_steps_again else [work]
+                self._computed = [*self._computed, work] if self._exchange.makes_steps_again else [work]
             if acknowledged:
                 step.times.pushed()
                 step.shares |= {lane: (work.portions[lane], result) for lane, result in work.results.items()}
@@ -117,26 +115,12 @@ class StepRepair:
 
     def _again(self, missing: list[int]) -> list[LaneWork]:
         """What is computed of the missing lanes, to be pushed as it is."""
-        if not self._transfer.makes_steps_again:
+        if not self._exchange.makes_steps_again:
             return [work for work in self._computed if work.lanes == missing]
         found = [work for work in self._computed if not set(missing).isdisjoint(work.lanes)]
         for work in found:
-            work.outboxes = self._refilled(work)
+            self._pusher.refill(work)
         return found
-
-    def _refilled(self, work: LaneWork) -> Outboxes:
-        """By the owners of blocks in the present generation."""
-        boxes = Outboxes(self._transfer.routes, self._dtypes)
-        for node in nodes_to_compute(work.lanes):
-            result = work.result_of(node)
-            samples, contribution = partial(self._compute.samples, node), partial(self._compute.contribution, node)
-            add = boxes.adder(node, samples, contribution, lambda result=result: result)  # type: ignore[misc]
-            for block in range(boxes.blocks):
-                add(block)
-        for lane, pushed in work.outboxes.rows.items():
-            boxes.add_rows(lane, pushed, self._transfer.row_parts(boxes.routes, pushed.rows))
-        boxes.close()
-        return boxes
 
     async def _help(self, step: Step, duty: Next) -> None:
         """Until this trainer's duty is another one, at most IDLE_S: then lost pushes are sent again."""
@@ -158,7 +142,7 @@ class StepRepair:
         if work is not None and not work.rests.is_set():
             if not work.is_finished and work.is_between_nodes:
                 work.given_up = True
-                contribution.cancel()  # _push goes on with the answers to what was pushed
+                contribution.cancel()  # the pusher goes on with the answers to what was pushed
             if not await event_within(work.rests, SETTLE_S):
                 log.warning("push_unanswered", seconds=SETTLE_S)
         contribution.cancel()
@@ -174,12 +158,14 @@ class StepRepair:
         lane_zero = header.lane_zero if 0 in skipped else None
         claim = header.model_copy(update={"claim": True, "positions": positions, "lane_zero": lane_zero})
         try:
-            await self._transfer.claim(claim)
+            await self._exchange.claim(claim)
         except StepTorn as error:
             log.warning("step_torn", step=header.step, cause=error.message)
-            timeline, again = self._joiner.timeline, self._transfer.makes_steps_again
+            timeline, again = self._joiner.timeline, self._exchange.makes_steps_again
             await self._directory.wait_for(
-                lambda view: timeline_of(view) != timeline or (again and self._transfer.generation > header.generation),
+                lambda view: (
+                    timeline_of(view) != timeline or (again and self._exchange.fleet.generation > header.generation)
+                ),
                 TORN_S,
                 "the job to go back behind a torn step",
             )
@@ -189,7 +175,7 @@ class StepRepair:
 
     def _header(self, step: Step, generation: int, work: LaneWork) -> PushHeader:
         return PushHeader(
-            **{**self._transfer.envelope(), "generation": generation},
+            **{**self._exchange.fleet.envelope(), "generation": generation},
             mode=Mode.SYNC,
             trainer=self._trainer,
             step=step.number,

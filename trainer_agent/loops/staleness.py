@@ -13,8 +13,8 @@ from shared.errors import PeerError, StaleGeneration
 from shared.records import JobSpec
 from shared.runtime import telemetry
 from shared.wire.messages import StalenessBound
+from trainer_agent.data_plane.parameter_servers import ParameterServers
 from trainer_agent.data_plane.pulls import Within
-from trainer_agent.data_plane.transfer import Transfer
 
 PATIENCE = 0.5  # of a task's time limits: who waits gets no limit of its own into danger
 
@@ -25,7 +25,7 @@ class BoundedStaleness:
     """Of one trainer. `computes`: parameter servers count it as one that computes with the parameters that it has. `is_needed`: whether it is still to
     train; asked while it waits. `has_waited`: in its last pull."""
 
-    def __init__(self, spec: JobSpec, trainer: str, transfer: Transfer, is_needed: Callable[[], bool]) -> None:
+    def __init__(self, spec: JobSpec, trainer: str, servers: ParameterServers, is_needed: Callable[[], bool]) -> None:
         self._bound: StalenessBound | None = None
         if spec.max_staleness is not None:
             self._bound = StalenessBound(
@@ -34,7 +34,7 @@ class BoundedStaleness:
                 floor_s=PATIENCE * spec.task_timeout_floor_s,
                 ceiling_s=PATIENCE * spec.task_timeout_ceiling_s,
             )
-        self._transfer, self._is_needed, self._pull_every = transfer, is_needed, spec.pull_every
+        self._servers, self._is_needed, self._pull_every = servers, is_needed, spec.pull_every
         self._within: Within | None = None
         self.computes = self.has_waited = False
 
@@ -59,7 +59,7 @@ class BoundedStaleness:
         assert self._bound is not None
         within = self._within = Within(self._bound, self._is_needed)
         try:
-            await self._transfer.pull_within(within, skip_after_s)
+            await self._servers.pull_within(within, skip_after_s)
         finally:
             self.computes, self.has_waited, self._within = True, within.waited, None  # also if it is not known
 
@@ -74,6 +74,6 @@ class BoundedStaleness:
             return
         self.computes = False
         try:
-            await self._transfer.let_go(self._bound)
+            await self._servers.pulls.let_go(self._bound)
         except (PeerError, StaleGeneration) as error:
             log.info("not_let_go", cause=error.message)

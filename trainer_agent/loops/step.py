@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from shared.lanes import Interval
 from shared.records import StepMetrics, Task
 from shared.records.step import LanePosition, LaneZero, NodeResult, result_of
-from shared.wire.messages import PushHeader
 from trainer_agent.core.steps import nodes_to_compute
 from trainer_agent.data_plane.outbox import Outboxes
-from trainer_agent.model.compute import LaneResult, metrics_of, node_result
+from trainer_agent.model.compute import Compute, LaneResult, metrics_of, node_result
 from trainer_agent.tasks.lane_reader import Portion
 from trainer_agent.tasks.step_times import Times
 
@@ -72,15 +70,13 @@ class LaneWork:
         lanes = sum(last - first for first, last in nodes_to_compute(self.lanes)[:pushed])
         return not rest and lanes <= len(self.results)
 
-    def result_of(self, node: Interval) -> NodeResult:
-        """Of a node that is computed."""
-        found = result_of(node, {(lane, lane + 1): node_result(self.results[lane]) for lane in range(*node)})
+    def result_of(self, node: Interval, compute: Compute) -> NodeResult:
+        """What the node's minibatches reported, once some of its blocks are finished: its last lane may still be computed."""
+        results = {lane: self.results.get(lane) or compute.result() for lane in range(*node)}
+        found = result_of(node, {(lane, lane + 1): node_result(each) for lane, each in results.items()})
         assert found is not None
         return found
 
     def count(self, step: Step) -> None:
         """It is acknowledged. Each lane's loss is counted once, however many trainers have computed it."""
         step.counted |= {lane: self.results[lane] for lane in self.outboxes.first if lane in self.results}
-
-
-Push = Callable[[Step, PushHeader, LaneWork], Awaitable[bool]]

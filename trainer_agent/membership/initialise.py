@@ -19,12 +19,11 @@ from shared.records.layout import Layout, TableSpec
 from shared.records.step import LanePosition, StepRecord
 from shared.runtime import telemetry
 from shared.wire.messages import InitBlock, InitHeader
-from trainer_agent.data_plane.peers import Connect
+from trainer_agent.data_plane.fleet_client import Connect
 from trainer_agent.data_plane.routing import Routes, route
 from trainer_agent.membership.lease import Membership
 from trainer_agent.model.compute import Compute
-from trainer_agent.waiting.retry import Backoff
-from trainer_agent.waiting.single_error import SingleErrorGroup
+from trainer_agent.waiting import Backoff, SingleErrorGroup
 
 LOOK_S = 0.5
 PATIENCE_S = 3600.0

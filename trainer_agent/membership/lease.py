@@ -13,7 +13,7 @@ from shared.keys import Keys
 from shared.membership.own_key import OwnKey
 from shared.records import TrainerMember
 from shared.runtime import telemetry
-from trainer_agent.waiting.retry import retry
+from trainer_agent.waiting import retry
 
 log = telemetry.logger("membership")
 

@@ -18,7 +18,7 @@ from shared.runtime import begun, clock, telemetry
 from shared.runtime.processor_use import WORKS_FROM
 from trainer_agent.membership.lease import Membership
 from trainer_agent.tasks.master import MasterPort
-from trainer_agent.waiting.retry import retry
+from trainer_agent.waiting import retry
 
 BEAT_S = 0.25
 

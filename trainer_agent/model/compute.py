@@ -1,6 +1,6 @@
 """What the training loops need of a model. TorchCompute is the real one; simulations have a tiny one of their own.
 
-    version s:  begin_step ─► per node, per lane: gradient ─► finished(block) ─► contribution(node, block) is pushed
+    version s:  begin_step ─► per node, per lane: gradient ─► sink.done(block) ─► contribution(node, block) is pushed
     version s+1:  staging(block) filled by pulls ─► swap ─► current
 
 The loops see no tensors: a block is a view of bytes, numbered as in `layout.blocks()`.
@@ -8,7 +8,7 @@ The loops see no tensors: a block is a view of bytes, numbered as in `layout.blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -110,6 +110,14 @@ def node_result(result: LaneResult) -> NodeResult:
     )
 
 
+class BlockSink(Protocol):
+    """Takes the blocks of a gradient one after the other, on their way from backward to the outbox of the block's owner."""
+
+    def done(self, block: int) -> None:
+        """The block's values are final. Called once for each block."""
+        ...
+
+
 class Compute(Protocol):
     """One trainer's model. Calls are never concurrent: the loop awaits `gradient`, `evaluate` and `export` one by one.
 
@@ -175,12 +183,12 @@ class Compute(Protocol):
         lane: int,
         seed: int,
         records: Records | None,
-        finished: Callable[[int], None],
+        sink: BlockSink,
         ready: Ready | None = None,
     ) -> LaneResult:
         """Forward and backward of one minibatch (`None`: the lane is empty) with random numbers from `seed`.
 
-        One call for each lane of a node [first, last), in order. During the call for the last lane, `finished(block)` is
+        One call for each lane of a node [first, last), in order. During the call for the last lane, `sink.done(block)` is
         called in the event loop, exactly once per block, when backward has finished with the block (small blocks may wait for
         others). From then on `contribution(node, block)` is the weighted mean over the node's lanes (shared.lanes.combine,
         canonical tree), cast to the dtype in which gradients are sent. If cancelled, it returns only when no thread uses the

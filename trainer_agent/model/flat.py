@@ -315,3 +315,32 @@ def checked_model(model: Any) -> nn.Module:
                     setattr(module, name, buffer.clone())
         return model
     raise InvalidArgument(f"model() returned {type(model).__name__}", hint="return a torch.nn.Module")
+
+
+class LiveBuffers:
+    """The module's buffers that are in the plan (BatchNorm statistics …): every lane starts a step from the same values, and its changed values
+    are pushed. Asynchronous jobs push what was added to integer buffers. Other buffers (bool, int32, …) are constants of the model.
+
+    current vector ──load──► the module's buffers ──forward changes them──► store ──► buffer segments of the gradient slot
+
+    A module may replace a buffer by a new tensor at any time. `counts`: integer
+    ones are stored as what was added to them."""
+
+    def __init__(self, model: nn.Module, plan: Plan, *, counts: bool = False) -> None:
+        self._counts = counts
+        split = [(place, *place.name.rpartition(".")) for place in plan.buffers]
+        self._homes = [(place, model.get_submodule(path), name) for place, path, _, name in split]
+
+    def load(self, vector: Vector) -> None:
+        """Buffers of `vector` into the modules."""
+        with torch.no_grad():
+            for place, module, name in self._homes:
+                module.get_buffer(name).copy_(vector.view(place))
+
+    def store(self, vector: Vector, loaded: Vector) -> None:
+        """The modules' buffers into `vector`; they were loaded from `loaded`."""
+        with torch.no_grad():
+            for place, module, name in self._homes:
+                view = vector.view(place).copy_(module.get_buffer(name))
+                if self._counts and not view.is_floating_point():
+                    view.sub_(loaded.view(place))

@@ -1,7 +1,7 @@
 """Gradient vectors and the canonical tree (training.md): a binary counter of subtrees, combined in place.
 
     lane 0 ─► slot 0        lane 1 ─► slot 1, combined into 0        lane 2 ─► slot 1
-    lane 3, the node's last ─► slot 2: as backward finishes a block, 2 into 1, 1 into 0, announced, pushed from slot 0
+    lane 3, the node's last ─► slot 2: as backward finishes a block, 2 into 1, 1 into 0, pushed from slot 0
 
 Slots are allocated once: log2 of a node's lanes, plus one. A trainer that owns fewer lanes than before frees some. Not
 thread-safe: one thread computes at a time. In synchronous mode every node of the tree is rounded to the dtype in which
@@ -10,6 +10,7 @@ gradients are sent (shared.blocks.narrow.round_to).
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +21,17 @@ from shared.blocks.buffer_mean import add_changes, bits_of, combine_buffers
 from shared.blocks.narrow import DTYPES, round_to
 from shared.lanes import Interval, combine
 from shared.records.job_spec import Narrow
+from shared.records.layout import Block
 from trainer_agent.model.clipping import clip
+from trainer_agent.model.compute import BlockSink
 from trainer_agent.model.finite import all_finite, is_finite
 from trainer_agent.model.flat import Plan, Vector
 from trainer_agent.model.send_buffers import SendBuffers, overflow
 
 WATCHED_STEPS = 8  # a slot that none of these steps took is freed; one step is not enough, a task's last may be short
+TOLD_BYTES = (
+    256 << 10
+)  # finished blocks are told to the event loop when there are so many bytes of them, or no more will come
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +44,14 @@ class Entry:
 
 
 class GradientTree:
-    """The nodes of one step. `open` ... `finish(block)` ... `close` around a node's last lane, `look(slot, block)` ... `add` for the
-    lanes before.
+    """The nodes of one step, and a BlockSink for the last lane of each: `open` ... `done(block)` ... `close`. `lane(slot)` is the BlockSink
+    for a lane before, then `add`.
 
     `send_buffers`: for finished blocks that are not sent from the slot they were computed in. `rounded`: the dtype that each
     block is rounded to at every node. `whole`: the vectors are a GPU's, which is not waited for block by block: `close` does all
     for whole segments, and sends the vector in one copy. `finite`: gradients of a lane that are not finite are noticed as its
-    blocks finish; then the lane is `broken`, and no more of its node is announced. `counts`: see LiveBuffers. `shared`: see
-    Vector. `limit`: the norm of each node's gradient is limited to it, so `close` does all. `add`, `finish` and `close` raise
+    blocks finish; then the lane is `broken`, and no more of its node is done. `counts`: see LiveBuffers. `shared`: see
+    Vector. `limit`: the norm of each node's gradient is limited to it, so `close` does all. `add`, `done` and `close` raise
     OverflowError if a value does not fit the dtype, `close` NonFiniteError if the norm is not finite (`any_norm`: it does not).
     """
 
@@ -94,7 +100,7 @@ class GradientTree:
         self._samples: dict[Interval, int] = {}
         self._fold: list[Entry] = []
         self._done: list[bool] = []
-        self._announce: Callable[[int], object] = bool
+        self._sink: BlockSink | None = None  # of the node that is open
         self._steps = self._needed = 0  # steps watched so far, and how many slots they took
 
     def vector(self, slot: int) -> Vector:
@@ -165,21 +171,22 @@ class GradientTree:
             self._round_all(both)
             self._entries.append(both)
 
-    def open(self, node: Interval, last: Entry, announce: Callable[[int], object]) -> None:
-        """The node's last lane starts: choose the slot of the result (that of the leftmost subtree with data)."""
+    def open(self, node: Interval, last: Entry, sink: BlockSink) -> None:
+        """The node's last lane starts: choose the slot of the result (that of the leftmost subtree with data). `sink` takes the node's blocks."""
         self._fold = [*self._entries, last]
         self._results[node] = next((entry.slot for entry in self._fold if entry.count), None)
         self._samples[node] = sum(entry.count for entry in self._fold)
         self._unsent[node] = set()
         self.broken = False
-        self._node, self._result, self._announce = node, self._results[node], announce
+        self._node, self._result, self._sink = node, self._results[node], sink
         self._done = [False] * len(self._plan.blocks)
 
-    def finish(self, block: int) -> None:
-        """The last lane's part of the block is final: combine from the right, in place, and announce."""
+    def done(self, block: int) -> None:
+        """The last lane's part of the block is final: combine from the right, in place. Then the node's block is done."""
+        assert self._sink is not None
         self._done[block] = True
         if self._result is None:
-            self._announce(block)
+            self._sink.done(block)
             return
         if (slot := self._fold[-1].slot) is not None:
             self.look(slot, block)
@@ -187,16 +194,14 @@ class GradientTree:
             return
         if self._is_unchanged(block):
             self._unsent[self._node].add(block)
-            self._announce(block)
-            return
-        self._combine(block)
-        self._send(self._result, block)
-
-    def _send(self, result: int, block: int) -> None:
-        if self._send_buffers is None:
-            self._announce(block)
         else:
-            self._send_buffers.put(result, block, self.slots[result].blocks[block], self._announce)
+            self._combine(block)
+            self._put(self._result, block)
+        self._sink.done(block)
+
+    def _put(self, result: int, block: int) -> None:
+        if self._send_buffers is not None:
+            self._send_buffers.put(result, block, self.slots[result].blocks[block])
 
     def close(self) -> None:
         """Finish what is left (parameters without gradient, buffers); the slots of the other subtrees become free."""
@@ -209,9 +214,9 @@ class GradientTree:
                 self._finish_blocks(self._result, self._limit)
         for block, done in enumerate(self._done):
             if not done:
-                self.finish(block)
+                self.done(block)
         self._free += [e.slot for e in reversed(self._fold) if e.slot is not None and e.slot != self._result]
-        self._entries, self._fold, self._announce = [], [], bool
+        self._entries, self._fold, self._sink = [], [], None
 
     def _finish_all(self, result: int) -> None:
         """The vector of the node, in whole segments and one copy."""
@@ -222,9 +227,7 @@ class GradientTree:
             clip(self._plan, self.slots[result], self._limit, any_norm=self._any_norm)
         self._send_buffers.put_all(result, self.slots[result])
         self._unsent[self._node] = {block.number for block in self._buffer_blocks if self._is_unchanged(block.number)}
-        for block in self._plan.blocks:
-            self._announce(block.number)
-        self._done = [True] * len(self._done)
+        self._all_done()
 
     def _finish_blocks(self, result: int, limit: float) -> None:
         """All blocks of the node, once it is clipped."""
@@ -235,10 +238,14 @@ class GradientTree:
                 self._combine(block)
         clip(self._plan, self.slots[result], limit, any_norm=self._any_norm)
         for block in numbers:
-            if block in self._unsent[self._node]:
-                self._announce(block)
-            else:
-                self._send(result, block)
+            if block not in self._unsent[self._node]:
+                self._put(result, block)
+        self._all_done()
+
+    def _all_done(self) -> None:
+        assert self._sink is not None
+        for block in self._plan.blocks:
+            self._sink.done(block.number)
         self._done = [True] * len(self._done)
 
     def _combine(self, piece: int) -> None:
@@ -254,6 +261,10 @@ class GradientTree:
 
     def _pieces(self, slot: int) -> list[torch.Tensor]:
         return self.slots[slot].segments if self._whole else self.slots[slot].blocks
+
+    def lane(self, slot: int) -> BlockSink:
+        """For the blocks of a lane that is not the node's last, in `slot`."""
+        return _Lane(self, slot)
 
     def look(self, slot: int, block: int) -> None:
         """A block of the lane in `slot` is written (not for a GPU)."""
@@ -309,3 +320,38 @@ class GradientTree:
             round_to(values, self._scratch[dtype][: values.numel()])
         except OverflowError as error:
             raise overflow(f"{'segment' if self._whole else 'block'} {piece}", error) from None
+
+
+class _Lane:
+    """A BlockSink that only looks at the blocks: they are combined when the lane is over."""
+
+    def __init__(self, tree: GradientTree, slot: int) -> None:
+        self._tree, self._slot = tree, slot
+
+    def done(self, block: int) -> None:
+        self._tree.look(self._slot, block)
+
+
+class ToEventLoop:
+    """A BlockSink for the thread that computes: `sink` takes the blocks in the event loop in which this was made. Small blocks go together:
+    waking the event loop and a parameter server for each costs too much."""
+
+    def __init__(self, blocks: Sequence[Block], sink: BlockSink) -> None:
+        """`blocks`: each of them will be done once."""
+        self._loop = asyncio.get_running_loop()
+        self._blocks, self._sink = blocks, sink
+        self._waiting: list[int] = []
+        self._bytes, self._left = 0, len(blocks)
+
+    def done(self, block: int) -> None:
+        self._waiting.append(block)
+        self._bytes += self._blocks[block].bytes
+        self._left -= 1
+        if self._bytes >= TOLD_BYTES or not self._left:
+            self._loop.call_soon_threadsafe(self._all_done, tuple(self._waiting))
+            self._waiting.clear()
+            self._bytes = 0
+
+    def _all_done(self, blocks: tuple[int, ...]) -> None:
+        for block in blocks:
+            self._sink.done(block)

@@ -26,11 +26,10 @@ from shared.records import JobSpec, Mode, Strategy
 from shared.tables.grouping import Grouped
 from trainer_agent.data.collate import default_collate
 from trainer_agent.data.ready_batch import ReadyBatch
-from trainer_agent.model.buffers import LiveBuffers
-from trainer_agent.model.compute import Ready, Records
+from trainer_agent.model.compute import BlockSink, Ready, Records
 from trainer_agent.model.devices import autocast, on_device
 from trainer_agent.model.finite import LeftOutError, check_gradients, check_loss
-from trainer_agent.model.flat import Plan, Vector
+from trainer_agent.model.flat import LiveBuffers, Plan, Vector
 from trainer_agent.model.watch.averaged_buffers import AveragedBuffers
 from trainer_agent.model.watch.backward_guard import BackwardGuard, UserCode
 from trainer_agent.model.watch.missing_gradients import MissingGradients
@@ -76,7 +75,7 @@ class MinibatchRunner:
         self.loss_sum = 0.0  # loss x records, and what was logged, once the loss is known: before any block is finished
         self.logged: dict[str, Logged] = {}  # by the script, in this backward's collate and forward
         self._gradients: Vector
-        self._finish: Callable[[int], object] = bool
+        self._sink: BlockSink | None = None  # of this backward
         self._missing: list[int] | None = None  # by block: gradients not made yet; None: not counted in this backward
         self._may_overlap = False
         self._guard = BackwardGuard(user)
@@ -119,18 +118,18 @@ class MinibatchRunner:
         seed: int,
         current: Vector,
         gradients: Vector,
-        finish: Callable[[int], object] | None,
+        sink: BlockSink | None,
         ready: Ready | None = None,
     ) -> float:
         """Forward and backward from the parameters and buffers in `current`. The gradients and the changed buffers are
         written to `gradients`; the result is loss x records. `ready`: of these records and this seed.
 
-        `finish(block)` is called while backward runs, for each block whose gradients are all there, if that can be known: right after
-        the block was written.
+        `sink.done(block)` is called while backward runs, for each block whose gradients are all there, if that can be known: right
+        after the block was written.
         Raises NonFiniteError; LeftOutError if the script's GradScaler leaves the minibatch out.
         """
-        overlaps = finish is not None and self._may_overlap and not self._unshared.looks_next
-        self._finish, self._missing = finish or bool, list(self._members) if overlaps else None
+        overlaps = sink is not None and self._may_overlap and not self._unshared.looks_next
+        self._sink, self._missing = sink, list(self._members) if overlaps else None
         if self._user.loop is not None:
             # what the script does before its first batch is the same at every trainer, whichever lane and step that is for
             seed_everything(seed if self._user.loop.has_begun else START_SEED)
@@ -357,12 +356,12 @@ class MinibatchRunner:
 
     def _count(self, blocks: Sequence[int]) -> None:
         """A gradient in each of the blocks is there."""
-        if self._missing is None:
+        if self._missing is None or self._sink is None:
             return
         for block in blocks:
             self._missing[block] -= 1
             if self._missing[block] == 0:
-                self._finish(block)
+                self._sink.done(block)
 
     def _check_made(self) -> None:
         """Reentrant checkpointing makes a gradient in parts: then no block is finished before backward ends. The first

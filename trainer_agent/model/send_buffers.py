@@ -1,7 +1,7 @@
 """Host memory for finished gradients that are not sent from the memory they were computed in: from a GPU, or cast.
 
-    cast: block + residual ─► narrower dtype ─► announced        the new residual = block + residual - what is sent
-    GPU: the whole vector, cast there ─► one copy to page-locked host memory ─► all blocks announced
+    cast: block + residual ─► narrower dtype ─► sent        the new residual = block + residual - what is sent
+    GPU: the whole vector, cast there ─► one copy to page-locked host memory ─► all blocks sent
 
 A copy for each block of a GPU's vector would cost a wait for each.
 
@@ -10,8 +10,6 @@ nothing is lost for ever. The residual is kept by this trainer only: if it dies,
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 
@@ -58,11 +56,10 @@ class SendBuffers:
         """The slot was freed."""
         self.hosts.pop(slot, None)
 
-    def put(self, slot: int, block: int, values: torch.Tensor, announce: Callable[[int], object]) -> None:
-        """Take a finished block in host memory, and announce it; `values` may change. Raises OverflowError."""
+    def put(self, slot: int, block: int, values: torch.Tensor) -> None:
+        """Take a finished block in host memory; `values` may change. Raises OverflowError."""
         out = self._host(slot)[0].blocks[block]
         self._write(out, values, self._narrow[block], self.residuals.get(block), f"block {block}")
-        announce(block)
 
     def put_all(self, slot: int, vector: Vector) -> None:
         """Take a whole vector of a GPU, and wait for it; its values may change. Raises OverflowError."""

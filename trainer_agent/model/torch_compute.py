@@ -30,12 +30,12 @@ from shared.records.step import LaneZero
 from shared.runtime.light_torch import optimizers_without_compiler
 from trainer_agent.data.shard import on_record
 from trainer_agent.model import optimizer_spec as optimizers
-from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, LaneResult, Ready, Records
+from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, BlockSink, LaneResult, Ready, Records
 from trainer_agent.model.devices import HOST, check_precision, device_of, is_host
 from trainer_agent.model.export import write_model
 from trainer_agent.model.finite import LeftOutError, NonFiniteError, check_gradients
 from trainer_agent.model.flat import PinnedVector, Plan, Vector, bytes_of, checked_model, plan
-from trainer_agent.model.gradient_tree import Entry, GradientTree
+from trainer_agent.model.gradient_tree import Entry, GradientTree, ToEventLoop
 from trainer_agent.model.minibatch import MinibatchRunner
 from trainer_agent.model.optimizer.block_states import BlockStates
 from trainer_agent.model.schedule import Schedule
@@ -47,7 +47,6 @@ from trainer_agent.start_values.load import start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
 from trainer_agent.tables.files import StoredTable, StoredTables
 from trainer_agent.tables.trained import TrainedTables
-from trainer_agent.waiting.announcing import announcer
 
 if TYPE_CHECKING:
     from shared.tables.lanes import LaneRows  # loads numba
@@ -230,10 +229,10 @@ class TorchCompute:
         lane: int,
         seed: int,
         records: Records | None,
-        finished: Callable[[int], None],
+        sink: BlockSink,
         ready: Ready | None = None,
     ) -> LaneResult:
-        work = node, lane, seed, records, announcer(self.plan.blocks, finished), ready
+        work = node, lane, seed, records, ToEventLoop(self.plan.blocks, sink), ready
         return await self._in_thread(self._gradient, *work)
 
     def contribution(self, node: Interval, block: int) -> memoryview:
@@ -257,15 +256,15 @@ class TorchCompute:
         lane: int,
         seed: int,
         records: Records | None,
-        announce: Callable[[int], None],
+        sink: BlockSink,
         ready: Ready | None,
     ) -> LaneResult:
         entry = Entry(1, len(records), self.tree.take()) if records else Entry(1, 0, None)
         last = lane == node[1] - 1
-        # what is announced cannot be left out or changed any more; a script with its own loop may do both until its step
+        # a block that is done cannot be left out or changed any more; a script with its own loop may do both until its step
         overlaps = last and not self._skips and self._limit is None and self._user.loop is None
         if overlaps:
-            self.tree.open(node, entry, announce)
+            self.tree.open(node, entry, sink)
         self._result, self._records = (None, len(records)) if records else (LaneResult(0.0, 0), 0)
         self.tables.begin_lane(() if ready is None else ready.at_hand)
         try:
@@ -282,7 +281,7 @@ class TorchCompute:
             self._result = LaneResult(0.0, 0, entry.count)
             entry = Entry(1, 0, None)
         if last and not overlaps:
-            self.tree.open(node, entry, announce)
+            self.tree.open(node, entry, sink)
             try:
                 self._close(entry)
             except NonFiniteError as error:  # the norm
@@ -298,10 +297,10 @@ class TorchCompute:
 
     def _backward(self, slot: int, records: Records, seed: int, ready: Ready | None, *, overlaps: bool) -> None:
         """Raises NonFiniteError."""
-        finish = self.tree.finish if overlaps else partial(self.tree.look, slot)
+        sink = self.tree if overlaps else self.tree.lane(slot)
         vector = self.tree.vector(slot)
         with self.tables.minibatch(self.minibatch.permit):
-            self.minibatch.backward(records, seed, self._current, vector, finish if self._on_host else None, ready)
+            self.minibatch.backward(records, seed, self._current, vector, sink if self._on_host else None, ready)
         try:
             of_rows = self.tables.end_lane(len(records), self.minibatch.row_factor)
         except InvalidArgument as error:  # more ids than a table takes: that of the script's settings, not of a record

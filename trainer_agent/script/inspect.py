@@ -125,10 +125,17 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
     return ({"notice": notice} if notice else {}) | {"model": model}
 
 
+class NoBlocks:
+    """A BlockSink: nothing is pushed."""
+
+    def done(self, block: int) -> None:
+        pass
+
+
 async def _gradient(compute: TorchCompute, minibatch: Records) -> LaneResult:
     """Also what the script's `ids` says is checked."""
     await compute.prepare(0, minibatch)
-    return await compute.gradient((0, 1), 0, 0, minibatch, lambda _block: None)
+    return await compute.gradient((0, 1), 0, 0, minibatch, NoBlocks())
 
 
 async def _with_rows(compute: TorchCompute, work: Callable[[], Awaitable[T]]) -> T:

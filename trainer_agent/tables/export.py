@@ -18,7 +18,7 @@ log = telemetry.logger("tables.export")
 
 
 class TableReader(Protocol):
-    """Parameter servers, see trainer_agent/data_plane/lookups.py."""
+    """Rows of the embedding tables, see RowReader in trainer_agent/data_plane/step_exchange.py."""
 
     async def count_rows(self, table: int, version: int | None) -> int: ...
 

@@ -18,9 +18,9 @@ from shared.lanes import Interval
 from shared.records import Task
 from shared.records.step import LanePosition, StepRecord
 from trainer_agent.model.compute import Records
-from trainer_agent.tasks.held import Held
+from trainer_agent.tasks.activity import Held
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource, TrainingOver, outcome_of
-from trainer_agent.waiting.single_error import SingleErrorGroup
+from trainer_agent.waiting import SingleErrorGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from shared.records.begun import READING, BegunWork
 from shared.runtime import begun, telemetry
 from trainer_agent.data import minibatch_indices, minibatches_in
 from trainer_agent.tasks.master import MasterPort
-from trainer_agent.waiting.retry import retry
+from trainer_agent.waiting import retry
 
 DIED = "ProcessDied"
 REPORT_S = 30.0

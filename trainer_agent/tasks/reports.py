@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 from shared.errors import CallerError, PeerError, StaleAttempt, TriremeError
 from shared.logged_metrics import Logged
@@ -22,11 +21,11 @@ from shared.records.step import StepRecord, StepResult
 from shared.records.tasks import MOST_WARNINGS, WAITS_FOR_CHARACTERS, MetricValue
 from shared.runtime import clock, ids, telemetry
 from trainer_agent.model.compute import LaneResult
-from trainer_agent.tasks.held import PROGRESS_S, Held
+from trainer_agent.tasks.activity import PROGRESS_S, Activity, LanePace
 from trainer_agent.tasks.master import MasterPort
 from trainer_agent.tasks.step_times import Times, TimesBuffer
 from trainer_agent.tasks.whole_steps import WholeSteps
-from trainer_agent.waiting.retry import retry
+from trainer_agent.waiting import retry
 
 QUEUED = 10_000
 SUSPECT_EVERY_S = 1.0
@@ -107,13 +106,6 @@ class Done:
     tasks: int = 0
 
 
-class LanePace(NamedTuple):
-    """Seconds that a lane takes here, and what one takes at least; None: not known."""
-
-    lane_s: float | None = None
-    least_lane_s: float | None = None
-
-
 def _has_changed(told_s: float | None, now_s: float | None) -> bool:
     if told_s is None or now_s is None:
         return told_s is not now_s
@@ -123,20 +115,11 @@ def _has_changed(told_s: float | None, now_s: float | None) -> bool:
 class Reports:
     """`run` in the agent's TaskGroup; the other methods never wait."""
 
-    def __init__(
-        self,
-        master: MasterPort,
-        trainer: str,
-        held: Callable[[], Sequence[Held]],
-        pace: Callable[[], LanePace] = LanePace,
-        progress_s: float = PROGRESS_S,
-    ) -> None:
-        """`held`: the tasks that this trainer works on, told every `progress_s`. `pace`: how long lanes take, if known."""
-        self._master, self._trainer, self._held, self._pace = master, trainer, held, pace
+    def __init__(self, master: MasterPort, trainer: str, activity: Activity, progress_s: float = PROGRESS_S) -> None:
+        """`activity`: the tasks that this trainer works on are told every `progress_s`."""
+        self._master, self._trainer, self._activity = master, trainer, activity
         self._progress_s = progress_s
         self.done = Done()
-        self.waits_for: Callable[[], str] = lambda: ""  # before its next minibatch
-        self.given_up: Callable[[Task], None] = lambda _: None  # called if that task is not this trainer's any more
         self._told_pace = LanePace(), -math.inf  # what was told last, and when
         self._completed: deque[tuple[Task, CompleteTask]] = deque()
         self._metrics = MetricBuffer()
@@ -256,7 +239,7 @@ class Reports:
 
     async def _report_metrics(self, *, store: bool = False) -> MetricsTaken | None:
         """What the master answers about whole steps."""
-        pace, times = self._pace(), self._times.take()
+        pace, times = self._activity.lane_pace, self._times.take()
         whole, timeline, lost = store or self.steps.active, self.steps.timeline, self.steps.lost_before
         steps = self.steps.portion(METRICS_STEPS, METRICS_VALUES) if whole else self._metrics.take()
         warnings, self._warnings = self._warnings[:MOST_WARNINGS], self._warnings[MOST_WARNINGS:]
@@ -317,7 +300,7 @@ class Reports:
 
     def _pace_is_news(self) -> bool:
         """A trainer whose lanes are all computed by others first has no steps to report, but it is slow: that must be known."""
-        pace, (told, at) = self._pace(), self._told_pace
+        pace, (told, at) = self._activity.lane_pace, self._told_pace
         if not any(pace):
             return False
         changed = any(_has_changed(*pair) for pair in zip(told, pace, strict=True))
@@ -326,7 +309,8 @@ class Reports:
     async def _send_progress(self) -> None:
         while True:
             await asyncio.sleep(self._progress_s)
-            for task, minibatches, work in self._held():
+            refused: list[Task] = []
+            for task, minibatches, work in self._activity.held():
                 progress = TaskProgress(
                     trainer=self._trainer,
                     attempt=task.attempt,
@@ -334,14 +318,15 @@ class Reports:
                     work=work,
                     epoch=task.epoch,
                     timeline=task.timeline,
-                    waits_for=self.waits_for()[:WAITS_FOR_CHARACTERS],
+                    waits_for=self._activity.waits_for[:WAITS_FOR_CHARACTERS],
                 )
                 try:
                     await self._master.report_progress(task.task_id, progress)
                 except TriremeError as error:
                     log.debug("report_refused", cause=str(error))
                     if isinstance(error, StaleAttempt):
-                        self.given_up(task)
+                        refused.append(task)
+            self._activity.give_up(refused)
 
     async def _send_suspects(self) -> None:
         while True:

@@ -27,7 +27,7 @@ from trainer_agent.data.reader import blaming
 from trainer_agent.model.compute import Records
 from trainer_agent.script.tracebacks import traceback_of
 from trainer_agent.tasks.master import MasterPort, failure_of
-from trainer_agent.waiting.retry import Backoff, retry
+from trainer_agent.waiting import Backoff, retry
 
 WAIT_S = 10.0  # the master answers as soon as there is a task
 READ_LIMIT_S = 120.0

@@ -71,7 +71,8 @@ def install() -> None:
 
 def _wrap(moments: Moments) -> None:
     from trainer_agent.collective.arriving import Arriving
-    from trainer_agent.collective.exchange import Collective
+    from trainer_agent.collective.exchange import CollectiveGroup
+    from trainer_agent.collective.gathering import MeanGradients
     from trainer_agent.collective.groups import Group
     from trainer_agent.collective.replica import Replica
     from trainer_agent.collective.state.catching_up import CatchingUp
@@ -79,9 +80,9 @@ def _wrap(moments: Moments) -> None:
     from trainer_agent.data_plane.outbox import Outbox
 
     reach = moments.reach
-    _around(Collective, "_form", "form", reach, lambda self, *_: self.has)
+    _around(MeanGradients, "form", "form", reach, lambda self, *_: self.has)
     _after(Group, "learn", lambda *_: reach("form", "during"))
-    _around(Collective, "_gather", "pull", reach, lambda self, *_: self.has + 1)
+    _around(MeanGradients, "_gather", "pull", reach, lambda self, *_: self.has + 1)
     _after(Arriving, "_put", lambda self, *_: reach("pull", "during", self.version))
     _after(Outbox, "add", lambda *_: reach("push", "during"))
     _around(StateGiver, "_in_turn", "give", reach, lambda *_: None)
@@ -90,7 +91,7 @@ def _wrap(moments: Moments) -> None:
     _after_all(CatchingUp, "run", lambda: reach("join", "after"))
     _after(CatchingUp, "_take", lambda self, *_: reach("join", "during", self.version))
 
-    pushing, stepping, streaming = Collective.pushing, Replica.step, Outbox.stream
+    pushing, stepping, streaming = CollectiveGroup.pushing, Replica.step, Outbox.stream
 
     @asynccontextmanager
     async def reaching(self: Any, header: Any, outboxes: Any, *more: Any) -> Any:
@@ -117,7 +118,7 @@ def _wrap(moments: Moments) -> None:
     def stream(self: Any) -> Any:
         return _CutShort(streaming(self), moments)
 
-    Collective.pushing, Replica.step, Outbox.stream = reaching, step, stream  # type: ignore[method-assign,assignment]
+    CollectiveGroup.pushing, Replica.step, Outbox.stream = reaching, step, stream  # type: ignore[method-assign,assignment]
 
 
 class _CutShort:

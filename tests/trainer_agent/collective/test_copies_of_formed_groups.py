@@ -6,55 +6,94 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from trainer_agent.collective.member import CollectiveMember
+from shared.records import JobSpec
+from tests.trainer_agent.collective.test_replica import compute
+from trainer_agent.collective.exchange import CollectiveGroup
+from trainer_agent.collective.gathering import MeanGradients
+
+
+class Means(MeanGradients):
+    """Of a trainer that reaches nobody."""
+
+    def __init__(self, formed: asyncio.Event, store: Any = None) -> None:
+        group: Any = SimpleNamespace(formed=formed, trainers="the list")
+        view: Any = SimpleNamespace(group=group, next_group=asyncio.Event())
+        self.view, self.store, self.native, self._lost = view, store, None, ""
+        nobody: Any = SimpleNamespace()
+        pulls: Any = SimpleNamespace(want_results=lambda _: None)
+        self.fleet, self.pulls = nobody, pulls
+
+
+def group_of(kind: type[CollectiveGroup], means: Means, replica: Any, at_version: Any) -> CollectiveGroup:
+    dataset: Any = {"kind": "text_lines", "urls": ("-",)}
+    spec = JobSpec(job="job", script="s.py", storage="s", lanes=1, dataset=dataset)
+    copies: Any = SimpleNamespace(at_version=at_version, is_evaluated=False)
+    made: Any = compute()
+    return kind(means, replica, made, spec, copies)
 
 
 async def test_nothing_is_copied_for_a_group_that_is_not_formed():
     """It is copied later: before the version is stepped."""
     copied: list[str] = []
+    stepped: list[int] = []
 
     async def at_version(trainers: str, _: int | None) -> None:
         copied.append(trainers)
 
-    member: Any = object.__new__(CollectiveMember)
-    group = SimpleNamespace(formed=asyncio.Event(), trainers="the list")
-    member.view = SimpleNamespace(group=group, next_group=asyncio.Event())
-    member.replica, member.store = SimpleNamespace(at_rest=True, version=1), None
-    member.copies = SimpleNamespace(at_version=at_version)
-    vars(member)["_lost"] = ""
-    for each in (member.reached, member.stays):
+    class Ready(Means):
+        """The mean gradients of the next version are there already."""
+
+        async def gather_to(self, *_: Any) -> None:
+            pass
+
+    class Stepped(CollectiveGroup):
+        async def _step_to(self, version: int) -> None:
+            stepped.append(version)
+
+    formed = asyncio.Event()
+    replica: Any = SimpleNamespace(at_rest=True, version=1, stepped=None)
+    group = group_of(Stepped, Ready(formed), replica, at_version)
+    for each in (group.reached, group.version_stays):
         await each()
-    leaving = asyncio.ensure_future(member.leaves())
+    pulling = asyncio.ensure_future(group.pull(2))
     await asyncio.sleep(0.01)
-    assert copied == []
-    group.formed.set()
-    await leaving
-    await member.leaves()
-    assert copied == ["the list"]
-    await member.reached()
+    assert (copied, stepped) == ([], [])
+    formed.set()
+    await pulling
+    await group.pull(2)
+    assert (copied, stepped) == (["the list"], [2, 2])
+    await group.reached()
     assert copied == ["the list"] * 2
 
 
 async def test_who_gets_lanes_and_is_behind_copies_its_share_of_the_versions_on_the_way():
     """One of them may be evaluated, and the others may be at it still: its checkpoint would lack this trainer's share."""
     copied: list[int] = []
-    member: Any = object.__new__(CollectiveMember)
-    replica = SimpleNamespace(at_rest=True, version=1, record="a record")
+
+    class Replica:
+        """At version 1."""
+
+        timeline, record, version, stepped = 0, "a record", 1, None
+
+        @property
+        def at_rest(self) -> bool:
+            return self.stepped is None
+
+        def swap(self) -> None:
+            self.stepped, self.version = None, self.version + 1
+
+    class Stepping(CollectiveGroup):
+        async def pull(self, version: int | None, **_: Any) -> Any:
+            vars(self.replica)["stepped"] = version
 
     async def at_version(*_: object) -> None:
         copied.append(replica.version)
 
-    async def pull(_: int) -> None:
-        replica.at_rest = False
-
-    def swap() -> None:
-        replica.at_rest, replica.version = True, replica.version + 1
-
+    replica: Any = Replica()
     formed = asyncio.Event()
     formed.set()
-    member.view = SimpleNamespace(group=SimpleNamespace(formed=formed, trainers="the list"), next_group=asyncio.Event())
-    member.replica, member.copies = replica, SimpleNamespace(at_version=at_version)
-    member.store = SimpleNamespace(has=3, had_in=lambda _: None)
-    vars(member).update(pull=pull, swap=swap, _lost="")
-    await member.join(0, None)
-    assert copied == [2, 3]
+    store = SimpleNamespace(has=3, had_in=lambda _: None, forget=lambda: None, in_use=1)
+    group = group_of(Stepping, Means(formed, store), replica, at_version)
+    async with group.joined(0, None):
+        pass
+    assert copied == [2, 3, 3]

@@ -46,11 +46,12 @@ class Asked:
 
 
 class Waiting:
-    """The versions of a trainer whose group is never formed, since it serves nothing yet."""
+    """The versions, and the mean gradients, of a trainer whose group is never formed, since it serves nothing yet."""
 
-    lost, has = False, -1
+    lost, has = "", -1
 
     def __init__(self, replica: Any) -> None:
+        self.means = self
         self.replica, self.in_use, self.waits = replica, asyncio.Lock(), asyncio.Event()
         self.swapping = asyncio.Lock()
         self.begun = asyncio.Event()
@@ -202,7 +203,7 @@ async def test_what_was_fetched_is_not_handed_over_if_there_is_another_version_m
     compute, replica = begun()
     replica.forget()
     versions: Any = Waiting(replica)
-    versions.envelope = dict
+    versions.fleet = SimpleNamespace(envelope=dict)
     handed, said = list[Any](), list[Any]()
     etcd: Any = Asked("other")
     directory = Directory(etcd, Keys("job"))
@@ -229,7 +230,7 @@ async def test_what_was_fetched_is_not_handed_over_if_there_is_another_version_m
         elif meanwhile == "gone back":
             directory.state = JobState(phase=Phase.ROLLING_BACK, generation=2, timeline=2, checkpoint="c")
         elif meanwhile == "lost":
-            versions.lost = True
+            versions.lost = "nobody has its version"
         elif meanwhile == "evaluates":  # in a thread, which uses the parameters
             await versions.swapping.acquire()
         versions.in_use.release()
@@ -261,7 +262,7 @@ async def test_a_donor_that_is_left_out_of_the_job_is_not_waited_for():
     asked: list[str] = []
     etcd: Any = Asked("a", "b")
     versions: Any = Waiting(replica)
-    versions.envelope = lambda: {"job": "job", "generation": 1}
+    versions.fleet = SimpleNamespace(envelope=lambda: {"job": "job", "generation": 1})
     directory = Directory(etcd, Keys("job"))
     directory.state, directory.init_done = JobState(phase=Phase.RUNNING, generation=1), True
     directory.trainers = TrainerList(generation=1, lanes=2, names=("a", "b"))

@@ -39,7 +39,7 @@ async def test_a_generation_that_ends_while_a_version_is_fetched_ends_forming_it
     view = SimpleNamespace(group=group, learn_addresses=nothing)
     server = SimpleNamespace(stated=lambda _: said(0, 4))
     exchange: Any = SimpleNamespace(
-        view=view, store=object(), server=server, has=4, _versions=versions, _gather=gather, _lost=""
+        view=view, store=object(), server=server, has=4, versions_in=versions, _gather=gather
     )
     exchange.catch_up = partial(MeanGradients.catch_up, exchange)
     with pytest.raises(StaleGeneration):

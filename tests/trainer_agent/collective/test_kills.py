@@ -11,7 +11,7 @@ from shared.errors import Gone
 from shared.records import Phase, Strategy
 from tests.trainer_agent.collective.cluster import cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, write_script
-from trainer_agent.collective.exchange import Collective
+from trainer_agent.collective.gathering import MeanGradients
 from trainer_agent.collective.groups import Group
 
 COMMON = {
@@ -59,15 +59,15 @@ async def test_a_trainer_whose_version_is_lost_while_its_loop_pulls_joins_anew(t
     """The master makes one more generation at once, which nobody may form before what this trainer had is forgotten; and its loop uses that."""
     undisturbed = await trained(spec_for(script, **COMMON, storage=str(tmp_path / "a")), 1)
     lost: list[int] = []
-    form = Collective.form
+    form = MeanGradients.form
 
-    async def form_or_lose(self: Collective, group: Group) -> None:
+    async def form_or_lose(self: MeanGradients, group: Group) -> None:
         if not lost and killed and self.server is made.shares["trainer-1-x"]:
             lost.append(group.generation)
             raise Gone("no trainer of the generation has its version")
         await form(self, group)
 
-    monkeypatch.setattr(Collective, "form", form_or_lose)
+    monkeypatch.setattr(MeanGradients, "form", form_or_lose)
     async with cluster(spec_for(script, **COMMON, storage=str(tmp_path / "b")), 3) as made:
         killed: list[str] = []
         made.last_step = 30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,14 +12,17 @@ from shared.errors import Gone
 from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.records import Exchange, JobSpec, JobState, Phase, Strategy, TrainerList
+from shared.serving.core.clipping import Clipping
 from tests.trainer_agent.collective.test_replica import compute, record
-from trainer_agent.collective.exchange import Collective
+from trainer_agent.collective.exchange import CollectiveGroup
+from trainer_agent.collective.gathering import MeanGradients
 from trainer_agent.collective.groups import Group, GroupView
 from trainer_agent.collective.ports import CollectivePorts
+from trainer_agent.collective.replica import Replica
 from trainer_agent.collective.server import ShareServer
 
 
-def alone(clip_grad_norm: float | None = None, **ports: Any) -> tuple[Collective, Directory, GroupView]:
+def alone(clip_grad_norm: float | None = None, step_in: Any = None) -> tuple[CollectiveGroup, Directory, GroupView]:
     """A trainer that reaches nobody."""
     nobody: Any = None
     made: Any = compute()
@@ -27,8 +31,11 @@ def alone(clip_grad_norm: float | None = None, **ports: Any) -> tuple[Collective
     common: dict[str, Any] = {"dataset": dataset, "strategy": Strategy.COLLECTIVE, "pservers": 0}
     spec = JobSpec(job="job", script="s.py", storage="s", lanes=1, clip_grad_norm=clip_grad_norm, **common)
     view = GroupView(directory, nobody, "me", made.layout.slot_count)
-    exchange = CollectivePorts(ShareServer("job", "me"), Exchange(url=""), **ports)
-    return Collective(view, nobody, made, nobody, nobody, spec, exchange), directory, view
+    ports = CollectivePorts(ShareServer("job", "me"), Exchange(url=""))
+    standing: Any = SimpleNamespace(certain=nobody, set=lambda **_: None, without_doubt=lambda: None)
+    means = MeanGradients(view, nobody, made, nobody, standing, spec, ports)
+    replica = Replica(made, Clipping.of(spec))
+    return CollectiveGroup(means, replica, made, spec, step_in=step_in), directory, view
 
 
 @pytest.mark.parametrize("loaded", [False, True])
@@ -38,18 +45,18 @@ async def test_a_checkpoint_that_is_loaded_before_the_lost_version_is_forgotten_
     """The trainer's own loop uses the parameters. Whoever loads the checkpoint waits for it, and so does the one who then forgets what was lost."""
     forming = asyncio.Event()
 
-    async def form(_: Collective, __: Group) -> None:
+    async def form(_: MeanGradients, __: Group) -> None:
         if not forming.is_set():
             forming.set()
             raise Gone("no trainer of generation 1 has its version")
 
     async def load() -> None:
         async with collective.in_use:
-            collective.stop()
+            collective.means.stop()
             collective.replica.loaded(record(6), 3, "c")
             collective.start()
 
-    monkeypatch.setattr(Collective, "form", form)
+    monkeypatch.setattr(MeanGradients, "form", form)
     collective, directory, view = alone()
     collective.replica.begin(lanes=1)
     collective.start()
@@ -63,12 +70,12 @@ async def test_a_checkpoint_that_is_loaded_before_the_lost_version_is_forgotten_
                 directory.trainers = TrainerList(generation=1, lanes=1, names=("me", "other"))
                 view.follow()
                 await forming.wait()
-            while collective.lost or (loading is not None and not loading.done()):
+            while collective.means.lost or (loading is not None and not loading.done()):
                 await asyncio.sleep(0)
     finally:
         running.cancel()
     assert collective.replica.version == (6 if loaded else None)
-    assert collective.has == (6 if loaded else -1)
+    assert collective.means.has == (6 if loaded else -1)
 
 
 async def test_a_step_that_nobody_waits_for_any_more_has_its_norm() -> None:
@@ -83,7 +90,7 @@ async def test_a_step_that_nobody_waits_for_any_more_has_its_norm() -> None:
     collective, _, _ = alone(clip_grad_norm=1.0, step_in=step_in)
     collective.replica.begin(lanes=1)
     collective.start()
-    store = collective.store
+    store = collective.means.store
     assert store is not None
     kept = {number: block.kept[0].retain() if block.is_buffer else None for number, block in store.blocks.items()}
     store.complete(1, kept, record(1))

@@ -18,9 +18,8 @@ from shared.wire.region_allocator import RegionAllocator
 from shared.wire.verdict import Verdict
 from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import JOB, layout_of, push_header
-from trainer_agent.collective import older_versions
-from trainer_agent.collective.mean_blocks import MeanStore, released
-from trainer_agent.collective.older_versions import MOST_KEPT
+from trainer_agent.collective import mean_blocks
+from trainer_agent.collective.mean_blocks import MOST_KEPT, MeanStore, released
 from trainer_agent.collective.server import ShareServer
 
 LANES = 2
@@ -98,7 +97,7 @@ def test_memory_of_the_first_values_that_a_later_version_has_got_stays_that_vers
     """It goes back to the pool with the first version. Values of a version before the newest one become known then."""
     store, buffer = begun(set()), max(BLOCKS)
     first = store.blocks[buffer].current
-    with replaced(older_versions, "KEPT_BYTES", 0):
+    with replaced(mean_blocks, "KEPT_BYTES", 0):
         for version in range(1, 7):
             brought = store.pool.take("float32", BLOCKS[buffer])
             while first.references == 0:
@@ -165,7 +164,7 @@ def test_of_a_small_model_it_can_give_many_versions_and_says_of_each_what_it_is_
 
 
 def test_of_a_large_model_it_keeps_the_versions_alone_that_are_needed():
-    with replaced(older_versions, "KEPT_BYTES", 0):
+    with replaced(mean_blocks, "KEPT_BYTES", 0):
         store = begun(set(BLOCKS))
         made_alone(store, 9)
     assert store.first_kept == 8
@@ -174,7 +173,7 @@ def test_of_a_large_model_it_keeps_the_versions_alone_that_are_needed():
 
 
 def test_what_it_has_not_stepped_yet_it_keeps():
-    with replaced(older_versions, "KEPT_BYTES", 0):
+    with replaced(mean_blocks, "KEPT_BYTES", 0):
         store = begun(set())
         for _ in range(9):
             store.complete(store.has + 1, from_others(store, set(BLOCKS)), record(store.has + 1))

@@ -14,11 +14,10 @@ from shared.records.step import StepRecord
 from tests.trainer_agent.collective.cluster import CollectiveCluster, cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.collective.mean_blocks import MeanStore, released
-from trainer_agent.collective.native import operation_limit
+from trainer_agent.collective.native import link as link_module
 from trainer_agent.collective.native.exchange import NativeExchange
 from trainer_agent.collective.native.given import Given
-from trainer_agent.collective.native.link import Link
-from trainer_agent.collective.native.operation_limit import OperationLimit
+from trainer_agent.collective.native.link import Link, OperationLimit
 from trainer_agent.collective.native.step import Made, StepMaker
 from trainer_agent.collective.server import ShareServer
 
@@ -37,8 +36,9 @@ NATIVE = {**COLLECTIVE, "exchange": "native", "bucket_bytes": 4096}
 def exchange_of(made: CollectiveCluster, name: str) -> NativeExchange:
     member = made.agents[name].collective
     assert member is not None
-    assert member.native is not None
-    return member.native
+    native = member.group.means.native
+    assert native is not None
+    return native
 
 
 async def test_canonical_reduction_gives_the_bits_of_direct_exchange_whoever_trains(tmp_path):
@@ -114,7 +114,7 @@ async def test_a_group_that_breaks_without_a_death_is_built_again_in_the_same_ge
 @pytest.mark.parametrize("ablated", [False, True])
 async def test_an_operation_that_does_not_end_is_given_up_after_what_steps_take_here(tmp_path, monkeypatch, ablated):
     """One trainer is in no operation of a step, as if it did not reach the others; it lives, so nobody is left out. Ablated: the limit of the first step."""
-    monkeypatch.setattr(operation_limit, "FLOOR_S", 0.5)
+    monkeypatch.setattr(link_module, "FLOOR_S", 0.5)
     if ablated:
         monkeypatch.setattr(OperationLimit, "took", lambda *_: None)
     script, silent = write_script(tmp_path), [True]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trainer_agent.collective.native.operation_limit import FLOOR_S, MOST_S, OperationLimit
+from trainer_agent.collective.native.link import FLOOR_S, MOST_S, OperationLimit
 from trainer_agent.collective.native.reducing import Scratch
 
 

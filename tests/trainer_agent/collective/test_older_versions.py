@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.equipment.replaced import replaced
-from trainer_agent.collective import older_versions
-from trainer_agent.collective.older_versions import KEPT_BYTES, MOST_KEPT, OlderVersions
+from trainer_agent.collective import mean_blocks
+from trainer_agent.collective.mean_blocks import KEPT_BYTES, MOST_KEPT, OlderVersions
 
 
 def kept_after(versions: int, size: int) -> OlderVersions:
@@ -41,7 +41,7 @@ def test_none_is_forgotten_before_it_is_not_needed_any_more():
 
 
 def test_a_large_version_makes_room_for_itself():
-    with replaced(older_versions, "KEPT_BYTES", 100):
+    with replaced(mean_blocks, "KEPT_BYTES", 100):
         kept = OlderVersions(1)
         for size in (10, 10, 10, 90, 10):
             kept.add(size)

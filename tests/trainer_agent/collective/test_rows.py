@@ -17,7 +17,7 @@ from shared.tables.payload import ids_in, rows_in
 from shared.tables.saving import snapshot
 from shared.wire.messages import TableRequest
 from tests.equipment.replaced import replaced
-from trainer_agent.collective import older_versions
+from trainer_agent.collective import mean_blocks
 from trainer_agent.collective.mean_blocks import MeanStore
 from trainer_agent.collective.rows import giving, joining
 from trainer_agent.collective.rows import means as means_module
@@ -337,7 +337,7 @@ def gives_the_last_version() -> bool:
 
 
 def test_means_of_the_last_version_are_kept_for_those_who_lack_it(monkeypatch):
-    monkeypatch.setattr(older_versions, "KEPT_BYTES", 0)
+    monkeypatch.setattr(mean_blocks, "KEPT_BYTES", 0)
     assert gives_the_last_version()
     monkeypatch.setattr(MeanStore, "_needed", property(lambda store: store.in_use + 1))
     assert not gives_the_last_version()

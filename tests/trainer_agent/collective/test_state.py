@@ -16,7 +16,7 @@ from shared.records.checkpoints import CheckpointLatest
 from tests.equipment.replaced import replaced
 from tests.trainer_agent.collective.cluster import CollectiveCluster, cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, write_script
-from trainer_agent.collective import older_versions
+from trainer_agent.collective import mean_blocks
 from trainer_agent.collective.state import giving
 
 COMMON: dict[str, Any] = {"lanes": 4, "global_batch_size": 12, "records_per_task": 6, "epochs": 10, "block_bytes": 256}
@@ -73,11 +73,11 @@ async def test_a_trainer_that_is_asked_for_the_last_version_while_it_joins_waits
         joiner = made.add_trainer(C).collective
         assert joiner is not None
         async with asyncio.timeout(20.0):
-            while joiner.store is None:
+            while joiner.group.means.store is None:
                 await asyncio.sleep(0.001)
-        assert joiner.replica.record is None
+        assert joiner.group.replica.record is None
         async with asyncio.timeout(20.0):
-            record = await joiner.pull(None, exact=True)  # as before an evaluation
+            record = await joiner.group.pull(None, exact=True)  # as before an evaluation
         assert record is not None
         assert record.version >= 3
 
@@ -181,19 +181,19 @@ async def test_the_last_version_is_not_lost_with_who_made_it(tmp_path):
 @asynccontextmanager
 async def without_processor(made: CollectiveCluster, name: str, steps: int) -> AsyncIterator[None]:
     """The others make so many steps meanwhile."""
-    exchange = made.agents[name].collective
-    assert exchange is not None
-    async with exchange.in_use:
-        made.last_step = exchange.has + steps
-        await made.version(exchange.has + steps)
+    member = made.agents[name].collective
+    assert member is not None
+    async with member.group.in_use:
+        made.last_step = member.group.means.has + steps
+        await made.version(member.group.means.has + steps)
         yield
     made.last_step = math.inf
 
 
-@pytest.mark.parametrize("kept_bytes", [older_versions.KEPT_BYTES, 0])
+@pytest.mark.parametrize("kept_bytes", [mean_blocks.KEPT_BYTES, 0])
 async def test_a_spare_that_was_behind_goes_on_from_where_it_was(tmp_path, kept_bytes):
     """Without older versions it gets everything anew."""
-    with replaced(older_versions, "KEPT_BYTES", kept_bytes):
+    with replaced(mean_blocks, "KEPT_BYTES", kept_bytes):
         async with cluster(spec_of(tmp_path, lanes=2), 3) as made:
             await listed(made, C)
             given = dict(made.given)
@@ -203,18 +203,18 @@ async def test_a_spare_that_was_behind_goes_on_from_where_it_was(tmp_path, kept_
     assert (made.given == given) is (kept_bytes > 0)
 
 
-async def test_a_spare_that_gets_lanes_while_it_is_behind_makes_all_versions_before_it_computes(tmp_path):
+async def test_a_spare_that_gets_lanes_while_it_is_behind_makes_all_versions_before_it_computes(tmp_path, monkeypatch):
     async with cluster(spec_of(tmp_path, lanes=2), 3) as made:
         await listed(made, C)
         first, _, spare = made.directory.trainers.names
-        given, begun, exchange = dict(made.given), list[int](), made.agents[spare].collective
-        assert exchange is not None
+        given, begun, member = dict(made.given), list[int](), made.agents[spare].collective
+        assert member is not None
 
         async def beginning(step: int) -> None:
             begun.append(step)
 
-        exchange.beginning = beginning
-        before = exchange.has
+        monkeypatch.setattr(member.group, "begin_step", beginning)
+        before = member.group.means.has
         async with without_processor(made, spare, 5):
             await made.kill(first)
             await made.directory.wait_for(lambda view: spare in view.trainers.owners, 20.0, "it has lanes")

@@ -17,9 +17,10 @@ from shared.runtime import clock
 from shared.wire.messages import PulledBlock, PullEnd, PushAnswer, PushBlock, PushHeader, Refusal
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.trainer_agent.virtual_time import virtually
+from trainer_agent.data_plane.fleet_client import FleetClient
 from trainer_agent.data_plane.outbox import Outbox
-from trainer_agent.data_plane.transfer import Transfer
-from trainer_agent.data_plane.verdicts import Verdict
+from trainer_agent.data_plane.parameter_servers import ParameterServers
+from trainer_agent.data_plane.pushes import Verdict
 
 KEYS = Keys("j")
 HEADER = PushHeader(job="j", term=0, generation=0, mode=Mode.SYNC, trainer="t", step=0)
@@ -64,7 +65,8 @@ class World:
             payloads=lambda _: {}, blocks=lambda: [SimpleNamespace(number=0)], slot_count=1, tables=()
         )
         vectors = SimpleNamespace(layout=layout, staging=lambda _: memoryview(bytearray(4)))
-        self.transfer = Transfer(self.directory, lambda member: pservers[member.index], vectors, lambda *_: None)
+        fleet = FleetClient(self.directory, lambda member: pservers[member.index], vectors.layout, lambda *_: None)
+        self.servers = ParameterServers(fleet, vectors)
 
     async def begin(self):
         for index in range(len(self.pservers)):
@@ -78,7 +80,7 @@ class World:
         outbox = Outbox()
         outbox.add(PushBlock(block=0, lanes=(0, 1), count=1), memoryview(b"1234"))
         outbox.close()
-        return await self.transfer.push(0, HEADER, outbox)
+        return await self.servers.pushes.push(0, HEADER, outbox)
 
 
 def played(world_of, scenario):
@@ -133,7 +135,7 @@ def test_a_pull_is_repeated_within_milliseconds_to_a_new_owner_that_learns_of_th
     async def scenario(world):
         await new_map_first_here(world)
         began = clock.monotonic()
-        await world.transfer.pull(1)
+        await world.servers.pull(1)
         return clock.monotonic() - began
 
     seconds, _ = played(lambda: World(Pserver(), Pserver()), scenario)

@@ -32,8 +32,9 @@ from tests.pserver_service.jobs import (
     values_of,
 )
 from tests.trainer_agent.virtual_time import virtually
+from trainer_agent.data_plane.fleet_client import FleetClient
+from trainer_agent.data_plane.parameter_servers import ParameterServers
 from trainer_agent.data_plane.step_norm import StepNormFinder
-from trainer_agent.data_plane.transfer import Transfer
 
 LAYOUT = layout_of(64, optimizer=PLAIN)  # 4 blocks of 16
 OWNERS = tuple(slot % 2 for slot in range(LAYOUT.slot_count))
@@ -51,7 +52,7 @@ class Vectors:
 
 
 async def whole_step():
-    """Two parameter servers that have all data of step 0, and a trainer's Transfer to them."""
+    """Two parameter servers that have all data of step 0, and a trainer's exchange with them."""
     owner = {block.number: OWNERS[slot_of(block.number, LAYOUT.slot_count)] for block in LAYOUT.blocks()}
     assert set(owner.values()) == {0, 1}
     pservers = [Pserver(JOB, f"ps-{index}", index) for index in (0, 1)]
@@ -74,14 +75,15 @@ async def whole_step():
         revision=1,
         changed=changed,
     )
-    transfer = Transfer(directory, lambda member: DirectPserver(pservers[member.index]), Vectors(), lambda *_: None)
-    return pservers, transfer, [[n for n in owner if owner[n] == index] for index in (0, 1)]
+    fleet = FleetClient(directory, lambda member: DirectPserver(pservers[member.index]), LAYOUT, lambda *_: None)
+    servers = ParameterServers(fleet, Vectors())
+    return pservers, servers, [[n for n in owner if owner[n] == index] for index in (0, 1)]
 
 
 def test_the_norm_of_all_blocks_is_found_and_told():
     async def main():
-        pservers, transfer, _ = await whole_step()
-        record = await transfer.pull(1)
+        pservers, servers, _ = await whole_step()
+        record = await servers.pull(1)
         return record.grad_norm, [pserver.store.lowest for pserver in pservers]
 
     assert virtually(main) == (NORM, [1, 1])
@@ -89,10 +91,10 @@ def test_the_norm_of_all_blocks_is_found_and_told():
 
 async def torn():
     """One parameter server was told the norm and has made the step; who told it died before it told the other."""
-    pservers, transfer, blocks = await whole_step()
+    pservers, servers, blocks = await whole_step()
     norm = StepNorm(timeline=0, step=0, norm=NORM)
     assert (await pulled(pservers[0], pull_request(1, blocks[0], norm=norm)))[1].code == "OK"
-    return (await transfer.pull(1)).grad_norm, [pserver.store.lowest for pserver in pservers]
+    return (await servers.pull(1)).grad_norm, [pserver.store.lowest for pserver in pservers]
 
 
 def test_a_step_that_one_parameter_server_has_made_is_made_by_the_other():
@@ -109,7 +111,7 @@ def test_without_the_norm_of_the_version_such_a_step_is_never_made():
 
 def test_a_connection_that_breaks_behind_the_last_block_loses_no_norm():
     async def main():
-        pservers, transfer, blocks = await whole_step()
+        pservers, servers, blocks = await whole_step()
         await pulled(pservers[0], pull_request(1, blocks[0], norm=StepNorm(timeline=0, step=0, norm=NORM)))
         pull, broken = DirectPserver.pull, []
 
@@ -121,7 +123,7 @@ def test_a_connection_that_breaks_behind_the_last_block_loses_no_norm():
             return end
 
         with replaced(DirectPserver, "pull", breaking):
-            record = await transfer.pull(1)
+            record = await servers.pull(1)
         return broken == [tuple(blocks[0])], record.grad_norm
 
     assert virtually(main) == (True, NORM)

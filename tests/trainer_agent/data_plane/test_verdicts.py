@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shared.records import Mode
 from shared.wire.messages import PushAnswer, Refusal
-from trainer_agent.data_plane.verdicts import Verdict, verdict
+from trainer_agent.data_plane.pushes import Verdict, verdict
 
 
 def test_the_worst_refusal_decides_what_a_push_was():

@@ -8,6 +8,7 @@ import torch
 from shared.records import Phase
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.collective.cluster import cluster as collective_cluster
+from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import records, spec_for, write_script
 
 MODEL = """
@@ -139,7 +140,7 @@ async def test_statistics_are_never_told(build, name, width):
         compute.forget_nodes()
         compute.begin_step()
         for lane in range(4):
-            found = await compute.gradient((0, 4), lane, step * 4 + lane, records(2, step * 4 + lane), bool)
+            found = await compute.gradient((0, 4), lane, step * 4 + lane, records(2, step * 4 + lane), DoneBlocks())
             assert found.warnings == ()
         pulled(compute)
 
@@ -177,7 +178,9 @@ async def test_what_was_left_out_or_belongs_to_another_history_is_not_compared(b
         compute.forget_nodes()
         compute.begin_step()
         for lane, size in enumerate(sizes):
-            told.extend((await compute.gradient((lane, lane + 1), lane, number, records(size, number), bool)).warnings)
+            told.extend(
+                (await compute.gradient((lane, lane + 1), lane, number, records(size, number), DoneBlocks())).warnings
+            )
         then()
 
     def nothing():

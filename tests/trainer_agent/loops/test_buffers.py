@@ -11,6 +11,7 @@ from shared.records import Phase
 from shared.serving.core import calls
 from tests.equipment.replaced import replaced
 from tests.trainer_agent.cluster import cluster, trained
+from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import RECORDS, differing, records, spec_for, write_script
 
 CONSTANTS = """
@@ -60,7 +61,7 @@ async def test_they_are_not_sent_either(build, dtype, mode):
         model = CONSTANTS.replace("NORM", norm)
         compute = build({"block_bytes": 4096, "gradient_dtype": dtype, "mode": mode}, model=model)
         for lane in range(4):
-            await compute.gradient((0, 4), lane, lane, records(3 + lane, lane), bool)
+            await compute.gradient((0, 4), lane, lane, records(3 + lane, lane), DoneBlocks())
         segments = compute.layout.segments
         sizes = {
             (segments[block.segment].kind, block.dtype): len(compute.contribution((0, 4), block.number))

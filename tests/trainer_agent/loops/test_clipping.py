@@ -13,6 +13,7 @@ from shared.records import Mode, Phase
 from shared.runtime import ids
 from tests.equipment.replaced import replaced
 from tests.trainer_agent.cluster import cluster, trained
+from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import differing, lane_batches, records, spec_for, train_plainly, write_script
 from trainer_agent.script.user_module import load
 from trireme.plain import run
@@ -107,9 +108,9 @@ async def test_an_asynchronous_trainer_clips_what_it_pushes(build, dtype, push_e
     node, batches = (4, 4 + push_every), [records(4, number) for number in range(push_every)]
     vectors = []
     for compute in (plain, clipping):
-        announced = []
+        announced = DoneBlocks()
         for number, batch in zip(range(*node), batches, strict=True):
-            await compute.gradient(node, number, number, batch, announced.append)
+            await compute.gradient(node, number, number, batch, announced)
         assert sorted(announced) == list(range(len(compute.plan.blocks)))
         segments = compute.layout.segments
         vectors.append([compute.tree.slots[0].blocks[b.number].clone() for b in compute.plan.blocks])

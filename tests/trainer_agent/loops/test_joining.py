@@ -25,7 +25,7 @@ def joiner() -> Joiner:
     context = SimpleNamespace(
         directory=directory,
         compute=nothing,
-        transfer=nothing,
+        exchange=nothing,
         source=nothing,
         stopping=asyncio.Event(),
         duty=lambda: Next(Duty.TRAIN),

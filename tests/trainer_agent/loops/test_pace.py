@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from shared.records import MetricBatch
 from tests.trainer_agent.virtual_time import virtually
-from trainer_agent.loops.pace import ENOUGH, FRESH_S, Pace
-from trainer_agent.tasks.reports import PACE_EVERY_S, LanePace, Reports
+from trainer_agent.loops.lane_pusher import ENOUGH, FRESH_S, Pace
+from trainer_agent.tasks.activity import Activity, LanePace
+from trainer_agent.tasks.reports import PACE_EVERY_S, Reports
 
 
 async def lanes(pace: Pace, *seconds: float) -> None:
@@ -106,22 +108,22 @@ def test_a_slow_trainer_reports_its_speed_without_any_step():
             async def report_metrics(self, batch):
                 batches.append(batch)
 
-        pace = [LanePace()]
-        reports = Reports(Master(), "t", list, lambda: pace[0])
+        loop = SimpleNamespace(lane_pace=LanePace(), waits_for="")
+        reports = Reports(Master(), "t", Activity(training=loop))
         running = asyncio.create_task(reports.run())
         await asyncio.sleep(2 * PACE_EVERY_S)
         assert not batches
-        pace[0] = LanePace(1.0)
+        loop.lane_pace = LanePace(1.0)
         await asyncio.sleep(1.0)
         assert [batch.lane_s for batch in batches] == [1.0]
-        pace[0] = LanePace(5.0)
+        loop.lane_pace = LanePace(5.0)
         await asyncio.sleep(1.0)
         assert [batch.lane_s for batch in batches] == [1.0, 5.0], "a change is told at once"
         await asyncio.sleep(2 * PACE_EVERY_S)
         assert 3 <= len(batches) <= 5, "and the same now and then"
         assert {batch.steps for batch in batches} == {()}
         batches.clear()
-        pace[0] = LanePace(None, 5.0)
+        loop.lane_pace = LanePace(None, 5.0)
         await asyncio.sleep(1.0)
         assert [(batch.lane_s, batch.least_lane_s) for batch in batches] == [(None, 5.0)]
         running.cancel()

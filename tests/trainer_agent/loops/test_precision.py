@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from shared.errors import InvalidArgument
 from shared.records import Phase
 from tests.trainer_agent.cluster import cluster, trained
+from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.own_loop.scripts import write_loop
 from tests.trainer_agent.scripts import differing, records, spec_for, train_plainly, write_script
 from trainer_agent.script.user_module import load
@@ -62,7 +63,7 @@ async def test_neither_trainers_nor_a_kill_show_in_the_bits(tmp_path):
 
 async def test_backward_and_what_follows_is_not_under_autocast(build):
     compute = build({"precision": "bf16"})
-    await compute.gradient((0, 1), 0, 0, records(4), lambda _: None)
+    await compute.gradient((0, 1), 0, 0, records(4), DoneBlocks())
     assert {view.dtype for view in compute.minibatch.gradient_views} == {torch.float32}
     assert not torch.is_autocast_enabled("cpu")
 

@@ -58,7 +58,7 @@ def model():
 @pytest.fixture(autouse=True)
 def blocks_travel_at_once(monkeypatch):
     """As those of a large model do: little ones wait for company otherwise."""
-    monkeypatch.setattr("trainer_agent.waiting.announcing.ANNOUNCED_BYTES", 1)
+    monkeypatch.setattr("trainer_agent.model.gradient_tree.TOLD_BYTES", 1)
 
 
 class RestoringCluster(TorchCluster):

@@ -10,6 +10,7 @@ import torch
 from shared.blocks.accumulator import Accumulator
 from shared.blocks.buffers import BufferPool
 from tests.equipment.gpu_arithmetic import GpuArithmetic
+from tests.trainer_agent.done_blocks import DoneBlocks
 from trainer_agent.model.devices import HOST, device_of, number_of, use_deterministic_kernels
 from trainer_agent.model.gradient_tree import Entry, GradientTree
 
@@ -41,7 +42,7 @@ def node_on_gpu(plan, rounded, node, counts):
             if lane < node[1] - 1:
                 tree.add(entry)
             else:
-                tree.open(node, entry, bool)
+                tree.open(node, entry, DoneBlocks())
                 tree.close()
     found = [bytearray(tree.contribution(node, block.number)) for block in plan.blocks]
     return [

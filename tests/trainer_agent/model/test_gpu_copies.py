@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.errors import UserCodeError
+from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import records, spec_for, write_script
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
@@ -67,9 +68,9 @@ def make(tmp_path, monkeypatch):
 async def step(compute, number=0):
     """The blocks that are sent, by number."""
     compute.forget_nodes()
-    announced = []
+    announced = DoneBlocks()
     for lane in range(*NODE):
-        await compute.gradient(NODE, lane, 7 + lane, records(4 - lane % 2, 10 * number + lane), announced.append)
+        await compute.gradient(NODE, lane, 7 + lane, records(4 - lane % 2, 10 * number + lane), announced)
     assert sorted(announced) == [block.number for block in compute.plan.blocks]
     return [bytes(compute.contribution(NODE, block)) for block in range(len(announced))]
 
@@ -135,9 +136,9 @@ NAN = "torch.sqrt(0 * sum(p.sum() for p in model.parameters()))"  # its value is
 async def test_what_does_not_fit_or_is_not_finite_is_refused_before_it_is_announced(make, loss, error):
     head = 'def loss(model, batch):\n    mean = F.cross_entropy(model(batch["x"]), batch["y"])\n'
     compute = make(gpu=True, parts={"loss": f"{head}    return {loss}\n"}, gradient_dtype="float16")
-    announced = []
+    announced = DoneBlocks()
     for _ in range(2):
         with pytest.raises(UserCodeError, match=error):
-            await compute.gradient((0, 1), 0, 1, records(4), announced.append)
+            await compute.gradient((0, 1), 0, 1, records(4), announced)
         compute.forget_nodes()
     assert announced == []

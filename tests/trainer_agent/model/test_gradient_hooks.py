@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shared.errors import UserCodeError
+from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import records
 from trainer_agent.data import default_collate
 from trainer_agent.model.watch.unshared_state import FIRST_LOOKS
@@ -60,7 +61,7 @@ async def test_hooks_of_the_script_change_gradients_as_in_plain_pytorch(build, t
     for number in range(3):
         batch = records(8, number)
         compute.forget_nodes()
-        await compute.gradient((0, 1), 0, number, batch, bool)
+        await compute.gradient((0, 1), 0, number, batch, DoneBlocks())
         model.zero_grad()
         user.call("loss", model, default_collate(batch)).backward()
         for place, parameter in zip(compute.plan.parameters, model.parameters(), strict=True):
@@ -75,4 +76,4 @@ async def test_a_gradient_that_is_on_its_way_is_not_changed_without_a_word(build
     with pytest.raises(UserCodeError, match=r"a hook changed the gradient of 2\.weight after backward had computed it"):
         for number in range(FIRST_LOOKS):
             compute.forget_nodes()
-            await compute.gradient((0, 1), 0, number, records(8, number), bool)
+            await compute.gradient((0, 1), 0, number, records(8, number), DoneBlocks())

@@ -13,6 +13,7 @@ from torch import nn
 
 from shared.lanes import combine
 from shared.wire.shared_memory import place_of
+from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import records
 from trainer_agent.model.finite import all_finite, is_finite
 from trainer_agent.model.gradient_tree import WATCHED_STEPS
@@ -21,9 +22,9 @@ from trainer_agent.model.watch.unshared_state import FIRST_LOOKS
 
 async def contributions(compute, node, batches, seed=3):
     """All blocks of a node, as they were announced and as tensors."""
-    announced: list[int] = []
+    announced = DoneBlocks()
     for lane in range(*node):
-        await compute.gradient(node, lane, seed + lane, batches[lane - node[0]], announced.append)
+        await compute.gradient(node, lane, seed + lane, batches[lane - node[0]], announced)
     values = []
     for block in compute.plan.blocks:
         dtype = {"float32": np.float32, "int64": np.int64}[block.dtype]
@@ -38,7 +39,7 @@ async def test_gradients_in_shared_memory_have_the_same_bits_and_lost_memory_is_
     for lose in (False, True, False):
         for lane in range(*node):
             for compute in (plain, shared):
-                await compute.gradient(node, lane, lane, batches[lane], bool)
+                await compute.gradient(node, lane, lane, batches[lane], DoneBlocks())
         views = [shared.contribution(node, block.number) for block in shared.plan.blocks]
         assert views == [plain.contribution(node, block.number) for block in plain.plan.blocks]
         (region,) = {place_of(view)[0] for view in views}
@@ -47,7 +48,7 @@ async def test_gradients_in_shared_memory_have_the_same_bits_and_lost_memory_is_
             compute.forget_nodes()
         batches.reverse()
         for lane in range(*node):
-            await shared.gradient(node, lane, lane, batches[lane], bool)
+            await shared.gradient(node, lane, lane, batches[lane], DoneBlocks())
         shared.forget_nodes()
         assert (bytes(region) == before) is lose
 
@@ -56,7 +57,7 @@ async def test_gradients_in_shared_memory_have_the_same_bits_and_lost_memory_is_
 async def test_a_trainer_that_owns_fewer_lanes_gives_gradient_vectors_back(build, dtype):
     async def step(compute, lanes):
         for lane in range(lanes):
-            await compute.gradient((0, lanes), lane, lane, records(4, lane), bool)
+            await compute.gradient((0, lanes), lane, lane, records(4, lane), DoneBlocks())
         found = [bytes(compute.contribution((0, lanes), block.number)) for block in compute.plan.blocks]
         compute.forget_nodes()
         return found
@@ -90,14 +91,14 @@ async def test_little_blocks_wait_for_company_but_the_last_ones_for_nobody(build
     call_soon = loop.call_soon_threadsafe
 
     def noted(callback, *arguments, **options):
-        if getattr(callback, "__name__", "") == "all_finished":
+        if getattr(callback, "__name__", "") == "_all_done":
             calls.append(arguments[0])
         return call_soon(callback, *arguments, **options)
 
     monkeypatch.setattr(loop, "call_soon_threadsafe", noted)
     blocks = len(compute.plan.blocks)
     for worth, expected in ((1, [1] * blocks), (1 << 30, [blocks])):
-        monkeypatch.setattr("trainer_agent.waiting.announcing.ANNOUNCED_BYTES", worth)
+        monkeypatch.setattr("trainer_agent.model.gradient_tree.TOLD_BYTES", worth)
         for _ in range(2):  # the first backward only watches
             calls.clear()
             compute.forget_nodes()
@@ -128,8 +129,8 @@ async def test_a_nodes_contribution_is_the_tree_of_its_lanes(build):
 
 async def test_an_empty_node_has_no_bytes_and_is_announced(build):
     compute = build()
-    announced: list[int] = []
-    result = await compute.gradient((2, 3), 2, 0, None, announced.append)
+    announced = DoneBlocks()
+    result = await compute.gradient((2, 3), 2, 0, None, announced)
     assert (result.records, result.loss_sum) == (0, 0.0)
     assert sorted(announced) == [block.number for block in compute.plan.blocks]
     assert {compute.contribution((2, 3), block).nbytes for block in announced} == {0}

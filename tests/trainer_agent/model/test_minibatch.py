@@ -14,6 +14,7 @@ import torch
 from shared.errors import InvalidArgument, UserCodeError
 from shared.logged_metrics import Logged
 from shared.records.tasks import MetricValue
+from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import records
 from trainer_agent.model.compute import metrics_of
 from trainer_agent.model.devices import on_device
@@ -91,7 +92,7 @@ def test_an_optimizer_that_a_collective_job_cannot_have_is_refused_with_its_reas
 async def test_what_goes_wrong_in_a_minibatch_is_the_users(build, parts, message):
     compute = build(**parts)
     with pytest.raises(UserCodeError, match=message):
-        await compute.gradient((0, 1), 0, 0, records(4), lambda block: None)
+        await compute.gradient((0, 1), 0, 0, records(4), DoneBlocks())
 
 
 async def test_without_evaluate_the_loss_is_evaluated(build):
@@ -127,18 +128,18 @@ LARGE = [record | {"x": record["x"] + 1000} for record in records(4)]
     ],
 )
 async def test_backward_in_the_users_loss_is_refused_and_no_block_is_finished(build, call):
-    compute, finished = build(loss=LOSS.replace("CALL", call)), []
+    compute, finished = build(loss=LOSS.replace("CALL", call)), DoneBlocks()
     everything = [block.number for block in compute.plan.blocks]
     for _ in range(2):  # from the second backward on, blocks are finished while it runs
-        await compute.gradient((0, 1), 0, 0, records(4), finished.append)
+        await compute.gradient((0, 1), 0, 0, records(4), finished)
         expected = [bytes(compute.contribution((0, 1), block)) for block in everything]
         compute.forget_nodes()
     finished.clear()
     with pytest.raises(UserCodeError, match=r"the script calls backward\(\) itself; return the loss"):
-        await compute.gradient((0, 1), 0, 0, LARGE, finished.append)
+        await compute.gradient((0, 1), 0, 0, LARGE, finished)
     assert finished == []
     compute.forget_nodes()
-    await compute.gradient((0, 1), 0, 0, records(4), finished.append)
+    await compute.gradient((0, 1), 0, 0, records(4), finished)
     assert sorted(finished) == everything
     assert [bytes(compute.contribution((0, 1), block)) for block in everything] == expected
 
@@ -146,7 +147,7 @@ async def test_backward_in_the_users_loss_is_refused_and_no_block_is_finished(bu
 async def test_the_users_loss_may_use_the_gradient_of_its_input(build):
     penalty = "torch.autograd.grad(model(batch['x'].requires_grad_()).sum(), batch['x'], create_graph=True)"
     compute = build(loss=LOSS.replace("CALL", penalty))
-    result = await compute.gradient((0, 1), 0, 0, LARGE, bool)
+    result = await compute.gradient((0, 1), 0, 0, LARGE, DoneBlocks())
     assert result.records == 4
 
 
@@ -251,8 +252,10 @@ async def test_what_the_loss_logs_comes_with_the_lanes_result_and_a_step_sums_it
     compute = build(loss=LOGS)
     compute.begin_step()
     node = (0, 2)
-    results = [await compute.gradient(node, lane, 1, records(4 if lane == 0 else 2), bool) for lane in range(*node)]
-    empty = await compute.gradient((2, 3), 2, 1, None, bool)
+    results = [
+        await compute.gradient(node, lane, 1, records(4 if lane == 0 else 2), DoneBlocks()) for lane in range(*node)
+    ]
+    empty = await compute.gradient((2, 3), 2, 1, None, DoneBlocks())
     assert [result.metrics["rows"] for result in results] == [Logged(4.0, 1.0, 4.0, 4.0), Logged(2.0, 1.0, 2.0, 2.0)]
     assert results[0].metrics["error"].total * 4 == pytest.approx(results[0].loss_sum)
     assert empty.metrics == {}
@@ -280,8 +283,10 @@ async def test_a_dict_of_loss_and_metrics_is_trained_and_evaluated_by_records(bu
     for each in (plain, compute):
         each.begin_step()
     node = (0, 2)
-    results = [await compute.gradient(node, lane, 1, records(4 if lane == 0 else 2), bool) for lane in range(*node)]
-    same = [await plain.gradient(node, lane, 1, records(4 if lane == 0 else 2), bool) for lane in range(*node)]
+    results = [
+        await compute.gradient(node, lane, 1, records(4 if lane == 0 else 2), DoneBlocks()) for lane in range(*node)
+    ]
+    same = [await plain.gradient(node, lane, 1, records(4 if lane == 0 else 2), DoneBlocks()) for lane in range(*node)]
     assert [result.loss_sum for result in results] == [result.loss_sum for result in same]
     assert all(
         bytes(compute.contribution(node, block)) == bytes(plain.contribution(node, block))
@@ -309,11 +314,11 @@ async def test_a_dict_that_cannot_be_trained_is_the_users_error(build, found, me
     compute = build(loss=f"def loss(model, batch):\n    return {found}\n")
     compute.begin_step()
     with pytest.raises(UserCodeError, match=message):
-        await compute.gradient((0, 1), 0, 1, records(4), bool)
+        await compute.gradient((0, 1), 0, 1, records(4), DoneBlocks())
 
 
 async def test_a_name_that_cannot_be_logged_is_an_error_of_the_script(build):
     compute = build(loss=LOGS.replace("rows", "loss"))
     compute.begin_step()
     with pytest.raises(UserCodeError, match="the job itself uses"):
-        await compute.gradient((0, 1), 0, 1, records(4), bool)
+        await compute.gradient((0, 1), 0, 1, records(4), DoneBlocks())

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tests.equipment.replaced import replaced
+from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import records
-from trainer_agent.model.buffers import LiveBuffers
+from trainer_agent.model.flat import LiveBuffers
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.tables.files import StoredTable
 from trainer_agent.tables.local import LocalTables
@@ -37,7 +38,7 @@ async def bits(compute, evaluate: bool) -> list[bytes]:
     """Of the contributions of two minibatches, with or without others' values evaluated between them."""
     found = []
     for step in range(2):
-        await compute.gradient((0, 1), 0, step, records(4), lambda block: None)
+        await compute.gradient((0, 1), 0, step, records(4), DoneBlocks())
         found += [bytes(compute.contribution((0, 1), block)) for block in range(len(compute.plan.blocks))]
         compute.forget_nodes()
         if evaluate:
@@ -86,7 +87,7 @@ async def test_rows_are_those_that_were_pinned_and_training_goes_on_with_its_own
     for each in (compute, reference):
         each.read_rows(LocalTables([spec], 1024).rows)
         for step in range(2):
-            await each.gradient((0, 1), 0, step, records(4), lambda block: None)
+            await each.gradient((0, 1), 0, step, records(4), DoneBlocks())
             found += [each.lane_rows()[0].gradients.tobytes()]
             each.forget_nodes()
             if each is compute:

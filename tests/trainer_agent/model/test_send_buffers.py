@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import spec_for, write_script
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
@@ -27,8 +28,8 @@ def records():
 async def one_push(compute) -> dict[int, torch.Tensor]:
     """By block: what is sent."""
     compute.forget_nodes()
-    blocks: list[int] = []
-    await compute.gradient((0, 1), 0, 7, records(), blocks.append)
+    blocks = DoneBlocks()
+    await compute.gradient((0, 1), 0, 7, records(), blocks)
     names = compute.layout.payloads("bfloat16")
     own = [block.dtype for block in compute.layout.blocks()]
     return {
@@ -54,9 +55,9 @@ async def test_all_pushes_and_the_rest_add_up_to_all_gradients(compute, monkeypa
     gradients: dict[int, torch.Tensor] = {}
     put = compute.send_buffers.put
 
-    def seen(slot, block, values, announce):
+    def seen(slot, block, values):
         gradients[block] = gradients.get(block, 0) + values.double()
-        put(slot, block, values, announce)
+        put(slot, block, values)
 
     monkeypatch.setattr(compute.send_buffers, "put", seen)
     totals: dict[int, torch.Tensor] = {}

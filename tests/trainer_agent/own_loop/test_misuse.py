@@ -11,6 +11,7 @@ import torch
 
 from shared.datasets.custom_reader import load_custom
 from shared.errors import DatasetError, InvalidArgument, UserCodeError
+from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.own_loop.scripts import PARTS, write_loop
 from tests.trainer_agent.scripts import records, spec_for
 from trainer_agent.model.torch_compute import TorchCompute
@@ -33,7 +34,7 @@ def passes(tmp_path):
             for number in range(minibatches):
                 compute.forget_nodes()
                 compute.begin_step()
-                asyncio.run(compute.gradient((0, 1), 0, number, records(8, number), lambda _: None))
+                asyncio.run(compute.gradient((0, 1), 0, number, records(8, number), DoneBlocks()))
             if finish:
                 asyncio.run(compute.finish())
             return compute

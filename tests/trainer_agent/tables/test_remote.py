@@ -8,6 +8,7 @@ from threading import Event
 
 import pytest
 
+from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.loops.test_tables import MODEL
 from tests.trainer_agent.scripts import records, spec_for, write_script
 from trainer_agent.model.torch_compute import TorchCompute
@@ -28,7 +29,7 @@ async def test_a_forward_pass_that_is_given_up_before_it_has_its_thread_asks_for
 
         compute.read_rows(never)
         executor.submit(free.wait)
-        computing = asyncio.create_task(compute.gradient((0, 1), 0, 1, records(4), lambda _: None))
+        computing = asyncio.create_task(compute.gradient((0, 1), 0, 1, records(4), DoneBlocks()))
         await asyncio.sleep(0)
         computing.cancel()
         await asyncio.sleep(0)

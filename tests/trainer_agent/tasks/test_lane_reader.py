@@ -15,7 +15,7 @@ from shared.storage import files
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import RECORDS, spec_for, write_script
 from trainer_agent.data import Shard
-from trainer_agent.tasks.held import Held
+from trainer_agent.tasks.activity import Held
 from trainer_agent.tasks.lane_reader import LaneReader
 from trainer_agent.tasks.source import TaskFailed, TaskSource, TrainingOver
 
@@ -194,7 +194,7 @@ class WaitingMaster:
 async def test_what_a_machine_lacks_is_waited_for_and_is_never_a_tasks_failure(tmp_path, monkeypatch, number):
     failing, spec = FailingReader(OSError(number, "no"), 3), spec_for(write_script(tmp_path))
     task = Task(task_id="1", kind="TRAIN", attempt=1, count=2)
-    monkeypatch.setattr("trainer_agent.waiting.retry.FIRST_S", 0.001)
+    monkeypatch.setattr("trainer_agent.waiting.FIRST_S", 0.001)
     monkeypatch.setattr("trainer_agent.tasks.source.open_dataset", lambda *_: failing)
     source = TaskSource(spec, master := WaitingMaster(), ME, at_once)
     assert len((await source.load(task)).shard) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,7 @@ from shared.records import CompleteTask, MetricBatch, StepMetrics, Task, TaskKin
 from shared.records.tasks import MetricValue
 from shared.runtime import clock
 from tests.trainer_agent.virtual_time import virtually
-from trainer_agent.tasks.held import Held
+from trainer_agent.tasks.activity import PROGRESS_S, Activity, Held
 from trainer_agent.tasks.reports import KEPT_STEPS, MetricBuffer, Reports
 
 
@@ -38,7 +39,7 @@ DONE = CompleteTask(trainer="me", attempt=1, records=3)
 
 
 async def with_reports(master, act, held=list):
-    reports = Reports(master, "me", held)
+    reports = Reports(master, "me", Activity(active=SimpleNamespace(held=held)))
     async with asyncio.TaskGroup() as group:
         running = group.create_task(reports.run())
         await act(reports)
@@ -117,6 +118,26 @@ def test_tasks_at_hand_show_that_they_are_alive():
     assert [(name, task_id, each.minibatches, each.work) for name, task_id, each in master.heard] == [
         ("report_progress", "7", 2, 9)
     ] * 2
+
+
+def test_a_task_that_was_given_to_others_is_known_as_given_up_as_long_as_it_is_held():
+    """Whoever evaluates it may hang: then nothing is waited for, so that the master does not wait either."""
+    held = [Held(task(7), 2), Held(task(8), 0)]
+    activity = Activity(active=SimpleNamespace(held=lambda: held))
+    known = []
+
+    async def main():
+        running = asyncio.create_task(Reports(Master(StaleAttempt("another has it")), "me", activity).run())
+        for _ in range(2):
+            await asyncio.sleep(PROGRESS_S + 0.1)
+            known.append(activity.given_up)
+        held.pop(0)
+        await asyncio.sleep(PROGRESS_S)
+        known.append(activity.given_up)
+        running.cancel()
+
+    virtually(main)
+    assert known == [(task(7),), (task(7),), ()]
 
 
 def test_metrics_are_due_after_a_while_and_shares_of_one_step_are_added():

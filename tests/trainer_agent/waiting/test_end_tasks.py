@@ -8,7 +8,7 @@ import pytest
 
 from shared.errors import PeerError
 from tests.trainer_agent.virtual_time import virtually
-from trainer_agent.waiting.end_tasks import AGAIN_S, end_tasks
+from trainer_agent.waiting import CANCEL_AGAIN_S, end_tasks
 
 
 async def fails_at_the_end():
@@ -37,4 +37,4 @@ def test_a_task_that_forgets_that_it_was_cancelled_is_cancelled_again():
         assert [task.cancelled() for task in tasks] == [True, True]
         return asyncio.get_running_loop().time() - began
 
-    assert virtually(scenario) == pytest.approx(1 + AGAIN_S, abs=0.1)
+    assert virtually(scenario) == pytest.approx(1 + CANCEL_AGAIN_S, abs=0.1)

@@ -11,7 +11,7 @@ import pytest
 
 from shared.collective.group import Broken
 from shared.errors import Gone, PeerError, StaleGeneration, UserCodeError
-from trainer_agent.waiting.single_error import SingleErrorGroup, most_serious
+from trainer_agent.waiting import SingleErrorGroup, most_serious
 
 
 @pytest.mark.parametrize(

@@ -28,14 +28,20 @@ from shared.wire.messages import PROTOCOL_VERSION, PushHeader
 from trainer_agent.collective.groups import Group, GroupView
 from trainer_agent.collective.mean_blocks import MeanStore
 from trainer_agent.collective.native.given import Given
-from trainer_agent.collective.native.link import Link, Meeting, NativeStatement, Overtaken, check_alike
-from trainer_agent.collective.native.operation_limit import OperationLimit
+from trainer_agent.collective.native.link import (
+    Link,
+    Meeting,
+    NativeStatement,
+    OperationLimit,
+    Overtaken,
+    check_alike,
+)
 from trainer_agent.collective.native.received import Received
 from trainer_agent.collective.native.step import StepMaker
 from trainer_agent.collective.server import ShareServer
 from trainer_agent.data_plane.outbox import Outbox
-from trainer_agent.data_plane.verdicts import Verdict
-from trainer_agent.waiting.single_error import SingleErrorGroup
+from trainer_agent.data_plane.pushes import Verdict
+from trainer_agent.waiting import SingleErrorGroup
 
 AGAIN_S = 0.05
 LOOK_S = 1.0  # between two looks whether a trainer that is waited for lives, and whether the others begin anew

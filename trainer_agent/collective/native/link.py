@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -25,7 +26,6 @@ from shared.etcd import Etcd, LeaseLost, OutcomeUnknown, Put
 from shared.etcd.reading import read_record
 from shared.records.record import Record
 from shared.runtime import clock, telemetry
-from trainer_agent.collective.native.operation_limit import OperationLimit
 from trainer_agent.collective.native.reducing import Scratch
 
 BUILD_S = 10.0
@@ -33,6 +33,9 @@ FIRST_LOOK_S, LAST_LOOK_S = 0.005, 0.1
 TOLD_AGAIN_S = 30.0
 MEETING_S = 120.0  # whoever is not there by then is missed by the job long since: a statement was lost
 LIMIT_S = 5.0  # of one call to etcd
+FLOOR_S, MOST_S = 10.0, 300.0
+TIMES = 10.0
+REMEMBERED = 32
 
 T = TypeVar("T")
 log = telemetry.logger("native")
@@ -285,3 +288,39 @@ def backend_of(wanted: str) -> str:
             "backend is nccl, but this process has no GPU, or its torch has no NCCL", hint="use backend gloo, or auto"
         )
     return wanted if wanted != "auto" else NCCL if nccl_is_there() else GLOO
+
+
+class OperationLimit:
+    """How long an operation of a native group may take: what steps of one trainer took, many times over, and never less than a floor.
+
+    no step was measured ─► MOST_S          steps are measured ─► TIMES x the longest of the last, between FLOOR_S and MOST_S
+    an operation ran out of time ─► twice as long, until a step is finished
+
+    Members compute beside the operations of others, so too short a limit would break groups of members that are only slow; a
+    broken group costs milliseconds.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[float] = deque(maxlen=REMEMBERED)
+        self._ran_out = 0
+
+    def __repr__(self) -> str:
+        return f"<OperationLimit: {self.seconds:g} s after {len(self._steps)} steps>"
+
+    @property
+    def seconds(self) -> float:
+        """The limit at present."""
+        if not self._steps:
+            return MOST_S
+        usual = max(FLOOR_S, TIMES * max(self._steps))
+        return min(MOST_S, usual * 2.0**self._ran_out)
+
+    def took(self, seconds: float) -> None:
+        """A step was finished in that time."""
+        self._steps.append(seconds)
+        self._ran_out = 0
+
+    def broke(self, after_s: float) -> None:
+        """An operation failed so long after the step began."""
+        if after_s >= self.seconds < MOST_S:
+            self._ran_out += 1

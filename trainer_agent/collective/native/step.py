@@ -17,10 +17,9 @@ from shared.records.layout import Layout
 from shared.records.step import StepRecord
 from trainer_agent.collective.arriving import Arriving
 from trainer_agent.collective.mean_blocks import MeanStore
-from trainer_agent.collective.native.buckets import buckets_of, buffers_of
 from trainer_agent.collective.native.given import ChosenNode, Given, chosen, read_told
 from trainer_agent.collective.native.link import Link
-from trainer_agent.collective.native.reducing import canonical, fast, mean_of_buffer
+from trainer_agent.collective.native.reducing import buckets_of, buffers_of, canonical, fast, mean_of_buffer
 from trainer_agent.collective.server import ShareServer
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from shared.checkpoints.start_tables import fit_tables, mark_in, put_rows
 from shared.errors import Gone, InvalidArgument
 from shared.records.layout import Layout
 from shared.records.step import LaneZero
@@ -86,3 +87,15 @@ def whole_table(rows: TableRows, number: int, version: int | None) -> tuple[Numb
     table = rows.tables[number]
     found = living(joined([table.read_slot(slot) for slot in table.slots()], table.width), table.spec, table.version)
     return found.ids, np.ascontiguousarray(found.content[:, : table.spec.dim])
+
+
+def put_start_rows(rows: TableRows, layout: Layout, init_from: str | None, states: bool) -> None:
+    """Rows that the tables start with (`init_from`): each trainer that has version 0 reads all of them itself, in place. Blocks. `states`: with the
+    state of their optimizers. Raises InvalidArgument: the files were changed since this trainer made its model; OSError."""
+    fit, mark = fit_tables(layout.tables, init_from or "", states=states), mark_in(layout.initial)
+    if (here := fit.mark()) != mark:
+        msg = f"the tables beside {init_from} were changed while the job began (mark {here or 'none'}, it was {mark})"
+        raise InvalidArgument(msg, hint="start a new job for new files", fatal=True)
+    tables = {table.spec.name: table for table in rows.tables}
+    for start in fit.tables:
+        put_rows(tables[start.name], start)

@@ -32,7 +32,7 @@ from trainer_agent.collective.state.giving import StepIn, at_once
 from trainer_agent.collective.state.messages import MOST_HURRY, Portion, StateRequest
 from trainer_agent.collective.state.pieces import Piece, wanted_pieces, whole_blocks
 from trainer_agent.model.compute import Compute
-from trainer_agent.waiting.single_error import SingleErrorGroup
+from trainer_agent.waiting import SingleErrorGroup
 
 if TYPE_CHECKING:
     from trainer_agent.collective.rows.joining import JoiningRows  # loads numba

@@ -7,7 +7,7 @@ ROLLING_BACK: restoring.py
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from shared.errors import Gone, PeerError, StaleGeneration
@@ -22,8 +22,9 @@ from trainer_agent.collective.state.catching_up import CatchingUp, Donor, Follow
 from trainer_agent.collective.state.giving import StepIn, at_once
 from trainer_agent.collective.state.messages import Portion, StateRequest
 from trainer_agent.collective.state.saving import ShareCopies
+from trainer_agent.data_plane.fleet_client import FleetClient
 from trainer_agent.model.compute import Compute
-from trainer_agent.waiting.end_tasks import end_tasks
+from trainer_agent.waiting import end_tasks
 
 LOOK_S = 0.5
 PAUSE_S = 0.3
@@ -32,17 +33,10 @@ T = TypeVar("T")
 log = telemetry.logger("collective.following")
 
 
-class Versions(Follow, Protocol):
-    """The exchange, as this module needs it. `in_use`: held by whoever uses or changes the parameters, and then
-    `swapping` to take other ones into use. `begun`: set once it is known whether this trainer has the
-    job's first values."""
+class Means(Follow, Protocol):
+    """The mean gradients that this trainer has, see MeanGradients."""
 
-    replica: Replica
-    in_use: asyncio.Lock
-    begun: asyncio.Event
-
-    @property
-    def swapping(self) -> asyncio.Lock: ...
+    fleet: FleetClient
 
     @property
     def has(self) -> int:
@@ -50,32 +44,42 @@ class Versions(Follow, Protocol):
         ...
 
     @property
-    def lost(self) -> bool:
-        """Whether what it has is about to be forgotten."""
-        ...
-
-    def envelope(self) -> Mapping[str, Any]:
-        """Job, term and generation of calls."""
+    def lost(self) -> str:
+        """Why what it has is about to be forgotten; "": it is not."""
         ...
 
     def listed(self) -> TrainerList | None:
         """The trainers of the present generation, if they are known."""
         ...
 
+    def stop(self) -> None:
+        """What it has is of no use any more: nothing is served."""
+        ...
+
+
+class Versions(Protocol):
+    """The versions of the own parameters, see CollectiveGroup."""
+
+    replica: Replica
+    #: held by whoever uses or changes the parameters, and then `swapping` to take other ones into use
+    in_use: asyncio.Lock
+    swapping: asyncio.Lock
+    #: set once it is known whether this trainer has the job's first values
+    begun: asyncio.Event
+
+    @property
+    def means(self) -> Means: ...
+
     async def step_to(self, version: int) -> None:
         """The replica makes the next version, of which all mean gradients are there, and has it in use then."""
         ...
 
     def handed_over(self) -> None:
-        """The replica has got a version from other trainers: the exchange, which began before, knows the values of buffers from now on."""
+        """The replica has got a version from other trainers: the mean gradients, which began before, know the values of buffers from now on."""
         ...
 
     async def reached(self) -> None:
         """Copies this trainer's share of the version in use, if a checkpoint of it is due."""
-        ...
-
-    def stop(self) -> None:
-        """What it has is of no use any more: nothing is served."""
         ...
 
 
@@ -107,7 +111,7 @@ class Following:
         while True:
             revision, state = self._directory.revision, self._directory.state
             stands = state is None or state.phase.final or state.phase is Phase.ROLLING_BACK
-            if state is None or stands or not self._directory.init_done or self._versions.lost:
+            if state is None or stands or not self._directory.init_done or self._versions.means.lost:
                 await self._directory.changed(revision, LOOK_S)
             elif not self._has_version(state):
                 await self._catch_up(state)
@@ -124,7 +128,7 @@ class Following:
         return self._replica.record is not None and there == (state.timeline, state.checkpoint)
 
     def _is_spare(self) -> bool:
-        listed = self._versions.listed()
+        listed = self._versions.means.listed()
         return listed is not None and not 0 <= listed.places.get(self._me, -1) < listed.owner_count
 
     async def _save_last(self) -> None:
@@ -141,8 +145,8 @@ class Following:
         version = self._replica.version
         assert version is not None
         try:
-            if self._versions.has <= version:
-                wait = self._versions.wait(version + 1)
+            if self._versions.means.has <= version:
+                wait = self._versions.means.wait(version + 1)
                 await while_true(
                     self._directory,
                     lambda: self._has_version(state) and self._is_current(state) and self._is_spare(),
@@ -150,11 +154,11 @@ class Following:
                 )
             async with self._versions.in_use:
                 stands = self._replica.version == version and self._has_version(state) and self._is_spare()
-                if stands and self._versions.has > version:
+                if stands and self._versions.means.has > version:
                     await self._versions.step_to(version + 1)
         except Gone as error:
             log.warning("too_far_behind", version=version, cause=error.message)
-            if self._versions.lost:
+            if self._versions.means.lost:
                 return
             async with self._versions.in_use:
                 if self._replica.version == version and self._has_version(state) and self._is_spare():
@@ -163,7 +167,7 @@ class Following:
             await self._directory.changed(self._directory.revision, LOOK_S)
 
     def _forget(self) -> None:
-        self._versions.stop()
+        self._versions.means.stop()
         self._replica.forget()
         self._own_key.set(holds=None)
 
@@ -187,8 +191,8 @@ class Following:
         attempt = CatchingUp(
             self._compute,
             sorted(donors, key=lambda donor: ids.named_uuid(self._me, donor.name)),  # not all ask the same one first
-            self._versions,
-            self._versions.envelope,
+            self._versions.means,
+            self._versions.means.fleet.envelope,
             state.timeline,
             state.checkpoint,
             *place,
@@ -207,7 +211,7 @@ class Following:
         if not attempt.whole or not self._is_current(state):
             return
         async with self._versions.in_use, self._versions.swapping:
-            if self._has_version(state) or not self._is_current(state) or self._versions.lost:
+            if self._has_version(state) or not self._is_current(state) or self._versions.means.lost:
                 return  # whoever held it has changed that
             attempt.hand_over(self._replica)
             self._versions.handed_over()

@@ -1,4 +1,4 @@
-"""Steps that are clipped, over every transport: the trainer's Transfer finds the norm while it pulls, on real sockets."""
+"""Steps that are clipped, over every transport: the trainer's ParameterServers finds the norm while it pulls, on real sockets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shared.serving.core.clipping import Clipping
 from shared.wire.messages import PushBlock
 from tests.pserver_service.jobs import push_header, stream
 from tests.shared.serving.data_plane.servers import TRANSPORTS, server
-from tests.shared.serving.data_plane.test_unchanged import COUNTER, LAYOUT, PARAMETERS, SIZES, transfer_to
+from tests.shared.serving.data_plane.test_unchanged import COUNTER, LAYOUT, PARAMETERS, SIZES, servers_at
 
 __all__ = ["server"]
 LIMIT, STEPS = 10.0, 3
@@ -42,16 +42,16 @@ def halves(step):
 async def test_steps_are_clipped_over_every_transport(server):
     server.pserver.clipping = Clipping(LIMIT)
     values = await server.initialise(LAYOUT)
-    transfer, factors = transfer_to(server.client), []
+    servers, factors = servers_at(server.client), []
     for step in range(STEPS):
         pushing = server.client.push(push_header(step), stream(*halves(step)))
-        answer, record = await asyncio.gather(pushing, transfer.pull(step + 1))
-        transfer.swap()
+        answer, record = await asyncio.gather(pushing, servers.pull(step + 1))
+        servers.swap()
         gradients = gradients_of(step)
         norm = norm_of(map(squares_of, gradients.values()))
         factors.append(clip_factor(norm, LIMIT))
         assert (answer.applied, record.version, record.grad_norm) == (2 * len(SIZES), step + 1, norm)
         for number, gradient in gradients.items():
             values[number] -= gradient * factors[-1]
-            assert torch.equal(torch.frombuffer(transfer.vectors.values[number], dtype=torch.float32), values[number])
+            assert torch.equal(torch.frombuffer(servers.vectors.values[number], dtype=torch.float32), values[number])
     assert factors[0] < factors[1] < factors[2] == 1.0

@@ -1,4 +1,4 @@
-"""Buffers that stay as they are travel once, over every transport: the trainer's Transfer on real sockets."""
+"""Buffers that stay as they are travel once, over every transport: the trainer's ParameterServers on real sockets."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from shared.wire.messages import PulledBlock, PullRequest, PushBlock
 from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import init_header, layout_of, push_header, stream, values_of
 from tests.shared.serving.data_plane.servers import PATIENCE_S, PLAIN, TOKEN, TRANSPORTS, server
+from trainer_agent.data_plane.fleet_client import FleetClient
+from trainer_agent.data_plane.parameter_servers import ParameterServers
 from trainer_agent.data_plane.pulls import Pulls
-from trainer_agent.data_plane.transfer import Transfer
 
 __all__ = ["server"]
 everywhere = pytest.mark.parametrize("server", TRANSPORTS, indirect=True)
@@ -61,7 +62,7 @@ class Vectors:
         self.values, self.next = self.next, self.values
 
 
-def transfer_to(port):
+def servers_at(port):
     async def changed(*_):
         await asyncio.sleep(0.01)
 
@@ -75,7 +76,7 @@ def transfer_to(port):
         changed=changed,
     )
     vectors = Vectors()
-    made = Transfer(directory, lambda _: port, vectors, lambda *_: None)
+    made = ParameterServers(FleetClient(directory, lambda _: port, LAYOUT, lambda *_: None), vectors)
     made.vectors, made.directory = vectors, directory
     return made
 
@@ -90,11 +91,11 @@ def pushed(changed=()):
         yield PushBlock(block=number, lanes=(0, 4), count=4), payload
 
 
-async def step(server, transfer, number, changed=()):
+async def step(server, servers, number, changed=()):
     pushing = server.client.push(push_header(number), stream(*pushed(changed)))
-    answer, record = await asyncio.gather(pushing, transfer.pull(number + 1))
+    answer, record = await asyncio.gather(pushing, servers.pull(number + 1))
     assert (answer.applied, record.version) == (len(SIZES), number + 1)
-    transfer.swap()
+    servers.swap()
 
 
 def held(server):
@@ -104,15 +105,15 @@ def held(server):
 async def bytes_of_steps(server):
     """Payload bytes that were pulled in each step, after each of which the trainer has the pserver's bits."""
     await server.initialise(LAYOUT)
-    transfer, found = transfer_to(server.client), []
+    servers, found = servers_at(server.client), []
     for number in range(STEPS):
         before = server.pserver.counters.bytes_pulled
         changed = {COUNTER[0]: torch.full((10,), number + 1)}
         if number == 3:
             changed[TABLE[1]] = torch.full((SIZES[TABLE[1]],), 3.0)
-        await step(server, transfer, number, changed)
+        await step(server, servers, number, changed)
         found.append(server.pserver.counters.bytes_pulled - before)
-        assert transfer.vectors.values == held(server)
+        assert servers.vectors.values == held(server)
     return found
 
 
@@ -134,37 +135,37 @@ async def test_without_names_every_pull_is_whole_and_has_the_same_bits(server):
 @everywhere
 async def test_after_a_rollback_and_after_joining_everything_comes(server):
     await server.initialise(LAYOUT)
-    transfer, whole = transfer_to(server.client), OTHER_BYTES + 4 * TABLE_ELEMENTS
+    servers, whole = servers_at(server.client), OTHER_BYTES + 4 * TABLE_ELEMENTS
     for number in range(3):
-        await step(server, transfer, number)
+        await step(server, servers, number)
     older = Store(init_header(LAYOUT), pool=server.pserver.new_pool())
     for number, values in values_of(LAYOUT, seed=1).items():
         older.add_block(number, bytes_of(values))
     older.seal()
     server.pserver.restore(older, 1, "checkpoint")
     before = server.pserver.counters.bytes_pulled
-    await transfer.pull(0)
-    transfer.swap()
+    await servers.pull(0)
+    servers.swap()
     assert server.pserver.counters.bytes_pulled - before == whole
-    assert transfer.vectors.values == held(server)
-    await step(server, transfer, 0)
-    before, late = server.pserver.counters.bytes_pulled, transfer_to(server.client)
+    assert servers.vectors.values == held(server)
+    await step(server, servers, 0)
+    before, late = server.pserver.counters.bytes_pulled, servers_at(server.client)
     await late.pull(1)
     late.swap()
     assert server.pserver.counters.bytes_pulled - before == whole
-    assert late.vectors.values == transfer.vectors.values == held(server)
+    assert late.vectors.values == servers.vectors.values == held(server)
 
 
 async def given_up(server):
     """A step's values come, and the step is given up before they are in use; then it is pulled again."""
     await server.initialise(LAYOUT)
-    transfer = transfer_to(server.client)
-    await step(server, transfer, 0)
+    servers = servers_at(server.client)
+    await step(server, servers, 0)
     await server.client.push(push_header(1), stream(*pushed({TABLE[0]: torch.ones(SIZES[TABLE[0]])})))
-    await transfer.pull(2)  # and no swap
-    await transfer.pull(2)
-    transfer.swap()
-    return transfer.vectors.values == held(server)
+    await servers.pull(2)  # and no swap
+    await servers.pull(2)
+    servers.swap()
+    return servers.vectors.values == held(server)
 
 
 async def test_only_values_in_use_are_named(server):
@@ -175,9 +176,9 @@ async def test_if_staged_values_were_named_old_ones_would_be_kept(server):
     pull = Pulls.pull
 
     async def named_too_early(self, *arguments, **keywords):
-        found = await pull(self, *arguments, **keywords)
-        self._known = dict(self._staged)
-        return found
+        record, brought = await pull(self, *arguments, **keywords)
+        self.use(brought)
+        return record, brought
 
     with replaced(Pulls, "pull", named_too_early):
         assert not await given_up(server)
@@ -213,23 +214,23 @@ async def test_a_pull_of_two_connections_is_not_named(server):
         server.pserver.restore(older, 0, "checkpoint")
 
     port = Breaks(client, len(PARAMETERS) + 1, another)
-    transfer = transfer_to(port)
-    await transfer.pull(0)
-    transfer.swap()
-    await transfer.pull(0)
-    transfer.swap()
+    servers = servers_at(port)
+    await servers.pull(0)
+    servers.swap()
+    await servers.pull(0)
+    servers.swap()
     assert [request.known for request in port.requests] == ["", "", ""]
-    assert transfer.vectors.values == held(server)
+    assert servers.vectors.values == held(server)
 
 
 async def test_another_slot_map_makes_names_void(server):
     await server.initialise(LAYOUT)
-    transfer = transfer_to(server.client)
-    await transfer.pull(0)
-    transfer.swap()
-    transfer.directory.slots = SlotMap(version=2, owners=(0,) * LAYOUT.slot_count)
-    await transfer.pull(0)
-    assert transfer.vectors.kept == []
+    servers = servers_at(server.client)
+    await servers.pull(0)
+    servers.swap()
+    servers.directory.slots = SlotMap(version=2, owners=(0,) * LAYOUT.slot_count)
+    await servers.pull(0)
+    assert servers.vectors.kept == []
 
 
 @everywhere
@@ -239,7 +240,7 @@ async def test_a_block_is_not_the_same_if_nothing_was_named(server):
         replaced(calls, "moment_of", lambda *_: 0),
         pytest.raises(BadFrame, match="as unchanged, but no values were named"),
     ):
-        await transfer_to(server.client).pull(0)
+        await servers_at(server.client).pull(0)
 
 
 @pytest.mark.parametrize("server", ["stream tcp", "tcp"], indirect=True)
@@ -253,12 +254,12 @@ async def test_an_older_parameter_server_sends_everything(server):
         del fields["known"]
         return begin(self, PullRequest(**fields), arrived)
 
-    transfer = transfer_to(server.client)
+    servers = servers_at(server.client)
     with replaced(type(server.pserver), "begin_pull", unknowing):
         for number in range(2):
-            await step(server, transfer, number)
-    assert transfer.vectors.kept == []
-    assert transfer.vectors.values == held(server)
+            await step(server, servers, number)
+    assert servers.vectors.kept == []
+    assert servers.vectors.values == held(server)
 
 
 async def test_the_answer_reads_the_same_with_any_msgpack_library(server):

@@ -9,6 +9,7 @@ from shared.errors import UserCodeError
 from shared.records import Phase
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.collective.cluster import cluster as collective_cluster
+from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import records, spec_for, write_script
 from trainer_agent.model.watch.kept_model import KeptModel
 from trainer_agent.model.watch.unshared_state import FIRST_LOOKS
@@ -73,7 +74,7 @@ async def test_what_the_script_changes_of_its_model_is_refused_with_the_name(bui
     with pytest.raises(UserCodeError, match=message) as caught:
         for number in range(FIRST_LOOKS):
             compute.forget_nodes()
-            await compute.gradient((0, 1), 0, number, records(8, number), bool)
+            await compute.gradient((0, 1), 0, number, records(8, number), DoneBlocks())
     assert caught.value.details["fatal"]
     script = write_script(tmp_path, "alone", model=MODEL, loss=loss)
     with pytest.raises(UserCodeError, match=message):
@@ -112,7 +113,7 @@ async def test_modules_that_the_first_forward_makes_are_left_alone(build):
     compute = build(model=MODEL, loss=LOSS.replace("AFTER", "0").replace("CHANGE", lazily))
     for number in range(FIRST_LOOKS):
         compute.forget_nodes()
-        await compute.gradient((0, 1), 0, number, records(8, number), bool)
+        await compute.gradient((0, 1), 0, number, records(8, number), DoneBlocks())
     compute.model.act = torch.nn.ReLU()
     with pytest.raises(UserCodeError, match="the module act was replaced"):
         compute.minibatch.check_at_end()

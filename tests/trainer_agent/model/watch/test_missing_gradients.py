@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import records
 from trainer_agent.model.watch.missing_gradients import MOST, MissingGradients
 
@@ -52,7 +53,7 @@ def test_it_is_told_where_a_gradient_of_zero_moves_it(build, used, optimizer, ca
     told: list[str] = []
     for number in range(5):
         compute.forget_nodes()
-        told += asyncio.run(compute.gradient((0, 1), 0, number, records(4, number), bool)).warnings
+        told += asyncio.run(compute.gradient((0, 1), 0, number, records(4, number), DoneBlocks())).warnings
     if not cause:
         assert told == []
         return

@@ -7,6 +7,7 @@ import pytest
 from shared.errors import UserCodeError
 from tests.trainer_agent.cluster import trained
 from tests.trainer_agent.collective.cluster import trained as trained_collectively
+from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import differing, records, spec_for, write_script
 from trainer_agent.script.user_module import load
 from trireme import plain
@@ -31,7 +32,7 @@ async def minibatches(compute, count):
     told = []
     for number in range(count):
         compute.forget_nodes()
-        told += (await compute.gradient((0, 1), 0, number, records(8, number), bool)).warnings
+        told += (await compute.gradient((0, 1), 0, number, records(8, number), DoneBlocks())).warnings
     return told
 
 

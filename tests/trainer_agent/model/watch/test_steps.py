@@ -8,6 +8,7 @@ import pytest
 from torch.optim import optimizer as torch_optimizer  # type: ignore[attr-defined]
 
 from shared.errors import InvalidArgument, UserCodeError
+from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.own_loop.scripts import write_loop
 from tests.trainer_agent.scripts import records, spec_for, write_script
 from trainer_agent.script.user_module import load
@@ -80,7 +81,7 @@ async def test_a_step_that_the_loss_changes_later_is_refused(build, tmp_path, ad
     message = r"loss\(model, batch\) gave the optimizer a (hook|step that was replaced)"
     compute = build(optimizer=optimizer, loss=loss)
     with pytest.raises(UserCodeError, match=message) as caught:
-        await compute.gradient((0, 1), 0, 0, records(8), bool)
+        await compute.gradient((0, 1), 0, 0, records(8), DoneBlocks())
     assert caught.value.details["fatal"]
     script = write_script(tmp_path, "alone", optimizer=optimizer, loss=loss)
     with pytest.raises(UserCodeError, match=message):

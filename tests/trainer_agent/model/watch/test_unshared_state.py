@@ -14,6 +14,7 @@ import torch
 from shared.errors import UserCodeError
 from shared.records import Phase
 from tests.trainer_agent.cluster import cluster
+from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import records, spec_for, write_script
 from trainer_agent.model.watch.unshared_state import LOOK_EVERY, digest
 
@@ -55,7 +56,7 @@ def model_that(change, max_norm="None"):
 
 async def minibatch(compute, number=0):
     compute.forget_nodes()
-    await compute.gradient((0, 1), 0, number, records(4, number), bool)
+    await compute.gradient((0, 1), 0, number, records(4, number), DoneBlocks())
 
 
 async def test_an_error_that_nobody_waits_for_any_more_is_not_reported(build):

@@ -12,22 +12,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from shared.errors import BadFrame, Gone, InvalidArgument, PeerError, StaleGeneration, UserCodeError, WrongOwner
-from shared.records.job_spec import Narrow
+from shared.records.job_spec import Narrow, Transported
+from shared.records.layout import Layout
 from shared.tables.hashing import Ids, slots_of_tables
 from shared.tables.payload import ids_in, joined, rows_in, size_of
 from shared.wire.messages import LookupEnd, LookupRequest, TableEnd, TableRequest
 from shared.wire.row_memory import GradientMemory
-from trainer_agent.data_plane.peers import OWN_LEASE, Peers
+from trainer_agent.data_plane.fleet_client import FleetClient
 from trainer_agent.data_plane.routing import Routes
 from trainer_agent.tables.files import in_order
-from trainer_agent.waiting.retry import Backoff
-from trainer_agent.waiting.single_error import SingleErrorGroup
+from trainer_agent.waiting import Backoff, SingleErrorGroup
 
 if TYPE_CHECKING:
     from shared.tables.lanes import LaneRows  # loads numba
@@ -63,18 +63,15 @@ class RowPart:
     dtype: Narrow | None = None
 
 
-class Lookups(Peers):
-    """Of a model with embedding tables. Rows travel in `row_dtype` and their gradients in `row_gradient_dtype`; None: float32."""
+class RowRouter:
+    """Which parameter server owns which rows of the embedding tables, and a lane's gradients of rows by their owners."""
 
-    row_dtype: Narrow | None = None
-    row_gradient_dtype: Narrow | None = None
-
-    def __init__(self, *arguments: Any) -> None:  # those of Peers
-        super().__init__(*arguments)
-        self._row_versions: dict[tuple[int, int], int] = {}
+    def __init__(self, layout: Layout, gradient_dtype: Transported = "float32") -> None:
+        self._layout, self._dtype = layout, narrow_of(gradient_dtype)
 
     @cached_property
-    def _dims(self) -> list[int]:
+    def dims(self) -> list[int]:
+        """How many numbers a row of each table has."""
         return [spec.dim for spec in self._layout.tables]
 
     @cached_property
@@ -82,7 +79,7 @@ class Lookups(Peers):
         return GradientMemory()
 
     def split_ids(self, routes: Routes, ids: Sequence[Ids]) -> dict[int, list[Chosen]]:
-        """Parameter server -> which ids of each table are its own; of all that own slots."""
+        """By index of each parameter server that owns slots: which ids of each table are its own."""
         everyone = sorted(set(routes.slots))
         if len(everyone) == 1:
             return {everyone[0]: [ALL for _ in ids]}
@@ -92,9 +89,9 @@ class Lookups(Peers):
         return {index: [own[part] for part in parts] for index in everyone for own in [owner_of == index]}
 
     def row_parts(self, routes: Routes, lane: Sequence[LaneRows]) -> dict[int, RowPart]:
-        """A lane's gradients by parameter server. Of all that own slots, also of those without any: then it is known that nothing is missing. Raises
-        UserCodeError: they do not fit their dtype."""
-        parts, dtype = {}, self.row_gradient_dtype
+        """A lane's gradients, by index of each parameter server that owns slots. One that gets none is told so: then it knows that nothing
+        is missing. Raises UserCodeError: the gradients do not fit their dtype."""
+        parts, dtype = {}, self._dtype
         for index, chosen in self.split_ids(routes, [rows.ids for rows in lane]).items():
             ids = [rows.ids[own] for rows, own in zip(lane, chosen, strict=True)]
             gradients = [rows.gradients[own] for rows, own in zip(lane, chosen, strict=True)]
@@ -107,30 +104,46 @@ class Lookups(Peers):
             parts[index] = RowPart(tuple(len(some) for some in ids), payload, dtype)
         return parts
 
+    def mean_rows(self, minibatches: Sequence[Sequence[LaneRows]]) -> Sequence[LaneRows]:
+        """The mean over several minibatches, of each table."""
+        from shared.tables.lanes import mean_over_minibatches  # noqa: PLC0415  only where there are tables: it loads numba
+
+        return mean_over_minibatches(minibatches, self.dims)
+
+
+def narrow_of(dtype: Transported) -> Narrow | None:
+    """The narrower dtype in which values travel; None: they travel as they are, in float32."""
+    return None if dtype == "float32" else dtype
+
+
+class RowLookups:
+    """Rows of the embedding tables, from all parameter servers. They travel in `parameter_dtype`."""
+
+    def __init__(self, fleet: FleetClient, router: RowRouter, parameter_dtype: Transported = "float32") -> None:
+        self._fleet, self._router, self._narrow = fleet, router, narrow_of(parameter_dtype)
+        self._row_versions: dict[tuple[int, int], int] = {}
+
+    def __repr__(self) -> str:
+        return f"<RowLookups of {len(self._router.dims)} tables>"
+
     def take_row_versions(self) -> dict[tuple[int, int], int]:
         """Asynchronous: the lowest version of rows that were looked up since the last time, by slot map version and parameter server."""
         found, self._row_versions = self._row_versions, {}
         return found
 
-    def mean_rows(self, minibatches: Sequence[Sequence[LaneRows]]) -> Sequence[LaneRows]:
-        """The mean over several minibatches, of each table."""
-        from shared.tables.lanes import mean_over_minibatches  # noqa: PLC0415  only where there are tables: it loads numba
-
-        return mean_over_minibatches(minibatches, self._dims)
-
     async def lookup(self, version: int | None, ids: Sequence[Ids], *, exact: bool = False) -> list[Rows]:
         """The rows at `version` (None: the newest ones): of each table float32 (n, dim). `ids`: of each table int64 (n,), ascending, each once. Waits until the
-        parameter servers have the version. `exact`: in full precision, whatever `row_dtype` is. Raises Gone if it is no longer kept, InvalidArgument if
+        parameter servers have the version. `exact`: in full precision, whatever parameter_dtype is. Raises Gone if it is no longer kept, InvalidArgument if
         rows do not fit the dtype, StaleGeneration."""
-        dtype = None if exact else self.row_dtype
-        found = [np.empty((len(some), dim), np.float32) for some, dim in zip(ids, self._dims, strict=True)]
+        dtype = None if exact else self._narrow
+        found = [np.empty((len(some), dim), np.float32) for some, dim in zip(ids, self._router.dims, strict=True)]
         await self._fill(_Wanted(version, ids, found, [np.arange(len(some)) for some in ids], dtype))
         return found
 
     async def _fill(self, wanted: _Wanted, refusals: int = 0) -> None:
-        routes = self.routes
+        routes = self._fleet.routes
         async with SingleErrorGroup() as group:
-            for index, chosen in self.split_ids(routes, wanted.ids).items():
+            for index, chosen in self._router.split_ids(routes, wanted.ids).items():
                 part = wanted.where(chosen)
                 if any(len(some) for some in part.ids):
                     group.create_task(self._fill_from(index, routes, part, refusals))
@@ -140,27 +153,26 @@ class Lookups(Peers):
         what = "rows" if wanted.version is None else f"rows of version {wanted.version}"
         backoff = Backoff(f"{what} from pserver-{index}")
         while True:
-            if await self._certain():
-                backoff.waited(OWN_LEASE)
+            await self._fleet.be_certain(backoff)
             request = LookupRequest(
-                **self.envelope(), version=wanted.version, rows=counts, wait_s=LOOKUP_WAIT_S, dtype=wanted.dtype
+                **self._fleet.envelope(), version=wanted.version, rows=counts, wait_s=LOOKUP_WAIT_S, dtype=wanted.dtype
             )
             try:
-                end, rows = await self._port(index).lookup(request, payload)
+                end, rows = await self._fleet.port(index).lookup(request, payload)
             except WrongOwner as error:
                 end, rows = LookupEnd(code="WRONG_OWNER", message=error.message), memoryview(b"")
             except (PeerError, StaleGeneration) as error:
-                if self.routes.version != routes.version:
+                if self._fleet.routes.version != routes.version:
                     await self._fill(wanted, refusals)
                     return
-                await self._suspect_peer(index, error)
+                await self._fleet.suspect(index, error)
                 await backoff.failed(error)
                 continue
             match end.code:
                 case "OK":
-                    if rows.nbytes != size_of(counts, self._dims, ids=False, rows=True, dtype=wanted.dtype):
+                    if rows.nbytes != size_of(counts, self._router.dims, ids=False, rows=True, dtype=wanted.dtype):
                         raise BadFrame(f"pserver-{index} sent {rows.nbytes} bytes for {sum(counts)} rows")
-                    parts = rows_in(rows, counts, self._dims, ids=False, dtype=wanted.dtype)
+                    parts = rows_in(rows, counts, self._router.dims, ids=False, dtype=wanted.dtype)
                     for into, place, part in zip(wanted.found, wanted.places, parts, strict=True):
                         into[place if len(place) < len(into) else ALL] = part
                     if end.version is not None:
@@ -175,32 +187,31 @@ class Lookups(Peers):
                 case "TOO_EARLY":
                     backoff.waited(end.message)
                 case "WRONG_OWNER":
-                    await self._rerouted(routes.version, refusals + 1)
+                    await self._fleet.rerouted(routes.version, refusals + 1)
                     await self._fill(wanted, refusals + 1)
                     return
                 case "NOT_READY":
                     await backoff.failed(end.message)
 
-
-class WholeTables(Lookups):
-    """At the newest version (`version` None: whichever that is). All raise Gone if there is a newer one, DeadlineExceeded if a parameter server stays away."""
+    # ------------------------------------------------------------ whole tables
 
     async def count_rows(self, table: int, version: int | None) -> int:
-        """How many rows the table has, maybe with some that are expired."""
+        """How many rows the table has at the newest version (`version` None: whichever that is), maybe with some that are expired.
+        Raises Gone: there is a newer version; DeadlineExceeded: a parameter server stays away."""
 
         async def ask(routes: Routes, index: int) -> int:
-            end, _ = await self._portion(routes, index, version, table, self._layout.slot_count)
+            end, _ = await self._portion(routes, index, version, table, self._fleet.layout.slot_count)
             return end.total
 
-        return sum(await self._ask_by_one_map(ask))
+        return sum(await self._fleet.ask_all(ask))
 
     async def whole_table(self, table: int, version: int | None) -> Part:
-        """int64 (n,), ascending, and float32 (n, dim)."""
-        dim = self._dims[table]
+        """All ids of the table, int64 (n,), ascending, and its rows, float32 (n, dim). `version` and errors as in `count_rows`."""
+        dim = self._router.dims[table]
 
         async def ask(routes: Routes, index: int) -> list[Part]:
             found, slot, part = [], 0, 0
-            while slot < self._layout.slot_count:
+            while slot < self._fleet.layout.slot_count:
                 end, payload = await self._portion(routes, index, version, table, slot, part)
                 if (end.next, end.part) <= (slot, part):
                     raise BadFrame(f"pserver-{index} sent slots {slot} to {end.next} of a table: none at all")
@@ -210,12 +221,12 @@ class WholeTables(Lookups):
                 slot, part = end.next, end.part
             return found
 
-        parts = [part for found in await self._ask_by_one_map(ask) for part in found]
+        parts = [part for found in await self._fleet.ask_all(ask) for part in found]
         return in_order([ids for ids, _ in parts], [rows for _, rows in parts], dim)
 
     async def _portion(
         self, routes: Routes, index: int, version: int | None, table: int, first: int, part: int = 0
     ) -> tuple[TableEnd, memoryview]:
         fields = {"version": version, "table": table, "first": first, "part": part, "slots": routes.version}
-        request = TableRequest(**self.envelope(), **fields)
-        return await self._ask(index, lambda port: port.table(request), routes=routes)
+        request = TableRequest(**self._fleet.envelope(), **fields)
+        return await self._fleet.ask(index, lambda port: port.table(request), routes=routes)

@@ -13,10 +13,10 @@ from shared.records.step import StepRecord
 from shared.runtime import clock
 from shared.wire.messages import PulledBlock, PullEnd, PushAnswer, PushBlock, PushHeader
 from tests.trainer_agent.virtual_time import virtually
+from trainer_agent.data_plane.fleet_client import ASK_S, SHARE, FleetClient, call_limit_s
 from trainer_agent.data_plane.outbox import Outbox
-from trainer_agent.data_plane.silence import ASK_S, SHARE, call_limit_s
-from trainer_agent.data_plane.transfer import Transfer
-from trainer_agent.data_plane.verdicts import Verdict
+from trainer_agent.data_plane.parameter_servers import ParameterServers
+from trainer_agent.data_plane.pushes import Verdict
 
 HEADER = PushHeader(job="j", term=0, generation=1, mode=Mode.SYNC, trainer="t", step=0)
 
@@ -47,10 +47,11 @@ async def test_a_push_that_failed_while_its_sender_waits_for_a_block_is_tried_ag
     directory = SimpleNamespace(pservers={0: member}, state=SimpleNamespace(generation=1), revision=1, changed=changed)
     compute = SimpleNamespace(layout=SimpleNamespace(payloads=lambda _: {}))
     port, outbox, suspected = Port(), Outbox(), []
-    transfer = Transfer(directory, lambda _: port, compute, lambda *what: suspected.append(what))
+    fleet = FleetClient(directory, lambda _: port, compute.layout, lambda *what: suspected.append(what))
+    servers = ParameterServers(fleet, compute)
     outbox.add(PushBlock(block=0, lanes=(0, 1), count=1), memoryview(b"1234"))
     async with asyncio.timeout(10):
-        pushing = asyncio.create_task(transfer.push(0, HEADER, outbox))
+        pushing = asyncio.create_task(servers.pushes.push(0, HEADER, outbox))
         while len(port.calls) < 2:
             await asyncio.sleep(0.01)
         outbox.add(PushBlock(block=1, lanes=(0, 1), count=1), memoryview(b"5678"))
@@ -75,7 +76,7 @@ class Vectors:
         return self.block
 
 
-def transfer_to(port, **options):
+def servers_at(port, **options):
     async def changed(*_):
         await asyncio.sleep(0.1)
 
@@ -88,7 +89,9 @@ def transfer_to(port, **options):
         revision=1,
         changed=changed,
     )
-    return Transfer(directory, lambda _: port, Vectors(), lambda *_: None, **options)
+    vectors = Vectors()
+    fleet = FleetClient(directory, lambda _: port, vectors.layout, lambda *_: None, **options)
+    return ParameterServers(fleet, vectors)
 
 
 class SlowVersion:
@@ -108,7 +111,7 @@ class SlowVersion:
 
 
 def test_a_pull_waits_for_a_version_as_long_as_the_others_compute_it():
-    record = virtually(lambda: transfer_to(SlowVersion()).pull(1))
+    record = virtually(lambda: servers_at(SlowVersion()).pull(1))
     assert record.version == 1
 
 
@@ -130,7 +133,7 @@ def test_a_push_has_no_time_limit_while_its_step_is_computed():
     async def scenario():
         port, outbox = BreaksOff(900), Outbox()
         outbox.add(PushBlock(block=0, lanes=(0, 1), count=1), memoryview(b"1234"))
-        pushing = asyncio.create_task(transfer_to(port).push(0, HEADER, outbox))
+        pushing = asyncio.create_task(servers_at(port).pushes.push(0, HEADER, outbox))
         await asyncio.sleep(3600)
         outbox.close()
         return await pushing
@@ -147,7 +150,7 @@ def test_a_push_that_nobody_takes_ends_with_what_was_tried():
         outbox = Outbox()
         outbox.add(PushBlock(block=0, lanes=(0, 1), count=1), memoryview(b"1234"))
         outbox.close()
-        return await transfer_to(Gone()).push(0, HEADER, outbox)
+        return await servers_at(Gone()).pushes.push(0, HEADER, outbox)
 
     with pytest.raises(
         DeadlineExceeded, match=r"gave up after 60\d s: pushing step 0 to pserver-0; the last answer: nobody there"
@@ -176,9 +179,9 @@ def test_a_trainer_that_may_have_lost_its_lease_neither_pushes_nor_pulls_until_i
         port, certain, outbox = Counted(), asyncio.Event(), Outbox()
         outbox.add(PushBlock(block=0, lanes=(0, 1), count=1), memoryview(b"1234"))
         outbox.close()
-        transfer = transfer_to(port, certain=certain.wait)
+        servers = servers_at(port, certain=certain.wait)
         async with asyncio.TaskGroup() as group:
-            push, pull = group.create_task(transfer.push(0, HEADER, outbox)), group.create_task(transfer.pull(1))
+            push, pull = group.create_task(servers.pushes.push(0, HEADER, outbox)), group.create_task(servers.pull(1))
             await asyncio.sleep(3600)
             before = port.calls
             certain.set()
@@ -211,22 +214,22 @@ class SilentPort:
 def test_a_silent_pserver_is_skipped_at_once_and_asked_now_and_then_until_it_answers():
     async def main():
         port = SilentPort(call_limit_s(SimpleNamespace(skip_after_seconds=2.0), 30.0))
-        transfer = transfer_to(port)
+        servers = servers_at(port)
         outbox = Outbox()
         outbox.add(PushBlock(block=0, lanes=(0, 1), count=1), memoryview(b"1234"))
         outbox.close()
         for wanted_s in (2.0, 0.0, 0.0):
             began = clock.monotonic()
-            assert await transfer.push(0, HEADER, outbox, 2.0) is Verdict.SKIPPED
+            assert await servers.pushes.push(0, HEADER, outbox, 2.0) is Verdict.SKIPPED
             assert clock.monotonic() - began == pytest.approx(wanted_s, abs=0.01)
         await asyncio.sleep(SHARE * ASK_S)
         began = clock.monotonic()
-        assert await transfer.push(0, HEADER, outbox, 2.0) is Verdict.SKIPPED
+        assert await servers.pushes.push(0, HEADER, outbox, 2.0) is Verdict.SKIPPED
         assert clock.monotonic() - began == pytest.approx(ASK_S, abs=0.01)
         port.silent = False
-        assert await transfer.push(0, HEADER, outbox, 2.0) is Verdict.SKIPPED, "it is not asked all the time"
+        assert await servers.pushes.push(0, HEADER, outbox, 2.0) is Verdict.SKIPPED, "it is not asked all the time"
         await asyncio.sleep(SHARE * ASK_S)
-        assert await transfer.push(0, HEADER, outbox, 2.0) is Verdict.ACKNOWLEDGED
+        assert await servers.pushes.push(0, HEADER, outbox, 2.0) is Verdict.ACKNOWLEDGED
         assert [kind for kind, _ in port.calls] == ["push", "info", "info", "push"]
 
     virtually(main)

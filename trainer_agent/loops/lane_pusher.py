@@ -1,0 +1,219 @@
+"""Lanes of one step, computed and pushed: for this trainer's own lanes, again in another generation, and for lanes of others that are late.
+
+records ─► minibatch ─► loss ─► backward ─NodeSink, block by block─► outboxes of the blocks' owners ─► pushed meanwhile
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from statistics import median
+
+from shared.errors import UserCodeError
+from shared.lanes import Interval, step_seed
+from shared.runtime import clock
+from shared.wire.messages import PushHeader
+from trainer_agent.core.steps import nodes_to_compute
+from trainer_agent.data_plane.outbox import NodeSink, Outboxes, PushedRows
+from trainer_agent.data_plane.pushes import Verdict
+from trainer_agent.loops.context import LoopContext
+from trainer_agent.loops.rows_ahead import RowsAhead
+from trainer_agent.loops.step import LaneWork, Step
+from trainer_agent.model.compute import Ready, node_result
+from trainer_agent.tasks.lane_reader import LaneReaders, Portion
+from trainer_agent.tasks.source import TaskFailed
+from trainer_agent.waiting import SingleErrorGroup
+
+KEPT = 16
+ENOUGH = 3  # the first minibatches compile, allocate, warm up
+FRESH_S = 10.0
+
+
+class LanePusher:
+    """Of one synchronous loop. Use it within `fetching_ahead`."""
+
+    def __init__(self, context: LoopContext, readers: LaneReaders) -> None:
+        self._compute, self._exchange, self._reports = context.compute, context.exchange, context.reports
+        self._readers, self._seed = readers, context.spec.seed
+        self._dtypes = context.gradient_dtypes
+        self._ahead = RowsAhead(context.compute, context.exchange.rows.lookup)
+        self._prefetching: asyncio.TaskGroup
+        #: how long this trainer's lanes take
+        self.pace = Pace()
+
+    def __repr__(self) -> str:
+        return f"<LanePusher {self.pace!r}, {self._ahead!r}>"
+
+    @asynccontextmanager
+    async def fetching_ahead(self) -> AsyncIterator[None]:
+        """Around all steps: in this block tasks and rows are fetched before they are needed."""
+        async with SingleErrorGroup() as self._prefetching:
+            yield
+            self._readers.keep((0, 0))
+            self.drop_ahead()
+
+    def drop_ahead(self) -> None:
+        """Rows that were asked for ahead are not needed any more."""
+        self._ahead.drop()
+
+    # ------------------------------------------------------------ push
+
+    def work(self, lanes: list[int], portions: dict[int, Portion]) -> LaneWork:
+        """Lanes with their records, of which nothing is computed yet."""
+        return LaneWork(lanes, portions, Outboxes(self._exchange.fleet.routes, self._dtypes))
+
+    async def push(self, step: Step, header: PushHeader, work: LaneWork) -> bool:
+        """Compute the lanes, unless they are computed already, and push each block as soon as it is finished. True if all blocks are acknowledged.
+        Raises TaskFailed, UserCodeError, TriremeError."""
+        work.rests.clear()
+        try:
+            async with self._exchange.pushing(header, work.outboxes) as verdicts:
+                if not work.computed:
+                    await self._compute_unless_given_up(step, work)
+        finally:
+            work.rests.set()
+        return set(verdicts.values()) <= {Verdict.ACKNOWLEDGED}
+
+    def refill(self, work: LaneWork) -> None:
+        """What is computed is put into outboxes by the owners of blocks in the present generation."""
+        boxes = Outboxes(self._exchange.fleet.routes, self._dtypes)
+        for node in nodes_to_compute(work.lanes):
+            sink = self._sink(work, boxes, node)
+            for block in range(boxes.blocks):
+                sink.done(block)
+        for lane, pushed in work.outboxes.rows.items():
+            boxes.add_rows(lane, pushed, self._exchange.router.row_parts(boxes.routes, pushed.rows))
+        boxes.close()
+        work.outboxes = boxes
+
+    def _sink(self, work: LaneWork, boxes: Outboxes, node: Interval) -> NodeSink:
+        return NodeSink(boxes, node, self._compute, partial(work.result_of, node, self._compute))
+
+    # ------------------------------------------------------------ compute
+
+    async def _compute_unless_given_up(self, step: Step, work: LaneWork) -> None:
+        """Given up: what was pushed is acknowledged all the same, and the connections stay."""
+        try:
+            await self._compute_gradients(step, work)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not work.given_up or task is None:
+                raise
+            task.uncancel()
+            work.outboxes.close()
+
+    async def _compute_gradients(self, step: Step, work: LaneWork) -> None:
+        """Forward and backward of each lane's minibatch. A node is a group of lanes whose mean gradient is pushed as one."""
+        if not self._exchange.makes_steps_again:
+            self._compute.forget_nodes()
+        tables = bool(self._compute.layout.tables)
+        if tables:
+            self._compute.read_rows(partial(self._exchange.rows.lookup, step.number))
+        for node in nodes_to_compute(work.lanes):
+            sink = self._sink(work, work.outboxes, node)
+            for lane in range(*node):
+                portion, seed = work.portions[lane], step_seed(self._seed, step.number, lane)
+                try:
+                    with self.pace.lane(bool(portion.records)), step.times.computing():
+                        ready = await self._ready(step, work, lane)
+                        work.results[lane] = await self._compute.gradient(
+                            node, lane, seed, portion.records, sink, ready
+                        )
+                    if tables:
+                        result, rows = work.results[lane], self._compute.lane_rows()
+                        pushed = PushedRows(rows, result.records, node_result(result))
+                        parts = self._exchange.router.row_parts(work.outboxes.routes, rows)
+                        work.outboxes.add_rows(lane, pushed, parts)
+                except UserCodeError as error:
+                    if portion.task is None:
+                        raise
+                    raise TaskFailed(portion.task, error, f"step {step.number}, lane {lane}") from error
+                self._reports.notice(work.results[lane], step=step.number, lane=lane)
+        work.outboxes.close()
+        work.computed = True
+        self.fetch_ahead(step, work)
+
+    # ------------------------------------------------------------ ahead
+
+    async def _ready(self, step: Step, work: LaneWork, lane: int) -> Ready | None:
+        """This lane's minibatch; the rows of the next one are asked for."""
+        seed = partial(step_seed, self._seed, step.number)
+        ready = await self._ahead.ready(lane, step.number, seed(lane), work.portions[lane].records)
+        if (following := next((each for each in work.lanes if each > lane), None)) is not None:
+            records = work.portions[following].records
+            self._ahead.ask(following, step.number, seed(following), records, self._prefetching)
+            await asyncio.sleep(0)  # it is collated before this lane is computed: both need the thread
+        return ready
+
+    def fetch_ahead(self, step: Step, work: LaneWork) -> None:
+        """The next task of each lane whose task ends in this step; the rows that the first of the next step's minibatches looks up."""
+        for lane, portion in work.portions.items():
+            if portion.finishes:
+                self._readers[lane].prefetch(portion.after, self._prefetching)
+        first = work.lanes[0]
+        if (following := self._readers.next(first, work.portions[first].after)) is not None:
+            seed = step_seed(self._seed, step.number + 1, first)
+            self._ahead.ask(first, step.number + 1, seed, following.records, self._prefetching)
+
+
+class Pace:
+    """How fast this trainer computes: seconds for one lane, and for all its lanes of a step until they are acknowledged. Medians of the last KEPT:
+    one hiccup changes nothing."""
+
+    def __init__(self) -> None:
+        self._lanes: deque[float] = deque(maxlen=KEPT)
+        self._least: deque[float] = deque(maxlen=KEPT)
+        self._shares: deque[float] = deque(maxlen=KEPT)
+        self._since: float | None = None
+        self._measured_at = self._least_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Pace: {self.lane_s} s a lane, {self.share_s} s a step>"
+
+    @contextmanager
+    def lane(self, counts: bool) -> Iterator[None]:
+        """Around forward and backward of one lane, which `counts` if it has records. Without records, or if it is given up before
+        its end, a whole one would have taken longer."""
+        self._since = since = clock.monotonic()
+        ended = False
+        try:
+            yield
+            ended = True
+        finally:
+            self._since, now = None, clock.monotonic()
+            if counts and (ended or self._lanes):
+                least_s = 0.0 if ended else median(self._lanes)
+                self._lanes.append(max(now - since, least_s))
+                self._measured_at = now
+            else:
+                self._least.append(now - since)
+                self._least_at = now
+
+    def share_done(self, seconds: float) -> None:
+        """All lanes of a step were computed and acknowledged."""
+        self._shares.append(seconds)
+
+    @property
+    def lane_s(self) -> float | None:
+        """None: not known yet, or not measured for FRESH_S. A lane under way counts as soon as it takes longer than usual."""
+        return self._median(self._lanes, self._measured_at)
+
+    @property
+    def least_lane_s(self) -> float | None:
+        """A lane with records would take at least so long, by those without records and those given up. It may take much longer."""
+        return self._median(self._least, self._least_at)
+
+    def _median(self, measured: deque[float], at: float) -> float | None:
+        now = clock.monotonic()
+        if len(measured) < ENOUGH or (self._since is None and now - at > FRESH_S):
+            return None
+        under_way = now - self._since if self._since is not None else 0.0
+        return max(median(measured), under_way) or None
+
+    @property
+    def share_s(self) -> float | None:
+        """None: not known yet."""
+        return median(self._shares) if len(self._shares) >= ENOUGH else None
