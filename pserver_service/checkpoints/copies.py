@@ -64,5 +64,5 @@ async def begin(pserver: Pserver, store: Store, make: Callable[[], AsyncSnapshot
             log.exception("not_copied", index=pserver.index)
             made.set_exception(error)
 
-    pserver.between_pushes(now)
+    pserver.row_steps.between_pushes(now)
     return await made

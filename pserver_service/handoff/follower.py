@@ -69,7 +69,7 @@ class SlotFollower:
         for key in [key for key in self._arriving if not _is_part_of(key, migration, state)]:
             self._arriving.pop(key).release()
         if store is not None and store.rows is not None and store.rows.has_dropped:
-            self._pserver.give_back_rows(store.rows)
+            self._pserver.row_steps.give_back(store.rows)
         if not self._arriving:
             self._rows = None
 
@@ -78,7 +78,7 @@ class SlotFollower:
         if before is None or before.version >= slots.version:
             store.slots = before or slots
             return
-        self._pserver.finish_rows()  # an asynchronous push counts for the slots of one map
+        self._pserver.row_steps.finish()  # an asynchronous push counts for the slots of one map
         count, mine = len(slots.owners), {slot for slot, owner in enumerate(slots.owners) if owner == index}
         had = {slot for slot, owner in enumerate(before.owners) if owner == index}
         lost = frozenset(blocks_in(had - mine, store.geometry.blocks, count))

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 
-from pserver_service.context import LOOK_S, StateFollower
+from pserver_service.context import LOOK_S, PserverContext, StateFollower
+from pserver_service.handoff.follower import SlotFollower
 from pserver_service.recovery.load import PAUSE_S, kept_checkpoints, load_checkpoint
 from shared.errors import CheckpointUnusable, NotReady, PeerError
 from shared.records import JobState, Mode, Phase, Restored
@@ -27,6 +28,10 @@ log = telemetry.logger("pserver.rejoin")
 
 class Rejoin(StateFollower):
     """Loads the parameters of a replaced parameter server, and tells the master which minibatches they lack."""
+
+    def __init__(self, context: PserverContext, follower: SlotFollower) -> None:
+        super().__init__(context)
+        self._follower = follower
 
     def is_due(self, state: JobState) -> bool:
         spec, restored = self._directory.spec, self._own_index.record.restored
@@ -62,6 +67,7 @@ class Rejoin(StateFollower):
             if now.mends.get(str(self._pserver.index)) == self._pserver.incarnation:
                 self._pserver.generation = max(self._pserver.generation, now.generation)
                 self._pserver.restore(store, state.timeline, restored.checkpoint)
+                self._follower.follow()  # the slot map may be newer
                 return
             await self._directory.changed(self._directory.revision, LOOK_S)
 

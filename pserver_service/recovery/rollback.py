@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 
-from pserver_service.context import StateFollower
+from pserver_service.context import PserverContext, StateFollower
+from pserver_service.handoff.follower import SlotFollower
 from pserver_service.recovery.load import PAUSE_S, kept_checkpoints, load_checkpoint
 from shared.errors import CheckpointUnusable, PeerError
 from shared.records import JobState, Phase, Restored
@@ -24,6 +25,10 @@ class _Superseded(CheckpointUnusable):
 
 class Rollback(StateFollower):
     """Answers each rollback once: it was loaded, or why it could not be."""
+
+    def __init__(self, context: PserverContext, follower: SlotFollower) -> None:
+        super().__init__(context)
+        self._follower = follower
 
     def is_due(self, state: JobState) -> bool:
         restored = self._own_index.record.restored
@@ -43,6 +48,7 @@ class Rollback(StateFollower):
                 if not self._is_current(state):
                     return
                 self._pserver.restore(store, state.timeline, state.checkpoint)
+                self._follower.follow()  # the slot map may be newer
             except CheckpointUnusable as error:
                 why = {"error": error.message, "superseded": isinstance(error, _Superseded)}
                 restored = restored.model_copy(update=why)

@@ -78,11 +78,9 @@ class MeanGradients(Transfer):
         self.store: MeanStore | None = None
         self.native: NativeExchange | None = None  # of a job with native exchange
         self._gathering = asyncio.Lock()
-        self._stepped = asyncio.Event()
         self._lost = ""
         self.on_formed: Callable[[], None] = lambda: None
         view.regrouped = self._regroup
-        ports.server.on_step = self._stepped.set
 
     # ------------------------------------------------------------ what it has
 
@@ -125,7 +123,7 @@ class MeanGradients(Transfer):
             self._ports.forget_peers(group.trainers.names)
         self.server.regroup(self.view.generation, place, group.slots if group is not None else None, own)
         self._known = {}
-        self._stepped.set()
+        self.server.block_stepped.set()
         log.info("regrouped", generation=self.view.generation, place=place, blocks=len(own), version=self.has)
 
     async def form(self, group: Group) -> None:
@@ -351,8 +349,8 @@ class MeanGradients(Transfer):
     async def _own_record(self, store: MeanStore, arriving: Arriving) -> StepRecord | None:
         """Once the own share has the version; None: the generation is over."""
         while not store.own_share_has(arriving.version) and not arriving.is_over:
-            self._stepped.clear()
-            await self._stepped.wait()
+            self.server.block_stepped.clear()
+            await self.server.block_stepped.wait()
         return store.history.record(arriving.version)
 
     def _check_pull(self) -> None:

@@ -56,12 +56,10 @@ class CollectiveMember(Collective):
         if spec.exchange == "native" and ports.native is not None:
             self.native = NativeExchange(self, spec, me, etcd, lambda: membership.lease_id, ports.native)
         server = ports.server
-        server.directory, server.in_doubt = directory, lambda: membership.in_doubt
-        server.on_torn = lambda torn: membership.set(torn=torn)
+        server.join(directory, membership)
         self.on_lost = lambda: membership.set(holds=None)
         self.on_formed = membership.without_doubt
         server.giver = StateGiver(spec.job, compute, self.replica, self._saved, ports.step_in)
-        server.own_rows = lambda: self.replica.rows
         place = etcd, directory, membership
         self._put_off = False  # the copy of the version in use
         self.copies = ShareCopies(spec, *place, ports.background, compute, self.replica, self._saved)

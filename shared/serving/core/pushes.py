@@ -13,7 +13,7 @@ from shared.blocks.buffers import Buffer, tensor_over
 from shared.errors import BadFrame
 from shared.records import Mode
 from shared.records.layout import ROWS
-from shared.serving.core.calls import BlockServer, Payload
+from shared.serving.core.calls import CallServer, Payload
 from shared.serving.core.store import Store
 from shared.serving.core.table.arrivals import ArrivedRows
 from shared.wire.messages import PushAnswer, PushBlock, PushHeader, Refusal
@@ -29,7 +29,7 @@ class OpenPush:
     are not applied yet, and blocks that wait for their siblings where the sender has them (`keep_some` copies those); `on_settled` is called when some are
     not any more."""
 
-    def __init__(self, server: BlockServer, store: Store, header: PushHeader) -> None:
+    def __init__(self, server: CallServer, store: Store, header: PushHeader) -> None:
         self._server, self._store, self._header = server, store, header
         self._push = store.admit(header)
         store.history.results.forget(header.stored)
@@ -102,8 +102,8 @@ class OpenPush:
                 Refusal(block=item.block, lanes=item.lanes, code=verdict, version=version, message=why)
             )
             counters.blocks_refused += 1
-            if verdict is Verdict.MOVING and server.on_moving is not None:
-                server.on_moving()
+            if verdict is Verdict.MOVING and server.refused_at is None:
+                server.refused_at = server.now()
 
     def most_bytes(self, item: PushBlock, block: int) -> int:
         """Of its payload; `block`: of one of a block. Raises BadFrame: no rows can be as many."""
@@ -167,7 +167,7 @@ class OpenPush:
             self._push.noted.add(item.lanes)
             store.history.note(self._header, self._push.positions, item.lanes, self._push.results.get(item.lanes))
         if rows.is_whole:
-            self._server.step_rows(store)
+            self._server.row_steps.begin(store)
         return verdict
 
     def _arrived(
@@ -190,7 +190,7 @@ class OpenPush:
         arrived = ArrivedRows(
             rows, lambda: self._store.ledger, push, ids, gradients, count, size, refusal, settled, of_version
         )
-        self._server.take_rows(arrived)
+        self._server.row_steps.take(arrived)
 
     def refusal_of_rows(self, item: PushBlock, rows: TableRows, ids: Sequence[Numbers]) -> Verdict | None:
         """Why rows of an asynchronous push are not taken, now that it is their turn."""

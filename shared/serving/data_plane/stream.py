@@ -14,11 +14,11 @@ from shared.blocks.buffers import Buffer
 from shared.errors import BadFrame, DeadlineExceeded, PeerError, TooLarge, TriremeError
 from shared.records.layout import ROWS
 from shared.runtime import clock, telemetry
+from shared.serving.block_server import BlockServer
 from shared.serving.core.pushes import OpenPush
 from shared.serving.data_plane.heads import head_of, same_of
 from shared.serving.data_plane.lookups import StreamLookups, found_end
 from shared.serving.data_plane.open_calls import Pull, Push
-from shared.serving.pserver import Pserver
 from shared.serving.settling import LENT_S
 from shared.tables.payload import MOST_BYTES
 from shared.wire import codec
@@ -44,7 +44,7 @@ class PserverStream(FrameStream):
 
     def __init__(
         self,
-        pserver: Pserver,
+        pserver: BlockServer,
         turns: RoundRobin,
         answers: AnswerMemory,
         stall_s: float,

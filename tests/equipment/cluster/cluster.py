@@ -63,6 +63,6 @@ class Cluster:
         """`directory`: one that others use too, and somebody else runs."""
         directory = directory or Directory(etcd, self.keys)
         record = PserverMember(index=-1, url=url, incarnation=pserver.incarnation, host="test", pid=1)
-        own_index = OwnIndex(etcd, directory, record)
+        own_index = OwnIndex(etcd, directory, record, fits=pserver.fits)
         member = Member(PserverContext(etcd, directory, pserver, own_index, offload, self.connect_pservers))
         return PserverProcess(pserver, directory, own_index, member)

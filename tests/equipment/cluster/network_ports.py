@@ -129,9 +129,12 @@ class SimulatedPserver:
 
     async def push(self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, memoryview]]) -> PushAnswer:
         async def receive(service: Any, items: AsyncIterator[Any]) -> PushAnswer:
-            with service.receiving(header) as (memory, _):
-                answer: PushAnswer = await service.push(header, _in_one_buffer(items, memory, self._after_block))
+            buffer, _ = service.memory_for(header)
+            try:
+                answer: PushAnswer = await service.push(header, _in_one_buffer(items, buffer.view, self._after_block))
                 return answer
+            finally:
+                buffer.release()
 
         answer: PushAnswer = await self._upload(blocks, receive)
         return answer

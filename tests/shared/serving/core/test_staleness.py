@@ -14,8 +14,8 @@ from shared.optimizers.classes import CLASSES
 from shared.records import Mode
 from shared.records.layout import OptimizerSpec, Segment
 from shared.records.step import LaneZero
+from shared.serving.block_server import BlockServer
 from shared.serving.core.asynchronous import staleness
-from shared.serving.core.calls import BlockServer
 from shared.serving.core.moving import LeavingBlocks
 from shared.serving.core.optimizers import BlockOptimizer
 from shared.serving.core.pushes import OpenPush
@@ -226,7 +226,7 @@ def test_rows_step_with_their_rate_divided_and_a_lookup_tells_their_version() ->
         store.seal()
         pserver = Pserver("ctr", "ps-1", index=0)
         pserver.store = store
-        server = BlockServer(lambda: None)
+        server = BlockServer("ctr", "ps-1")
         server.store, server.index = store, 0
         for start, version in enumerate((0, 0, 0, 0, 4, None)):
             for _ in range(2):  # the second time it is a duplicate

@@ -10,7 +10,7 @@ from shared.checkpoints.table_rows import read_rows
 from shared.errors import CheckpointUnusable, InvalidArgument
 from shared.records import Mode
 from shared.records.step import StepRecord
-from shared.serving.core.calls import BlockServer
+from shared.serving.block_server import BlockServer
 from shared.serving.core.pushes import OpenPush
 from shared.serving.core.store import Store
 from shared.serving.data_plane.lookups import lookup, portion
@@ -41,7 +41,7 @@ def push(
     store: Store, index: int, start: int, *keys: np.ndarray, task: int = 0, value: float = 1.0, by: int = 0, **fields
 ) -> str:
     """Minibatch `start` of a task, `by` this version of the slot map; the worst that is said of it, or how it was taken."""
-    server = BlockServer(lambda: None)
+    server = BlockServer("ctr", "ps-1")
     server.store, server.index = store, index
     pushing = OpenPush(server, store, async_header(task, start, start + 1, MINIBATCHES, **fields))
     item, payload = pushed_rows(0, *keys, value=value)

@@ -14,8 +14,8 @@ import pytest
 from shared.errors import BadFrame
 from shared.records import Mode, SlotMap
 from shared.records.layout import ROWS, RowInit, RowOptimizer, TableSpec
+from shared.serving.block_server import BlockServer
 from shared.serving.core.asynchronous import ledger
-from shared.serving.core.calls import BlockServer
 from shared.serving.core.moving import ArrivingBlocks, LeavingBlocks, adopt, forget
 from shared.serving.core.pushes import OpenPush
 from shared.serving.core.store import Store
@@ -57,7 +57,7 @@ def keys_of(task: int, minibatch: int) -> Keys:
 
 
 def push(store: Store, index: int, keys: Keys, by: SlotMap, task: int, start: int, attempt: int = 1) -> str:
-    server = BlockServer(lambda: None)
+    server = BlockServer("ctr", "ps-1")
     server.store, server.index = store, index
     pushing = OpenPush(server, store, async_header(task, start, start + 1, MINIBATCHES, attempt))
     counts = tuple(len(some) for some in keys)
