@@ -28,7 +28,7 @@ from shared.serving.core.calls import Payload
 from shared.serving.core.geometry import Geometry
 from shared.serving.core.moving import ArrivingBlocks, adopt, forget
 from shared.serving.core.store import Store
-from shared.serving.core.table.of_model import rows_of
+from shared.serving.core.stores import rows_of, store_of
 from shared.slots import blocks_in
 from shared.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart, InitHeader
 
@@ -113,7 +113,7 @@ class SlotFollower:
         last = max((known for known in records if known <= version), default=None)  # rows may be ahead of their record
         record = StepRecord(version=version, positions=()) if last is None else records[last]
         header = self._header(layout, record)
-        store = Store(header, self._pserver.schedule, self._pool, self._pserver.clipping)
+        store = store_of(header, self._pserver.schedule, self._pool, self._pserver.clipping)
         store.seal()
         store.slots, self._pool = slots, None
         if of_rows:

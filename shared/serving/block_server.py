@@ -22,12 +22,11 @@ from shared.records.pauses import Torn
 from shared.runtime import clock, telemetry
 from shared.runtime.waiting import event_within
 from shared.serving.core.calls import OpenPull, Payload
-from shared.serving.core.held import learn_norm, settle_rows
 from shared.serving.core.progress import Counters, check_pull
 from shared.serving.core.pushes import OpenPush
-from shared.serving.core.row_steps import RowSteps
 from shared.serving.core.store import Store
 from shared.serving.core.table.arrivals import ArrivedRows
+from shared.serving.core.table.row_steps import RowSteps
 from shared.serving.ports import OwnPlace, ServerPorts
 from shared.serving.settling import settled
 from shared.wire.lending import NOTHING
@@ -177,8 +176,8 @@ class BlockServer:
             pull.forgotten(numbers)
 
     def push_ended(self, store: Store, trainer: str, *, keeps: bool) -> None:
-        """Asynchronous: serve the pulls that wait for the trainer, unless it keeps its parameters."""
-        if store.parameters_in_use.pushed(trainer, self.now(), keeps=keeps):
+        """Serve the pulls that wait for the trainer, unless it keeps its parameters."""
+        if store.pushed(trainer, self.now(), keeps=keeps):
             self.within_bounds()
 
     def within_bounds(self) -> None:
@@ -191,7 +190,7 @@ class BlockServer:
         rows = store.rows
         assert rows is not None
         if rows.version > before:
-            settle_rows(store)
+            store.settle_rows()
         for wake in tuple(self.lookups):
             wake()
         if rows.version > before:
@@ -290,7 +289,7 @@ class BlockServer:
         if request.generation < self.timeline:
             return PullEnd(code="GONE", message=f"the job was rolled back in generation {self.timeline}: join again")
         check_pull(store, request, self.index)
-        learn_norm(store, request.norm, self.timeline)
+        store.learn_norm(request.norm, self.timeline)
         self.counters.pulls += 1
         deadline = clock.monotonic() + min(max(request.wait_s, 0.0), self._ports.max_wait_s)
         return self.pull_kind(self, store, request, deadline, arrived)

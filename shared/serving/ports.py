@@ -10,7 +10,7 @@ from shared.blocks.buffers import Allocate
 from shared.records.layout import Layout
 from shared.runtime import clock
 from shared.serving.core.calls import Payload
-from shared.serving.core.row_steps import RowsServer, RowSteps, StepsAtOnce
+from shared.serving.core.table.row_steps import RowsServer, RowSteps, StepsAtOnce
 from shared.serving.table_loops import compile_when_used
 from shared.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart, InitHeader
 

@@ -10,7 +10,7 @@ from shared.checkpoints.schedule import Schedule
 from shared.checkpoints.start_tables import mark_in
 from shared.errors import InvalidArgument, NotReady, StaleGeneration, WrongOwner
 from shared.membership.directory import Directory
-from shared.records import JobState, Mode
+from shared.records import JobState
 from shared.runtime import telemetry
 from shared.serving.block_server import BlockServer
 from shared.serving.core.admission import check_same_model
@@ -19,6 +19,7 @@ from shared.serving.core.calls import Payload
 from shared.serving.core.clipping import Clipping
 from shared.serving.core.progress import progress_of
 from shared.serving.core.store import Store
+from shared.serving.core.stores import AsyncStore, store_of
 from shared.serving.ports import OwnPlace, ServerPorts, StartRows, TakesHandoffs
 from shared.wire.messages import (
     HandoffAnswer,
@@ -89,7 +90,7 @@ class Pserver(BlockServer):
         await self.prepare_tables(header.layout)
         rows = await self._first_rows(header)
         self.fence(header)
-        store = Store(header, self.schedule, self.new_pool(), self.clipping, rows)
+        store = store_of(header, self.schedule, self.new_pool(), self.clipping, rows)
         async for item, payload in blocks:
             if item.state:
                 add_state(store.blocks, item.block, item.state, memoryview(payload))
@@ -131,7 +132,7 @@ class Pserver(BlockServer):
             bytes=store.bytes,
             **progress_of(store),
             slots=store.slots.version if store.slots is not None else 0,
-            ledger=store.ledger.counts() if store.mode is Mode.ASYNC else (),
+            ledger=store.ledger_counts(),
         )
 
     async def ledger(self, query: LedgerQuery) -> LedgerAnswer:
@@ -142,6 +143,8 @@ class Pserver(BlockServer):
         if not (query.task_id.isascii() and query.task_id.isdigit()):
             msg = f"task {query.task_id[:40]!r} is not in the ledger: only training tasks (numbers) are"
             raise InvalidArgument(msg)
+        if not isinstance(self.store, AsyncStore):
+            raise InvalidArgument("a synchronous job has no ledger: each of its steps counts once by its lanes")
         return self.store.ledger.next_of(query.epoch, int(query.task_id))
 
     async def take_handoff(

@@ -16,8 +16,8 @@ from shared.records.layout import ROWS
 from shared.runtime import ids
 from shared.runtime.service import LEASE_LOST
 from shared.serving.core.pushes import OpenPush
-from shared.serving.core.row_steps import RowsServer, StepsAtOnce
 from shared.serving.core.store import Store
+from shared.serving.core.table.row_steps import RowsServer, StepsAtOnce
 from shared.serving.data_plane.row_turns import RowTurns
 from shared.serving.ports import ServerPorts
 from shared.serving.pserver import Pserver

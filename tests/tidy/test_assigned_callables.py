@@ -28,7 +28,18 @@ EXCEPTIONS = {
     "trireme/pool/host_agent.py: self.metrics.registered",
 }
 
-STANDARD = {"set", "clear", "append", "add", "put_nowait", "notify", "notify_all", "cancel", "close", "join"}  # methods that are handed around
+STANDARD = {
+    "set",
+    "clear",
+    "append",
+    "add",
+    "put_nowait",
+    "notify",
+    "notify_all",
+    "cancel",
+    "close",
+    "join",
+}  # methods that are handed around
 
 
 def methods_and_values() -> tuple[set[str], set[str]]:
@@ -80,7 +91,9 @@ def functions_of(path: Path) -> set[str]:
     }
     for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and (theirs := sources.MODULES.get(str(node.module))) is not None:
-            own = {each.name for each in tree_of(theirs).body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+            own = {
+                each.name for each in tree_of(theirs).body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+            }
             found |= {alias.asname or alias.name for alias in node.names if alias.name in own}
     return found
 
@@ -171,7 +184,14 @@ def test_each_kind_of_place_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sources, "ROOT", tmp_path)
     monkeypatch.setattr(sources, "SOURCES", [path])
     monkeypatch.setattr(sources, "MODULES", {"shared.member": path})
-    targets = ("server.on_step", "server.on_moving", "server.step_rows", "self._server.fits", "server.wake", "server.soon")
+    targets = (
+        "server.on_step",
+        "server.on_moving",
+        "server.step_rows",
+        "self._server.fits",
+        "server.wake",
+        "server.soon",
+    )
     assert assigned_callables() == {f"shared/member.py: {target}" for target in targets}
 
 

@@ -40,7 +40,14 @@ FLOORS = {
         {"membership"},
         {"checkpoints"},
         {"serving.core"},
-        {"serving.pserver", "serving.table_loops"},
+        {
+            "serving.ports",
+            "serving.block_server",
+            "serving.pserver",
+            "serving.settling",
+            "serving.table_loader",
+            "serving.table_loops",
+        },
         {"serving.data_plane"},
     ],
     "trireme": [

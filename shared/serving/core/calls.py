@@ -15,10 +15,9 @@ from shared.records import Mode
 from shared.records.job_spec import Narrow
 from shared.records.layout import ROWS
 from shared.records.step import StepRecord
-from shared.serving.core.held import do_rows_wait, settle, settle_rows
 from shared.serving.core.progress import Counters, is_same, known_of, moment_of, squares_at
-from shared.serving.core.row_steps import RowSteps
 from shared.serving.core.store import Store
+from shared.serving.core.table.row_steps import RowSteps
 from shared.wire.messages import PullEnd, PullRequest
 from shared.wire.verdict import Verdict
 
@@ -63,7 +62,7 @@ class CallServer(Protocol):
         ...
 
     def push_ended(self, store: Store, trainer: str, *, keeps: bool) -> None:
-        """A trainer's asynchronous push is over. `keeps`: the trainer goes on with the parameters that it has."""
+        """A trainer's push is over. `keeps`: the trainer goes on with the parameters that it has."""
         ...
 
     def within_bounds(self) -> None:
@@ -118,7 +117,7 @@ class OpenPull:
         while self._due:
             number = self._due.popleft()
             found = store.pull(number, wanted)
-            if found is Verdict.TOO_EARLY and settle(store, number):
+            if found is Verdict.TOO_EARLY and store.settle(number):
                 self._server.stepped(number, store.blocks[number].version)
                 found = store.pull(number, wanted)
             if found is Verdict.WRONG_OWNER:
@@ -154,8 +153,8 @@ class OpenPull:
             return None if self._unheld else self._held_end()
         if store.rows is not None and not store.rows.are_by(self._slots, store.slots):
             return PullEnd(code="WRONG_OWNER", message=f"slot map {self._slots} does not say whose rows are here")
-        if do_rows_wait(store, wanted):
-            if not settle_rows(store):
+        if store.do_rows_wait(wanted):
+            if not store.settle_rows():
                 return self._held_end()
             self._server.look_for_snapshot()
         version = self._lowest if wanted is None else wanted

@@ -15,6 +15,7 @@ from shared.records import Mode
 from shared.records.layout import ROWS
 from shared.serving.core.calls import CallServer, Payload
 from shared.serving.core.store import Store
+from shared.serving.core.stores import AsyncStore
 from shared.serving.core.table.arrivals import ArrivedRows
 from shared.wire.messages import PushAnswer, PushBlock, PushHeader, Refusal
 from shared.wire.verdict import Verdict
@@ -116,8 +117,7 @@ class OpenPush:
         """Once no rows of it wait. Raises what kept them from being applied."""
         if self._error is not None:
             raise self._error
-        if self._store.mode is Mode.ASYNC:
-            self._server.push_ended(self._store, self._header.trainer, keeps=self._header.keeps)
+        self._server.push_ended(self._store, self._header.trainer, keeps=self._header.keeps)
         return PushAnswer(
             applied=self._applied,
             duplicate=self._duplicate,
@@ -184,11 +184,13 @@ class OpenPush:
             if self.on_settled is not None:
                 self.on_settled()
 
+        store = self._store
+        assert isinstance(store, AsyncStore)
         self.waiting += 1
         refusal = partial(self.refusal_of_rows, item, rows)
         push, count, of_version = self._push, item.count, item.version
         arrived = ArrivedRows(
-            rows, lambda: self._store.ledger, push, ids, gradients, count, size, refusal, settled, of_version
+            rows, lambda: store.ledger, push, ids, gradients, count, size, refusal, settled, of_version
         )
         self._server.row_steps.take(arrived)
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from shared.errors import NotReady, TriremeError
 from shared.runtime import clock, telemetry
-from shared.serving.core.row_steps import RowsServer
 from shared.serving.core.store import Store
 from shared.serving.core.table.arrivals import ArrivedRows
+from shared.serving.core.table.row_steps import RowsServer
 from shared.serving.data_plane.lookups import tables_in
 from shared.wire.verdict import Verdict
 

@@ -19,7 +19,7 @@ from shared.serving.core.asynchronous import staleness
 from shared.serving.core.moving import LeavingBlocks
 from shared.serving.core.optimizers import BlockOptimizer
 from shared.serving.core.pushes import OpenPush
-from shared.serving.core.store import Store
+from shared.serving.core.stores import store_of
 from shared.serving.data_plane.lookups import found_end, lookup
 from shared.serving.pserver import Pserver
 from shared.wire.messages import PushBlock
@@ -192,7 +192,7 @@ def test_a_buffer_has_no_rate() -> None:
 
 
 def test_versions_of_before_a_return_count_only_as_far_as_the_return() -> None:
-    store = Store(init_header(LAYOUT, Mode.ASYNC, record=parts.StepRecord(version=500, positions=())))
+    store = store_of(init_header(LAYOUT, Mode.ASYNC, record=parts.StepRecord(version=500, positions=())))
     for number, size in SIZES.items():
         store.add_block(number, memoryview(payload_of(torch.zeros(size))))
     store.seal()
@@ -222,7 +222,7 @@ def test_a_pull_tells_versions_only_if_it_is_asked() -> None:
 
 def test_rows_step_with_their_rate_divided_and_a_lookup_tells_their_version() -> None:
     async def main() -> None:
-        store = Store(init_header(TABLES.model_copy(update={"segments": ()}), Mode.ASYNC, 1))
+        store = store_of(init_header(TABLES.model_copy(update={"segments": ()}), Mode.ASYNC, 1))
         store.seal()
         pserver = Pserver("ctr", "ps-1", index=0)
         pserver.store = store

@@ -9,8 +9,9 @@ from shared.errors import BadFrame
 from shared.records import Mode, SlotMap
 from shared.serving.block_server import BlockServer
 from shared.serving.core.pushes import OpenPush
-from shared.serving.core.row_steps import StepsAtOnce
 from shared.serving.core.store import Store
+from shared.serving.core.stores import store_of
+from shared.serving.core.table.row_steps import StepsAtOnce
 from shared.serving.core.table.rows import TableRows
 from shared.serving.ports import ServerPorts
 from shared.tables.hashing import slots_of
@@ -94,7 +95,7 @@ class StepsLater(StepsAtOnce):
 @pytest.mark.parametrize("referred", [True, False], ids=["in the trainer's memory", "in memory for the next block"])
 def test_what_was_pushed_may_be_overwritten_afterwards(referred):
     server = BlockServer("ctr", "ps-1", ports=ServerPorts(row_steps=StepsLater))
-    server.store = store = Store(init_header(LAYOUT.model_copy(update={"segments": ()}), Mode.SYNC, 1))
+    server.store = store = store_of(init_header(LAYOUT.model_copy(update={"segments": ()}), Mode.SYNC, 1))
     store.seal()
     item, payload = pushed_rows(0, ids(1), ids(2))
     written = bytearray(payload)
