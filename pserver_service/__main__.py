@@ -43,9 +43,9 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     import torch  # noqa: PLC0415
 
     from pserver_service.context import PserverContext  # noqa: PLC0415
-    from pserver_service.data_plane.handoff_client import HttpHandoff  # noqa: PLC0415
+    from pserver_service.handoff_client import HttpHandoff  # noqa: PLC0415
     from pserver_service.member import Member  # noqa: PLC0415
-    from pserver_service.membership.index import OwnIndex, own_number  # noqa: PLC0415
+    from pserver_service.own_index import OwnIndex, own_number  # noqa: PLC0415
     from shared.checkpoints.background import Background  # noqa: PLC0415
     from shared.keys import Keys  # noqa: PLC0415
     from shared.membership.directory import Directory  # noqa: PLC0415

@@ -11,9 +11,8 @@ from pserver_service.context import PserverContext
 from pserver_service.drain import Drain
 from pserver_service.handoff.follower import SlotFollower
 from pserver_service.handoff.sender import HandOver
-from pserver_service.recovery.rejoin import Rejoin
-from pserver_service.recovery.rollback import Rollback
-from pserver_service.recovery.start_rows import StartRowsReader
+from pserver_service.recovery import Rejoin, Rollback
+from pserver_service.start_rows import StartRowsReader
 
 
 class Member:

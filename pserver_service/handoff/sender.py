@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from pserver_service.checkpoints import ledger_text
 from pserver_service.context import LOOK_S, PserverContext
-from pserver_service.data_plane.handoff_client import HandoffPort, Parts
 from pserver_service.handoff.follower import places
+from pserver_service.handoff_client import HandoffPort, Parts
 from shared.errors import TriremeError
 from shared.records import Mode
 from shared.records.assignments import Group, Handed, Migration

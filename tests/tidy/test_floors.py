@@ -27,10 +27,11 @@ FLOORS = {
         {"agent", "process"},
     ],
     "pserver_service": [
-        {"membership"},
-        {"context", "data_plane"},
-        {"checkpoints"},
-        {"recovery", "drain", "handoff"},
+        {"own_index", "handoff_client"},
+        {"context"},
+        {"checkpoints", "start_rows"},
+        {"drain", "handoff"},
+        {"recovery"},
         {"member"},
     ],
     "shared": [

@@ -12,9 +12,9 @@ from typing import Any
 
 from master_service.leadership.master import Master
 from pserver_service.context import PserverContext
-from pserver_service.data_plane.handoff_client import HandoffPort, HttpHandoff
+from pserver_service.handoff_client import HandoffPort, HttpHandoff
 from pserver_service.member import Member
-from pserver_service.membership.index import OwnIndex
+from pserver_service.own_index import OwnIndex
 from shared.etcd import Etcd
 from shared.keys import Keys
 from shared.membership.directory import Directory

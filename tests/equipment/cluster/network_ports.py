@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Self
 
-from pserver_service.data_plane.handoff_client import Parts
+from pserver_service.handoff_client import Parts
 from shared.errors import DeadlineExceeded, NotLeader, PeerError
 from shared.membership.directory import Directory
 from shared.records import (
@@ -246,7 +246,7 @@ class SimulatedPserver:
 
 
 class SimulatedHandoff:
-    """pserver_service.data_plane.handoff_client.HandoffPort"""
+    """pserver_service.handoff_client.HandoffPort"""
 
     def __init__(self, network: Network, member: PserverMember) -> None:
         self._network, self._member = network, member

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from pserver_service.checkpoints.ledger_text import ledger_metadata
-from pserver_service.recovery.store_loader import load_store
+from pserver_service.checkpoints.store_loader import load_store
 from shared.blocks.snapshot import Snapshot
 from shared.checkpoints import stored, writer
 from shared.checkpoints.schedule import Schedule

@@ -8,8 +8,8 @@ import string
 
 import pytest
 
-from pserver_service.recovery import store_loader
-from pserver_service.recovery.rollback import Rollback
+from pserver_service.checkpoints import store_loader
+from pserver_service.recovery import Rollback
 from shared.checkpoints import stored, writer
 from shared.checkpoints.saving import commit
 from shared.checkpoints.saving.commit import Committer

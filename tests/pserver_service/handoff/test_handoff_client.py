@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pserver_service.data_plane.handoff_client import HttpHandoff
+from pserver_service.handoff_client import HttpHandoff
 from shared.errors import DeadlineExceeded, NotReady, PeerError, Unauthorized
 from shared.records import PserverMember
 from shared.serving.data_plane.server import make_app, serving

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from pserver_service.membership.index import OwnIndex, own_number
+from pserver_service.own_index import OwnIndex, own_number
 from shared.errors import DeadlineExceeded
 from shared.etcd import Etcd
 from shared.etcd.transport import TXN

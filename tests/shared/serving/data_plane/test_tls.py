@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pserver_service.data_plane.handoff_client import HttpHandoff
+from pserver_service.handoff_client import HttpHandoff
 from shared.errors import PeerError, Unauthorized
 from shared.security import authority
 from shared.security.tls import Tls
