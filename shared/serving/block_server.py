@@ -9,7 +9,6 @@ sends its values retains their buffer.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from typing import TYPE_CHECKING, Any
 
@@ -216,17 +215,18 @@ class BlockServer:
         A writable payload is used until the next block comes, and may be overwritten; one that may only be read, until this returns. Raises NotReady,
         StaleGeneration, LayoutMismatch, BadFrame (nothing of the push was used).
         """
-        pushing = self.begin_push(header)
+        changed = asyncio.Event()
+        pushing = self.begin_push(header, changed.set)
         try:
             async for item, payload in blocks:
                 # the memory of rows that wait is somebody else's from the next block on
                 pushing.apply(item, memoryview(payload).toreadonly() if item.block == ROWS else payload)
                 await asyncio.sleep(0)
-            if not await settled(pushing, self._ports.max_wait_s):
+            if not await settled(pushing, changed, self._ports.max_wait_s):
                 msg = f"rows of a push have waited for {self._ports.max_wait_s:g} s at pserver-{self.index}: push again"
                 raise NotReady(msg)
         finally:
-            pushing.keep_some(sys.maxsize)
+            pushing.close()
         return pushing.answer()
 
     async def pull(self, request: PullRequest) -> AsyncGenerator[tuple[PulledBlock, memoryview] | PullEnd, None]:
@@ -265,15 +265,15 @@ class BlockServer:
 
     # ------------------------------------------------------------ the same calls, for streams
 
-    def begin_push(self, header: PushHeader) -> OpenPush:
-        """Raises as `push`."""
+    def begin_push(self, header: PushHeader, on_settled: Callable[[], None] | None = None) -> OpenPush:
+        """`on_settled` is called when less of the push waits. Raises as `push`."""
         store = self._ready(header)
         self._check_pusher(header)
         if header.claim:
             self.check_claim(store, header)
         self.fence(header)
         try:
-            push = self.open_push(store, header)
+            push = self.open_push(store, header, on_settled)
         except StepTorn as error:
             self.tear(error.message)
             raise
@@ -300,8 +300,8 @@ class BlockServer:
         elements = store.layout.block_bytes // ELEMENT_BYTES["float32"]
         return store.pool.take("float32", elements), 2 * store.lanes * store.parts
 
-    def open_push(self, store: Store, header: PushHeader) -> OpenPush:
-        return OpenPush(self, store, header)
+    def open_push(self, store: Store, header: PushHeader, on_settled: Callable[[], None] | None) -> OpenPush:
+        return OpenPush(self, store, header, on_settled)
 
     # ------------------------------------------------------------ what kinds of servers answer differently
 

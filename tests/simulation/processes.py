@@ -47,8 +47,10 @@ async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
 class CheckedPush(OpenPush):
     """Tells if a block takes a push of a generation older than one the pserver has seen."""
 
-    def __init__(self, pserver: CheckedPserver, store: Store, header: PushHeader) -> None:
-        super().__init__(pserver, store, header)
+    def __init__(
+        self, pserver: CheckedPserver, store: Store, header: PushHeader, on_settled: Callable[[], None] | None
+    ) -> None:
+        super().__init__(pserver, store, header, on_settled)
         self._checked, self._generation = pserver, header.generation
 
     def take_block(self, item: PushBlock, view: memoryview, memory: Buffer | None) -> Verdict | None:
@@ -109,8 +111,8 @@ class CheckedPserver(Pserver):
         """By the slot map that etcd has at this moment. Not asked in a timeline that is over."""
         return self.timeline != self._cluster.state.timeline or self._cluster.owner_of(block) == self.index
 
-    def open_push(self, store: Store, header: PushHeader) -> OpenPush:
-        return CheckedPush(self, store, header)
+    def open_push(self, store: Store, header: PushHeader, on_settled: Callable[[], None] | None) -> OpenPush:
+        return CheckedPush(self, store, header, on_settled)
 
 
 async def master(cluster: SimulatedCluster, node: Node) -> int:

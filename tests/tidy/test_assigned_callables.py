@@ -17,9 +17,6 @@ from tests.tidy.sources import nodes_of, tree_of
 # places that remain, as "file: target"; this list may only shrink
 EXCEPTIONS = {
     "master_service/api/app.py: app.openapi",  # how FastAPI lets it be replaced
-    "shared/collective/background.py: session.on_free",
-    "shared/serving/data_plane/stream.py: push.pushing.on_settled",
-    "shared/serving/settling.py: pushing.on_settled",
     "trainer_agent/collective/gathering.py: view.regrouped",
     "trainer_agent/loops/asynchronous.py: self._reports.waits_for",
     "trainer_agent/loops/sync.py: self._reports.given_up",

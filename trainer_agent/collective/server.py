@@ -111,7 +111,7 @@ class ShareServer(BlockServer):
 
     # ------------------------------------------------------------ calls
 
-    def begin_push(self, header: PushHeader) -> OpenPush:
+    def begin_push(self, header: PushHeader, on_settled: Callable[[], None] | None = None) -> OpenPush:
         self.check_generation(header)
         store = self.store
         if store is not None and header.generation == self.generation:
@@ -121,7 +121,7 @@ class ShareServer(BlockServer):
             if header.step > store.has + AHEAD:
                 msg = f"{self.trainer} has version {store.has}, which is too old for pushes of step {header.step}: push again"
                 raise NotReady(msg)
-        return super().begin_push(header)
+        return super().begin_push(header, on_settled)
 
     def begin_pull(self, request: PullRequest, arrived: Callable[[], None]) -> OpenPull | PullEnd:
         self.check_generation(request)

@@ -5,6 +5,7 @@ OpenPush   apply(block, payload) ... --> answer()
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -30,7 +31,9 @@ class OpenPush:
     are not applied yet, and blocks that wait for their siblings where the sender has them (`keep_some` copies those); `on_settled` is called when some are
     not any more."""
 
-    def __init__(self, server: CallServer, store: Store, header: PushHeader) -> None:
+    def __init__(
+        self, server: CallServer, store: Store, header: PushHeader, on_settled: Callable[[], None] | None = None
+    ) -> None:
         self._server, self._store, self._header = server, store, header
         self._push = store.admit(header)
         store.history.results.forget(header.stored)
@@ -38,7 +41,7 @@ class OpenPush:
         self._borrowed: dict[int, None] = {}  # blocks that may wait in the sender's memory
         self._refused: list[Refusal] = []
         self._error: Exception | None = None
-        self.on_settled: Callable[[], None] | None = None
+        self._on_settled = on_settled
 
     def __repr__(self) -> str:
         return f"<OpenPush {self._applied} applied, {self._duplicate} duplicate, {len(self._refused)} refused>"
@@ -73,8 +76,8 @@ class OpenPush:
         self.waiting -= 1
         if not self.waiting:
             self._borrowed.clear()
-        if self.on_settled is not None:
-            self.on_settled()
+        if self._on_settled is not None:
+            self._on_settled()
 
     def keep_some(self, most_bytes: int) -> bool:
         """Copy blocks that wait in the sender's memory, of so many bytes; whether there may be more."""
@@ -85,6 +88,11 @@ class OpenPush:
                 done += state.place.bytes
                 state.tree.keep()
         return bool(self._borrowed)
+
+    def close(self) -> None:
+        """The sender is gone, or has its answer: what waits in its memory is copied, and nobody is told any more."""
+        self._on_settled = None  # it may hold who began this push, whose memory is given back at once
+        self.keep_some(sys.maxsize)
 
     def _count(self, item: PushBlock, size: int, verdict: Verdict) -> None:
         server, counters = self._server, self._server.counters
@@ -181,8 +189,8 @@ class OpenPush:
                 self._error = found
             else:
                 self._count(item, size, found)
-            if self.on_settled is not None:
-                self.on_settled()
+            if self._on_settled is not None:
+                self._on_settled()
 
         store = self._store
         assert isinstance(store, AsyncStore)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from dataclasses import dataclass
 
 from shared.blocks.buffers import Buffer
@@ -29,8 +28,7 @@ class Push:
             self.memory.release()
             self.memory = None
         if self.pushing is not None:
-            self.pushing.on_settled = None  # it holds this one: memory is given back at once
-            self.pushing.keep_some(sys.maxsize)
+            self.pushing.close()
         if self.keeping is not None:
             self.keeping.cancel()
 

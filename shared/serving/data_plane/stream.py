@@ -176,8 +176,7 @@ class PserverStream(FrameStream):
         push = self._pushes[number] = Push(number)
         try:
             push.memory, push.blocks_left = self._pserver.memory_for(header)
-            push.pushing = self._pserver.begin_push(header)
-            push.pushing.on_settled = lambda: self._end_push(push) if push.ended else None
+            push.pushing = self._pserver.begin_push(header, lambda: self._end_push(push) if push.ended else None)
         except TriremeError as error:
             push.close()
             self._refuse(number, error)
