@@ -16,9 +16,8 @@ from shared.records.layout import ROWS
 from shared.runtime import clock, telemetry
 from shared.serving.block_server import BlockServer
 from shared.serving.core.pushes import OpenPush
-from shared.serving.data_plane.heads import head_of, same_of
 from shared.serving.data_plane.lookups import StreamLookups, found_end
-from shared.serving.data_plane.open_calls import Pull, Push
+from shared.serving.data_plane.open_calls import Pull, Push, head_of, same_of
 from shared.serving.settling import LENT_S
 from shared.tables.payload import MOST_BYTES
 from shared.wire import codec
