@@ -1,19 +1,24 @@
-"""How a parameter server gets its parameters back from a checkpoint: with all others (Rollback), or alone while they go on (Rejoin).
+"""How a parameter server gets its parameters back from a checkpoint: with all others (Rollback), or alone
+while they go on (Rejoin).
 
-                                         read -> a store      unexpected errors -> again, a few times -> CheckpointUnusable: another checkpoint may be readable
-                                           `-> storage not reached -> `waits` in ps/<index> -> PeerError: again; other checkpoints would not be reached either
+read a checkpoint -> a store
+  `-> unexpected errors -> again, a few times -> CheckpointUnusable: another checkpoint may be readable
+  `-> storage not reached -> `waits` in ps/<index> -> PeerError: again; other checkpoints would not be, either
 
-Rollback   ROLLING_BACK seen -> drop (NOT_READY, older pushes stale) -> load (nothing if the job starts over) -> serve -> `restored` in ps/<index>
-                                                                       `-> cannot: `restored` says why; the master chooses another one
+Rollback: ROLLING_BACK seen -> drop (NOT_READY, older pushes stale) -> load (nothing if the job starts over)
+  -> serve -> `restored` in ps/<index>
+  `-> cannot: `restored` says why; the master chooses another one
 
-Rejoin, asynchronous: index claimed, job initialised, no parameters -> newest usable checkpoint -> `restored` in ps/<index> -> counted -> serve
-                                                                         `-> all are damaged: `restored` says why, and the master fails the job
+Rejoin, asynchronous: index claimed, job initialised, no parameters -> newest usable checkpoint
+  -> `restored` in ps/<index> -> counted -> serve
+  `-> all are damaged: `restored` says why, and the master fails the job
 
-A checkpoint is read for this parameter server's index and slots. If the slot map changes meanwhile, what was read is not used. The master limits how long a job
-waits for its parameters (`recovery_timeout_s`).
+A checkpoint is read for this parameter server's index and slots. If the slot map changes meanwhile, what was
+read is not used. The master limits how long a job waits for its parameters (`recovery_timeout_s`).
 
-A parameter server that rejoins has an older ledger than the others. Trainers whose pushes come too early resume where it stands. What it lacks of closed tasks
-is lost; the master counts that from `restored`. It takes no push before that: a task that a push to it finished would be counted as lost.
+A parameter server that rejoins has an older ledger than the others. Trainers whose pushes come too early
+resume where it stands. What it lacks of closed tasks is lost; the master counts that from `restored`. It
+takes no push before that: a task that a push to it finished would be counted as lost.
 """
 
 from __future__ import annotations
@@ -188,8 +193,9 @@ class Rejoin(StateFollower):
             await self._directory.changed(self._directory.revision, LOOK_S)
 
     async def _load(self, timeline: int) -> tuple[Store, Restored]:
-        """The newest usable checkpoint, and what to say of it. Raises CheckpointUnusable if none can be used, also none that is written
-        meanwhile; PeerError, also while there is none at all: whether one comes, or the job starts over or fails, is the leader's to say."""
+        """The newest usable checkpoint, and what to say of it. Raises CheckpointUnusable if none can be used,
+        also none that is written meanwhile; PeerError, also while there is none at all: whether one comes,
+        or the job starts over or fails, is the leader's to say."""
         kind = CheckpointLatest if self.context.spec.checkpoint_kind == "coordinated" else OwnCheckpoints
         damaged: dict[str, str] = {}
         while refs := [ref for ref in await kept_checkpoints(self.context, kind) if ref.uuid not in damaged]:

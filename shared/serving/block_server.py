@@ -1,9 +1,10 @@
-"""A server of blocks without HTTP: a minibatch is applied to a block exactly once; a pull is one version of every block.
+"""A server of blocks without HTTP: a minibatch is applied to a block exactly once; a pull is one version of
+every block.
 
     push: fence -> admit -> apply block after block (inline, < 1 ms each)      pull: blocks that are there, then those that arrive
 
-Parameter servers (pserver.py) and trainers of collective jobs are such servers. There are no locks: a block changes between two awaits, and a pull that
-sends its values retains their buffer.
+Parameter servers (pserver.py) and trainers of collective jobs are such servers. There are no locks: a block
+changes between two awaits, and a pull that sends its values retains their buffer.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ log = telemetry.logger("pserver")
 
 
 class BlockServer:
-    """Takes pushes to its blocks and answers pulls of them, before and after its process becomes a member of the job (`join`)."""
+    """Takes pushes to its blocks and answers pulls of them, before and after its process becomes a member of
+    the job (`join`)."""
 
     pull_kind = OpenPull
 
@@ -85,7 +87,8 @@ class BlockServer:
         self.block_stepped = asyncio.Event()
         #: set when `store.take_snapshot()` has a snapshot
         self.snapshot_ready = asyncio.Event()
-        #: when a push was first refused because its block is being moved, in seconds of the clock; whoever moves blocks sets it back to None
+        #: when a push was first refused because its block is being moved, in seconds of the clock; whoever
+        #: moves blocks sets it back to None
         self.refused_at: float | None = None
         #: steps the rows of embedding tables
         self.row_steps: RowSteps = self._ports.row_steps(self)
@@ -130,7 +133,8 @@ class BlockServer:
         return BufferPool(self._ports.allocate() if self._ports.allocate is not None else None)
 
     def drop(self, generation: int) -> None:
-        """Forget the parameters: calls get NOT_READY until `restore`. Pushes of lower generations are stale from now on."""
+        """Forget the parameters: calls get NOT_READY until `restore`. Pushes of lower generations are stale
+        from now on."""
         self.generation = max(self.generation, generation)
         if self.store is not None:
             self.store.pool.let_go()
@@ -146,7 +150,8 @@ class BlockServer:
         self.store, self.timeline = store, timeline
 
     def tear(self, cause: str) -> None:
-        """A step here can never be whole, so the parameters are lost: the own key in etcd tells the master, and the job goes back to a checkpoint."""
+        """A step here can never be whole, so the parameters are lost: the own key in etcd tells the master,
+        and the job goes back to a checkpoint."""
         log.error("step_torn", server=self.name, timeline=self.timeline, cause=cause)
         if self.own_place is not None:
             self.own_place.set(torn=Torn(timeline=self.timeline, cause=f"{self.name}: {cause}"))
@@ -158,7 +163,8 @@ class BlockServer:
     # ------------------------------------------------------------ what open calls tell it
 
     def stepped(self, number: int, version: int) -> None:
-        """A block has reached a version: serve the pulls that wait for it; it may be the last block of a snapshot."""
+        """A block has reached a version: serve the pulls that wait for it; it may be the last block of a
+        snapshot."""
         for pull in tuple(self.pulls):
             pull.stepped(number, version)
         self.look_for_snapshot()
@@ -212,8 +218,9 @@ class BlockServer:
     async def push(self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, Payload]]) -> PushAnswer:
         """Apply block after block. If the stream breaks, the blocks before stay applied.
 
-        A writable payload is used until the next block comes, and may be overwritten; one that may only be read, until this returns. Raises NotReady,
-        StaleGeneration, LayoutMismatch, BadFrame (nothing of the push was used).
+        A writable payload is used until the next block comes, and may be overwritten; one that may only be
+        read, until this returns. Raises NotReady, StaleGeneration, LayoutMismatch, BadFrame (nothing of the
+        push was used).
         """
         changed = asyncio.Event()
         pushing = self.begin_push(header, changed.set)
@@ -230,10 +237,11 @@ class BlockServer:
         return pushing.answer()
 
     async def pull(self, request: PullRequest) -> AsyncGenerator[tuple[PulledBlock, memoryview] | PullEnd, None]:
-        """Each block as soon as it has the version (its payload is valid until the next block is asked for), then a PullEnd.
+        """Each block as soon as it has the version (its payload is valid until the next block is asked for),
+        then a PullEnd.
 
-        Waits at most `request.wait_s`. Raises WrongOwner, InvalidArgument, LayoutMismatch before the first block. Use
-        `aclosing` if it may not be read to its end.
+        Waits at most `request.wait_s`. Raises WrongOwner, InvalidArgument, LayoutMismatch before the first
+        block. Use `aclosing` if it may not be read to its end.
         """
         arrived = asyncio.Event()
         pulling = self.begin_pull(request, arrived.set)
@@ -295,7 +303,8 @@ class BlockServer:
         return self.pull_kind(self, store, request, deadline, arrived)
 
     def memory_for(self, header: PushHeader) -> tuple[Buffer, int]:
-        """Memory to receive one block of a push in, which the caller releases, and how many blocks the push may have at most. Raises NotReady, LayoutMismatch."""
+        """Memory to receive one block of a push in, which the caller releases, and how many blocks the push
+        may have at most. Raises NotReady, LayoutMismatch."""
         store = self._ready(header)
         elements = store.layout.block_bytes // ELEMENT_BYTES["float32"]
         return store.pool.take("float32", elements), 2 * store.lanes * store.parts
@@ -328,7 +337,8 @@ class BlockServer:
         self.generation = max(self.generation, min(header.generation, known))
 
     def _check_pusher(self, header: PushHeader) -> None:
-        """Only members push, and only in generations that etcd has: one frame of anybody else could fence them all."""
+        """Only members push, and only in generations that etcd has: one frame of anybody else could fence
+        them all."""
         if self.directory is None:
             return
         state = self.directory.known_state
@@ -373,7 +383,8 @@ class BlockServer:
         self.check_map(store, header.slots)
 
     def check_map(self, store: Store, version: int) -> None:
-        """What concerns all owners of blocks has to reach all of them. 0: the asker does not say which map it goes by. Raises NotReady, WrongOwner."""
+        """What concerns all owners of blocks has to reach all of them. 0: the asker does not say which map it
+        goes by. Raises NotReady, WrongOwner."""
         if version and store.slots is not None:
             self.check_map_version(store.slots.version, version)
 

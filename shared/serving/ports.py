@@ -1,4 +1,5 @@
-"""What a server of blocks is given: by its process at construction, and by the process as a member of its job later."""
+"""What a server of blocks is given: by its process at construction, and by the process as a member of its job
+later."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class ServerPorts:
     allocate: Callable[[], Allocate] | None = None
     #: how long a pull may wait at most, in seconds
     max_wait_s: float = 60.0
-    #: makes the part that steps the rows of embedding tables: in one go, or in turns with everything else (data_plane/row_turns.py)
+    #: makes the part that steps the rows of embedding tables: in one go, or in turns with everything else
+    #: (data_plane/row_turns.py)
     row_steps: Callable[[RowsServer], RowSteps] = StepsAtOnce
     #: awaited before rows of tables are made for a job of this layout
     prepare_tables: Callable[[Layout], Awaitable[None]] = compile_when_used

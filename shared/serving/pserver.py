@@ -1,4 +1,5 @@
-"""One parameter server without HTTP: the server of blocks that takes initial values, checkpoints and blocks of other parameter servers."""
+"""One parameter server without HTTP: the server of blocks that takes initial values, checkpoints and blocks
+of other parameter servers."""
 
 from __future__ import annotations
 
@@ -75,10 +76,11 @@ class Pserver(BlockServer):
     # ------------------------------------------------------------ calls
 
     async def init(self, header: InitHeader, blocks: AsyncIterator[tuple[InitBlock, Payload]]) -> None:
-        """Take the initial blocks, all or none. A repetition with the same layout changes nothing. They are of the timeline and the slot map that
-        this process sees in etcd.
+        """Take the initial blocks, all or none. A repetition with the same layout changes nothing. They are
+        of the timeline and the slot map that this process sees in etcd.
 
-        Raises LayoutMismatch (another model is loaded), WrongOwner, StaleGeneration, BadFrame, InvalidArgument, NotReady.
+        Raises LayoutMismatch (another model is loaded), WrongOwner, StaleGeneration, BadFrame,
+        InvalidArgument, NotReady.
         """
         self.check(header)
         if header.pserver != self.index:
@@ -136,7 +138,8 @@ class Pserver(BlockServer):
         )
 
     async def ledger(self, query: LedgerQuery) -> LedgerAnswer:
-        """Raises NotReady, InvalidArgument; WrongOwner: the asker goes by another slot map, so blocks might be left out."""
+        """Raises NotReady, InvalidArgument; WrongOwner: the asker goes by another slot map, so blocks might
+        be left out."""
         if self.store is None:
             raise self.not_ready()
         self.check_map(self.store, query.slots)
@@ -164,7 +167,8 @@ class Pserver(BlockServer):
         super().check_claim(store, header)
 
     async def _first_rows(self, header: InitHeader) -> TableRows | None:
-        """The rows with which the tables of the job begin; None: each row begins with its initial values. Raises InvalidArgument, NotReady."""
+        """The rows with which the tables of the job begin; None: each row begins with its initial values.
+        Raises InvalidArgument, NotReady."""
         if self.start_rows is not None:
             return await self.start_rows.rows(header)
         if mark_in(header.layout.initial):  # it is not known which rows are its own
@@ -172,7 +176,8 @@ class Pserver(BlockServer):
         return None
 
     def _check_beginning(self, header: InitHeader) -> None:
-        """Raises NotReady: this view of the job is late; StaleGeneration, WrongOwner: the sender's is. `slots` 0: it does not say."""
+        """Raises NotReady: this view of the job is late; StaleGeneration, WrongOwner: the sender's is.
+        `slots` 0: it does not say."""
         if self.directory is None:
             return
         timeline = self.directory.known_state.timeline

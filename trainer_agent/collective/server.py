@@ -1,9 +1,10 @@
-"""The share of a collective job's blocks that one trainer serves to the others: pushes and pulls as at a parameter server, without optimizer.
+"""The share of a collective job's blocks that one trainer serves to the others: pushes and pulls as at a
+parameter server, without optimizer.
 
     a generation is known: fenced ─► its trainers have said which versions they have ─► open: pushes of the step after the newest one
 
-A trainer takes pushes of a step only while its own version is at most one behind: so whoever makes version v knows that all trainers of the
-generation, whose blocks it needed for that, have version v - 2.
+A trainer takes pushes of a step only while its own version is at most one behind: so whoever makes version v
+knows that all trainers of the generation, whose blocks it needed for that, have version v - 2.
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ class SharePull(OpenPull):
 
 
 class ShareServer(BlockServer):
-    """Serves the mean gradients of one trainer's share of the blocks. `index` is the trainer's place in the generation's list, -1 without one. Rows are stepped in one
-    go: a new generation may begin between two turns."""
+    """Serves the mean gradients of one trainer's share of the blocks. `index` is the trainer's place in the
+    generation's list, -1 without one. Rows are stepped in one go: a new generation may begin between two
+    turns."""
 
     store: MeanStore | None
     pull_kind = SharePull
@@ -164,7 +166,8 @@ class ShareServer(BlockServer):
         )
 
     def check_generation(self, header: MessageHeader) -> None:
-        """Only calls of the generation that this trainer is in are answered. Raises StaleGeneration, NotReady."""
+        """Only calls of the generation that this trainer is in are answered. Raises StaleGeneration,
+        NotReady."""
         if header.generation < self.generation:
             msg = (
                 f"generation {header.generation} is over: {self.trainer} is in {self.generation}; read the lanes again"

@@ -1,4 +1,5 @@
-"""What a push may be, and how its blocks are taken: synchronous pushes by the tree of lanes, asynchronous ones by the ledger.
+"""What a push may be, and how its blocks are taken: synchronous pushes by the tree of lanes, asynchronous
+ones by the ledger.
 
 admit(header) --> Push        take(push, block, value) --> Verdict
 """
@@ -32,8 +33,8 @@ MAX_TASKS = 1 << 40
 
 @dataclass(slots=True)
 class Push:
-    """One admitted push. `options[g]`: of optimizer group g in this step, if the header has them. `judged`: by lanes.
-    `results`: of nodes of the tree, as they came with their first blocks."""
+    """One admitted push. `options[g]`: of optimizer group g in this step, if the header has them. `judged`:
+    by lanes. `results`: of nodes of the tree, as they came with their first blocks."""
 
     header: PushHeader
     task: int = -1
@@ -46,8 +47,8 @@ class Push:
 
 
 def fits(state: BlockState, item: PushBlock, size: int) -> bool:
-    """Whether a payload of `size` bytes is the whole block, in its own dtype or in one that it may be sent in; or nothing, because
-    there is no data or, in a buffer, no change."""
+    """Whether a payload of `size` bytes is the whole block, in its own dtype or in one that it may be sent
+    in; or nothing, because there is no data or, in a buffer, no change."""
     if not size and (not item.count or (state.is_buffer and item.dtype is None)):
         return True
     if item.dtype is None:
@@ -87,11 +88,13 @@ def check_same_model(layout: Layout, mode: Mode, header: InitHeader) -> None:
 class Pushes(Protocol):
     """How a store takes pushes, by the mode of its job."""
 
-    #: whether an empty payload with data means that the block stays as it is: a buffer that forward left unchanged
+    #: whether an empty payload with data means that the block stays as it is: a buffer that forward left
+    #: unchanged
     keeps_unchanged: bool
 
     def admit(self, header: PushHeader, options: tuple[Options, ...] | None) -> Push:
-        """Check a push as a whole. `options`: of each optimizer group, if the header has them. Raises BadFrame, StepTorn: see Store.admit."""
+        """Check a push as a whole. `options`: of each optimizer group, if the header has them. Raises
+        BadFrame, StepTorn: see Store.admit."""
         ...
 
     def judge(self, push: Push, lanes: Interval) -> Verdict | None:
@@ -108,17 +111,19 @@ class Pushes(Protocol):
         *,
         lent: bool,
     ) -> Verdict:
-        """Apply one block's gradient. `lent`: `value` may only be read; it is copied if the optimizer would write into it."""
+        """Apply one block's gradient. `lent`: `value` may only be read; it is copied if the optimizer would
+        write into it."""
         ...
 
     def settle(self, state: BlockState) -> bool:
-        """Step a block that is held for the norm of the whole gradient, if the norm is known; answers whether it was stepped."""
+        """Step a block that is held for the norm of the whole gradient, if the norm is known; answers whether
+        it was stepped."""
         ...
 
 
 class StepPushes:
-    """Synchronous: each lane's data of a step counts once, and a block steps when the data of all lanes is there. `held_step`: the last step in which a block
-    was held for the norm."""
+    """Synchronous: each lane's data of a step counts once, and a block steps when the data of all lanes is
+    there. `held_step`: the last step in which a block was held for the norm."""
 
     keeps_unchanged = True
 
@@ -138,7 +143,8 @@ class StepPushes:
         return Push(header, options=options, positions=positions, claims=self._history.claims)
 
     def judge(self, push: Push, lanes: Interval) -> Verdict | None:
-        """None if `lanes` is a node of the tree and the step's other blocks have data of the same records; else the refusal."""
+        """None if `lanes` is a node of the tree and the step's other blocks have data of the same records;
+        else the refusal."""
         if push.claims != self._history.claims:
             push.claims = self._history.claims
             push.judged.clear()
@@ -187,7 +193,8 @@ class StepPushes:
         return True
 
     def options(self, step: int, place: Block) -> Options:
-        """The options of the block's group in `step`. Lane 0's push brings them, so they are known when the tree is complete."""
+        """The options of the block's group in `step`. Lane 0's push brings them, so they are known when the
+        tree is complete."""
         group = self._layout.segments[place.segment].group
         if group < 0:
             return self._no_options
@@ -200,8 +207,9 @@ class StepPushes:
 
 
 class ArrivalPushes:
-    """Asynchronous: each push steps its blocks when it comes, and the ledger says which minibatches each block has. `ledger`, `position(block)`: the ones that
-    count now. `changes`: how often a buffer got other bits. `arguments`: of the optimizer, by segment."""
+    """Asynchronous: each push steps its blocks when it comes, and the ledger says which minibatches each
+    block has. `ledger`, `position(block)`: the ones that count now. `changes`: how often a buffer got
+    other bits. `arguments`: of the optimizer, by segment."""
 
     keeps_unchanged = False
 

@@ -1,4 +1,5 @@
-"""Pulls in progress at one server of blocks, and what they and pushes (pushes.py) need of that server. Nothing here waits.
+"""Pulls in progress at one server of blocks, and what they and pushes (pushes.py) need of that server.
+Nothing here waits.
 
 OpenPull   next() --> block | end | None: nothing yet
 """
@@ -27,8 +28,9 @@ Payload = bytes | bytearray | memoryview
 class CallServer(Protocol):
     """What open pushes and pulls need of the server that has the blocks (serving/block_server.py).
 
-    `pulls`: those that are open. `payloads`: memory in which pushed rows are received. `row_steps`: steps the rows of embedding tables. `refused_at`: when a
-    push was first refused because its block is being moved to another server, in seconds of `now`.
+    `pulls`: those that are open. `payloads`: memory in which pushed rows are received. `row_steps`: steps the
+    rows of embedding tables. `refused_at`: when a push was first refused because its block is being moved to
+    another server, in seconds of `now`.
     """
 
     store: Store | None
@@ -107,8 +109,8 @@ class OpenPull:
         return f"<OpenPull of version {self._version}: {len(self._due)} due, {len(self._missing)} missing>"
 
     def next(self) -> tuple[int, int, Buffer | None] | PullEnd | None:
-        """A block, its version and its values (retained: the caller releases them when they are sent; None: the puller has
-        them), the end, or None: not yet."""
+        """A block, its version and its values (retained: the caller releases them when they are sent; None:
+        the puller has them), the end, or None: not yet."""
         store, wanted = self._store, self._version
         if self._server.store is not store:
             return PullEnd(code="NOT_READY", message="the job is being rolled back")

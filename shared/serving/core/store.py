@@ -1,4 +1,5 @@
-"""The state of one server of blocks: blocks, rows, records of steps. It decides about one block at a time and never waits (stores.py has both kinds).
+"""The state of one server of blocks: blocks, rows, records of steps. It decides about one block at a time and
+never waits (stores.py has both kinds).
 
 init --> Store;  admit(header) --> Push;  apply(push, block, payload) --> Verdict
                  ^ raises: the whole push is refused    ^ an error in one block refuses that block only
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
 
 class Store:
-    """Blocks are added by `add_block` (or `place_block`) once, before the first push; then `seal`. A resize moves blocks later (core/moving.py)."""
+    """Blocks are added by `add_block` (or `place_block`) once, before the first push; then `seal`. A resize
+    moves blocks later (core/moving.py)."""
 
     mode: ClassVar[Mode]
     #: how pushes are taken; a subclass sets it
@@ -91,7 +93,8 @@ class Store:
         return self.blocks.values()
 
     def add_block(self, number: int, payload: memoryview) -> None:
-        """Copy the initial values of a block. Raises BadFrame if they do not fit the layout or the block was added before."""
+        """Copy the initial values of a block. Raises BadFrame if they do not fit the layout or the block was
+        added before."""
         place = self.geometry.block(number)
         if place is None or payload.nbytes != place.bytes or number in self.blocks:
             expected = "no such block" if place is None else f"{place.bytes} bytes, once"
@@ -102,7 +105,8 @@ class Store:
         self.place_block(number, values, {})
 
     def place_block(self, number: int, values: Buffer, state: Mapping[str, torch.Tensor]) -> None:
-        """Add a block with its optimizer's state; both belong to the store from now on. `values` have the block's size."""
+        """Add a block with its optimizer's state; both belong to the store from now on. `values` have the
+        block's size."""
         place = self.geometry.block(number)
         assert place is not None
         assert number not in self.blocks
@@ -120,7 +124,8 @@ class Store:
         """All blocks were added."""
 
     def renumber(self) -> None:
-        """Blocks came or went. The copy of a version that is not complete would lack some of them, or have them twice."""
+        """Blocks came or went. The copy of a version that is not complete would lack some of them, or have
+        them twice."""
         self._positions = {number: position for position, number in enumerate(self.blocks)}
         if self.snapshot is not None and not self.snapshot.whole:
             self.snapshot.release()
@@ -162,8 +167,8 @@ class Store:
     # ------------------------------------------------------------ pushes
 
     def admit(self, header: PushHeader) -> Push:
-        """Check a push as a whole. Raises LayoutMismatch, BadFrame, InvalidArgument: no block of it can be used; StepTorn: its
-        claim comes too late."""
+        """Check a push as a whole. Raises LayoutMismatch, BadFrame, InvalidArgument: no block of it can be
+        used; StepTorn: its claim comes too late."""
         if header.mode is not self.mode:
             msg = f"push in {header.mode} mode: this job was initialised in {self.mode} mode"
             raise LayoutMismatch(msg)
@@ -180,9 +185,9 @@ class Store:
         return self.pushes.judge(push, lanes)
 
     def apply(self, push: Push, item: PushBlock, payload: memoryview, memory: Buffer | None = None) -> Verdict:
-        """Apply one block's gradient. `payload` is used during the call only; if it is writable, it may be overwritten.
-        `memory`: the buffer that starts with it; it is retained if the gradient has to wait for others and has the block's
-        kind."""
+        """Apply one block's gradient. `payload` is used during the call only; if it is writable, it may be
+        overwritten. `memory`: the buffer that starts with it; it is retained if the gradient has to wait
+        for others and has the block's kind."""
         state = self.blocks.get(item.block)
         if state is None:
             return Verdict.LAYOUT_MISMATCH if self.geometry.block(item.block) is None else Verdict.WRONG_OWNER
@@ -236,13 +241,15 @@ class Store:
         """It has just reached its version."""
 
     def pull(self, number: int, version: int | None) -> Buffer | Verdict:
-        """A block's values at `version` (None: the current one); the caller retains them to keep them across an await."""
+        """A block's values at `version` (None: the current one); the caller retains them to keep them across
+        an await."""
         if (state := self.blocks.get(number)) is None:
             return Verdict.WRONG_OWNER
         return state.current if version is None else state.pull(version)
 
     def moment(self, version: int | None) -> int | None:
-        """Names the values that a pull of `version` brings if it begins now; None: they may be of several versions."""
+        """Names the values that a pull of `version` brings if it begins now; None: they may be of several
+        versions."""
         return version
 
     def newest_moment(self, state: BlockState, version: int | None) -> int:
@@ -263,13 +270,15 @@ class Store:
         return True
 
     def do_rows_wait(self, version: int | None) -> bool:
-        """Whether the rows have made this version, and it has no record yet: nothing clips rows, but their step's norm is not known."""
+        """Whether the rows have made this version, and it has no record yet: nothing clips rows, but their
+        step's norm is not known."""
         rows = self.rows
         made = rows is not None and self.clipping.holds and rows.version == version
         return made and version is not None and self.history.record(version) is None
 
     def settle_rows(self) -> bool:
-        """Make the record of the version that the rows have made, unless that waits for the norm; answers whether it was made."""
+        """Make the record of the version that the rows have made, unless that waits for the norm; answers
+        whether it was made."""
         rows = self.rows
         if rows is None or (self.clipping.holds and self.history.norm(rows.version - 1) is None):
             return False
@@ -279,7 +288,8 @@ class Store:
     # ------------------------------------------------------------ trainers whose parameters may be old, and the ledger: see AsyncStore
 
     def pushed(self, trainer: str, now: float, *, keeps: bool) -> bool:  # noqa: ARG002
-        """A trainer's push is over; answers whether others may have waited for that. `keeps`: it goes on with the parameters that it has."""
+        """A trainer's push is over; answers whether others may have waited for that. `keeps`: it goes on with
+        the parameters that it has."""
         return False
 
     def ledger_part(self, positions: Sequence[int], slots: int, *, stays: bool = False) -> SavedLedger:  # noqa: ARG002

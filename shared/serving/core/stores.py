@@ -9,8 +9,8 @@ In jobs that clip, a SyncStore holds what waits for the norm of the step's whole
     blocks: all data is there -> held, not stepped ──norm──> stepped, the version's record is made
     rows of tables, which nothing clips: stepped ──norm──> the version's record is made
 
-So whoever tells a version, commits it or hands it over knows the norm that made it. A pull that finds anything waiting ends with HELD, and comes again with
-the norm.
+So whoever tells a version, commits it or hands it over knows the norm that made it. A pull that finds
+anything waiting ends with HELD, and comes again with the norm.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ def store_of(
     clipping: Clipping | None = None,
     rows: TableRows | None = None,
 ) -> SyncStore | AsyncStore:
-    """The kind of the job's mode. `schedule`, `clipping`: of synchronous jobs. `rows`: of tables, if there are some already. Raises InvalidArgument."""
+    """The kind of the job's mode. `schedule`, `clipping`: of synchronous jobs. `rows`: of tables, if there
+    are some already. Raises InvalidArgument."""
     if header.mode is Mode.SYNC:
         return SyncStore(header, schedule, pool, clipping, rows)
     return AsyncStore(header, pool, rows)
 
 
 class SyncStore(Store):
-    """`schedule` says which versions are copied for checkpoints (None: none). If the copy before still waits to be taken, the one of the higher rank is kept, and
-    `skipped` counts the other."""
+    """`schedule` says which versions are copied for checkpoints (None: none). If the copy before still waits
+    to be taken, the one of the higher rank is kept, and `skipped` counts the other."""
 
     mode = Mode.SYNC
 
@@ -117,7 +118,8 @@ class SyncStore(Store):
         self._enter(state)
 
     def _begin(self, record: StepRecord) -> bool:
-        """Begin a copy with all blocks that have that version: blocks that came from others may have it already."""
+        """Begin a copy with all blocks that have that version: blocks that came from others may have it
+        already."""
         rank = self._schedule.rank(record) if self._schedule is not None else None
         if rank is None:
             return False
@@ -184,8 +186,9 @@ class AsyncStore(Store):
     # ------------------------------------------------------------ snapshots
 
     def begin_copy(self, record: StepRecord) -> AsyncSnapshot:
-        """Copy rows and the ledger at this instant; then `copy_block` of each block, with its optimizer's state, and `keep_copy`. The caller
-        releases a copy that is not kept. `record.version`: number of the checkpoint."""
+        """Copy rows and the ledger at this instant; then `copy_block` of each block, with its optimizer's
+        state, and `keep_copy`. The caller releases a copy that is not kept. `record.version`: number of
+        the checkpoint."""
         copying = AsyncSnapshot(
             self.schedules.saved(record), self.numbers, self.ledger.saved(), self._versions, self.slots
         )
@@ -198,7 +201,8 @@ class AsyncStore(Store):
         copying.add(number, state.current, state.optimizer_state(), self.pool)
 
     def keep_copy(self, copied: AsyncSnapshot) -> bool:
-        """To be taken, instead of one that waits. False if an update came in between: then the copy is of no single instant, and not kept."""
+        """To be taken, instead of one that waits. False if an update came in between: then the copy is of no
+        single instant, and not kept."""
         if copied.updates != self._versions or copied.slots != self.slots:
             return False
         if self.snapshot is not None:

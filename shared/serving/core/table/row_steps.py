@@ -1,4 +1,5 @@
-"""When the rows of embedding tables are stepped: at once here, or in turns with everything else (data_plane/row_turns.py).
+"""When the rows of embedding tables are stepped: at once here, or in turns with everything else
+(data_plane/row_turns.py).
 
 all data of a synchronous step is there ─► begin ─► server.rows_stepped        rows of an asynchronous push ─► take ─► server.rows_taken
 """
@@ -65,7 +66,8 @@ class RowSteps(Protocol):
 
 
 class StepsAtOnce:
-    """Steps rows in one go, where nobody else needs the processor meanwhile, or a step must not be cut by a new generation."""
+    """Steps rows in one go, where nobody else needs the processor meanwhile, or a step must not be cut by a
+    new generation."""
 
     def __init__(self, server: RowsServer) -> None:
         self._server = server
