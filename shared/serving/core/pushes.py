@@ -5,7 +5,6 @@ OpenPush   apply(block, payload) ... --> answer()
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,6 +23,8 @@ from shared.wire.verdict import Verdict
 if TYPE_CHECKING:
     from shared.serving.core.table.rows import TableRows  # loads numba
     from shared.tables.memory import Floats, Numbers
+
+ALL_BYTES = 1 << 62
 
 
 class OpenPush:
@@ -92,7 +93,7 @@ class OpenPush:
     def close(self) -> None:
         """The sender is gone, or has its answer: what waits in its memory is copied, and nobody is told any more."""
         self._on_settled = None  # it may hold who began this push, whose memory is given back at once
-        self.keep_some(sys.maxsize)
+        self.keep_some(ALL_BYTES)
 
     def _count(self, item: PushBlock, size: int, verdict: Verdict) -> None:
         server, counters = self._server, self._server.counters
