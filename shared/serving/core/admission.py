@@ -6,7 +6,7 @@ admit(header) --> Push        take(push, block, value) --> Verdict
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -207,9 +207,8 @@ class StepPushes:
 
 
 class ArrivalPushes:
-    """Asynchronous: each push steps its blocks when it comes, and the ledger says which minibatches each
-    block has. `ledger`, `position(block)`: the ones that count now. `changes`: how often a buffer got
-    other bits. `arguments`: of the optimizer, by segment."""
+    """Asynchronous: each push steps its blocks when it comes, and the `ledger` says which minibatches each
+    block has."""
 
     keeps_unchanged = False
 
@@ -217,12 +216,14 @@ class ArrivalPushes:
         self,
         layout: Layout,
         schedules: ScheduleStates,
-        ledger: Callable[[], Ledger],
-        position: Callable[[int], int],
+        positions: Mapping[int, int],
         arguments: Sequence[Options | None],
     ) -> None:
-        self._layout, self._schedules, self._arguments = layout, schedules, arguments
-        self._ledger, self._position = ledger, position
+        self._layout, self._schedules = layout, schedules
+        self._positions = positions  # of blocks in the ledger, as they are now
+        self._arguments = arguments  # of the optimizer, by segment
+        self.ledger = Ledger(0)
+        #: how often a buffer got other bits
         self.changes = 0
         self._no_options: Options = {}
 
@@ -245,7 +246,7 @@ class ArrivalPushes:
     ) -> Verdict:
         if not state.takes(None):
             return Verdict.MOVING
-        ledger, index = self._ledger(), self._position(item.block)
+        ledger, index = self.ledger, self._positions[item.block]
         verdict = ledger.judge(push.header, push.task, index)
         if verdict is not Verdict.APPLIED:
             return verdict

@@ -126,7 +126,8 @@ class Store:
     def renumber(self) -> None:
         """Blocks came or went. The copy of a version that is not complete would lack some of them, or have
         them twice."""
-        self._positions = {number: position for position, number in enumerate(self.blocks)}
+        self._positions.clear()
+        self._positions.update((number, position) for position, number in enumerate(self.blocks))
         if self.snapshot is not None and not self.snapshot.whole:
             self.snapshot.release()
             self.snapshot = None

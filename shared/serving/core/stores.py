@@ -152,10 +152,17 @@ class AsyncStore(Store):
 
     def __init__(self, header: InitHeader, pool: BufferPool | None = None, rows: TableRows | None = None) -> None:
         super().__init__(header, 1, pool, rows or rows_of(header))
-        self.ledger, self.schedules = Ledger(0), ScheduleStates(header.record.schedules)
-        self.pushes = self._arrivals = ArrivalPushes(
-            self.layout, self.schedules, lambda: self.ledger, lambda number: self._positions[number], self._arguments
-        )
+        self.schedules = ScheduleStates(header.record.schedules)
+        self.pushes = self._arrivals = ArrivalPushes(self.layout, self.schedules, self._positions, self._arguments)
+
+    @property
+    def ledger(self) -> Ledger:
+        """Which minibatches each block, and the rows of each slot, have."""
+        return self._arrivals.ledger
+
+    @ledger.setter
+    def ledger(self, ledger: Ledger) -> None:
+        self._arrivals.ledger = ledger
 
     @property
     def changes(self) -> int:
