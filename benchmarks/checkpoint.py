@@ -37,7 +37,7 @@ from shared.records.layout import Layout, OptimizerSpec, Segment
 from shared.records.step import LanePosition, LaneZero, StepRecord
 from shared.runtime import telemetry
 from shared.runtime.light_torch import optimizers_without_compiler
-from shared.serving.core.store import Store
+from shared.serving.core.stores import store_of
 from shared.wire.messages import InitHeader, PushBlock, PushHeader
 
 JOB = "benchmark"
@@ -179,7 +179,7 @@ def gradients(layout: Layout) -> dict[int, memoryview]:
 
 def pauses(layout: Layout) -> tuple[float, float]:
     """(what a due version adds to a step, a copy of the state); every second version is due."""
-    store = Store(init_header(layout), Schedule(every_steps=2, every_epochs=None, epochs=1 << 30))
+    store = store_of(init_header(layout), Schedule(every_steps=2, every_epochs=None, epochs=1 << 30))
     pushed = gradients(layout)
     for block in layout.blocks():
         store.add_block(block.number, bytes_of(torch.zeros(block.elements)))

@@ -34,7 +34,9 @@ from shared.records import JobSpec, Mode, PserverMember
 from shared.records.step import CheckpointAsked, LanePosition, StepRecord
 from shared.runtime import telemetry
 from shared.runtime.light_torch import optimizers_without_compiler
+from shared.serving.data_plane.row_turns import RowTurns
 from shared.serving.data_plane.server import make_app, serving
+from shared.serving.ports import ServerPorts
 from shared.serving.pserver import Pserver
 from shared.wire.messages import InitBlock, InitHeader, PullRequest, PushBlock, PushHeader
 from shared.wire.region_allocator import RegionAllocator
@@ -230,7 +232,7 @@ def serve(folder: str, parts: Connection) -> None:
 
 
 async def _serve(folder: str, parts: Connection) -> None:
-    pserver = Pserver(JOB, "ps", index=0, allocate=RegionAllocator)
+    pserver = Pserver(JOB, "ps", index=0, ports=ServerPorts(RegionAllocator, row_steps=RowTurns))
     pserver.schedule = Schedule(every_steps=None, every_epochs=None, epochs=1 << 30)
     offload, loop = Background(), asyncio.get_running_loop()
     behind = ThreadPoolExecutor(1, "bare", initializer=lower_priority)

@@ -52,14 +52,16 @@ class PserverProcess:
         return self._memory.now() - self._memory.borrowed()
 
     def start(self) -> int:
+        from shared.serving.data_plane.row_turns import RowTurns
         from shared.serving.data_plane.server import make_app, serving
+        from shared.serving.ports import ServerPorts
         from shared.serving.pserver import Pserver
         from shared.serving.table_loops import compile_in_thread
         from shared.wire.region_allocator import RegionAllocator
 
         async def serve(ready: asyncio.Future, stop: asyncio.Event) -> None:
-            self.pserver = Pserver(JOB, "ps", self._index, allocate=RegionAllocator)
-            self.pserver.prepare_tables = compile_in_thread  # as the service does
+            ports = ServerPorts(RegionAllocator, 60.0, RowTurns, compile_in_thread)  # as the service does
+            self.pserver = Pserver(JOB, "ps", self._index, ports)
             app = make_app(self.pserver)
             async with serving(app, "127.0.0.1", 0, self._uds) as listening:
                 ready.set_result(listening.port)

@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from pserver_service.membership.index import OwnIndex
+from pserver_service.own_index import OwnIndex
 from shared import etcd as etcd_client
 from shared.errors import StaleGeneration
 from shared.etcd.transport import Body, Transport

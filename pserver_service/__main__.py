@@ -43,9 +43,9 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     import torch  # noqa: PLC0415
 
     from pserver_service.context import PserverContext  # noqa: PLC0415
-    from pserver_service.data_plane.handoff_client import HttpHandoff  # noqa: PLC0415
+    from pserver_service.handoff_client import HttpHandoff  # noqa: PLC0415
     from pserver_service.member import Member  # noqa: PLC0415
-    from pserver_service.membership.index import OwnIndex, own_number  # noqa: PLC0415
+    from pserver_service.own_index import OwnIndex, own_number  # noqa: PLC0415
     from shared.checkpoints.background import Background  # noqa: PLC0415
     from shared.keys import Keys  # noqa: PLC0415
     from shared.membership.directory import Directory  # noqa: PLC0415
@@ -53,14 +53,17 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     from shared.runtime import ids, service  # noqa: PLC0415
     from shared.runtime.light_torch import optimizers_without_compiler  # noqa: PLC0415
     from shared.runtime.network import own_network  # noqa: PLC0415
+    from shared.serving.data_plane.row_turns import RowTurns  # noqa: PLC0415
     from shared.serving.data_plane.server import make_app, serving, socket_path  # noqa: PLC0415
+    from shared.serving.ports import ServerPorts  # noqa: PLC0415
     from shared.serving.pserver import Pserver  # noqa: PLC0415
     from shared.serving.table_loops import compile_in_thread  # noqa: PLC0415
     from shared.wire.region_allocator import RegionAllocator  # noqa: PLC0415
 
     torch.set_num_threads(settings.threads)
     optimizers_without_compiler()
-    pserver = Pserver(settings.job, ids.new_id(settings.name), max_wait_s=settings.max_wait_s, allocate=RegionAllocator)
+    ports = ServerPorts(RegionAllocator, settings.max_wait_s, RowTurns, compile_in_thread)
+    pserver = Pserver(settings.job, ids.new_id(settings.name), ports=ports)
     app = make_app(pserver, settings.access, stall_s=settings.stall_s, idle_s=settings.idle_s)
     etcd = settings.connect()
     background = Background(stopping.is_set)
@@ -77,9 +80,8 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
                 uds=listening.uds,
             )
             directory = Directory(etcd, Keys(settings.job, settings.root))
-            own_index = OwnIndex(etcd, directory, record, own_number(settings.name))
+            own_index = OwnIndex(etcd, directory, record, own_number(settings.name), pserver.fits)
             connect = partial(HttpHandoff, token=settings.own_token, tls=settings.tls.client())
-            pserver.prepare_tables = compile_in_thread
             member = Member(PserverContext(etcd, directory, pserver, own_index, background, connect))
             service.ready(record.url)
             service.settled()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pserver_service.data_plane.handoff_client import Connect, HttpHandoff
-from pserver_service.membership.index import OwnIndex
+from pserver_service.handoff_client import Connect, HttpHandoff
+from pserver_service.own_index import OwnIndex
 from shared.checkpoints.background import Offload
 from shared.etcd import Etcd
 from shared.keys import Keys

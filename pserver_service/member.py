@@ -11,11 +11,8 @@ from pserver_service.context import PserverContext
 from pserver_service.drain import Drain
 from pserver_service.handoff.follower import SlotFollower
 from pserver_service.handoff.sender import HandOver
-from pserver_service.recovery.rejoin import Rejoin
-from pserver_service.recovery.rollback import Rollback
-from pserver_service.recovery.start_rows import StartRowsReader
-from shared.checkpoints.schedule import Schedule
-from shared.serving.core.clipping import Clipping
+from pserver_service.recovery import Rejoin, Rollback
+from pserver_service.start_rows import StartRowsReader
 
 
 class Member:
@@ -25,8 +22,8 @@ class Member:
         self._directory, self._pserver, self._own_index = context.directory, context.pserver, context.own_index
         self.checkpointer = StoreCopies(context).checkpointer
         self.drain = Drain(context, self.checkpointer)
-        self.rollback, self.rejoin = Rollback(context), Rejoin(context)
         self.follower = SlotFollower(context)
+        self.rollback, self.rejoin = Rollback(context, self.follower), Rejoin(context, self.follower)
         self.start_rows = StartRowsReader(context)
         saving = self.checkpointer, PausedCopy(context), Independent(context)
         self._parts = (*saving, self.rollback, self.rejoin, self.start_rows, HandOver(context))
@@ -50,18 +47,9 @@ class Member:
 
     async def run(self, claim_wait_s: float) -> None:
         """Returns when the index is lost or not wanted any more. Raises DeadlineExceeded: none was free for `claim_wait_s`."""
-        self._pserver.index = await self._own_index.claim_index(claim_wait_s)
-        self._pserver.in_doubt = lambda: self._own_index.in_doubt
-        self._own_index.fits = self._pserver.fits
-        self._pserver.directory = self._directory
-        self._pserver.take_handoff = self.follower.take
-        self._pserver.start_rows = self.start_rows.rows
-        self._pserver.on_restored = self.follower.follow
+        index = await self._own_index.claim_index(claim_wait_s)
+        self._pserver.claimed(index, self._directory, self._own_index, self.start_rows, self.follower)
         self._directory.observers += [self.follower.follow, self._own_index.follow]
-        self._pserver.on_torn = lambda torn: self._own_index.set(torn=torn)
-        assert self._directory.spec is not None
-        self._pserver.schedule = Schedule.of(self._directory.spec)
-        self._pserver.clipping = Clipping.of(self._directory.spec)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(part.run()) for part in self._parts]
             holding, unwanted = (group.create_task(wait()) for wait in (self._own_index.hold, self._own_index.unwanted))

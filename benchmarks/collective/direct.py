@@ -46,10 +46,11 @@ class DirectMember:
 
     async def _serve(self) -> int:
         from shared.serving.data_plane.server import make_app, serving
+        from shared.serving.ports import ServerPorts
         from shared.wire.region_allocator import RegionAllocator
         from trainer_agent.collective.server import ShareServer
 
-        self._server = ShareServer(JOB, _name(self._place), allocate=RegionAllocator)
+        self._server = ShareServer(JOB, _name(self._place), ServerPorts(RegionAllocator))
         listening = serving(make_app(self._server), "127.0.0.1", 0, self._uds)
         self._listening = listening  # until the process ends
         return (await listening.__aenter__()).port

@@ -13,6 +13,7 @@ from shared.records.step import StepRecord
 from shared.runtime import telemetry
 from shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
 from shared.serving.core.store import Store
+from shared.serving.core.stores import AsyncStore
 from shared.serving.pserver import Pserver
 
 COPY_BYTES = 4 << 20  # of values, with their optimizer's state: a few milliseconds
@@ -29,6 +30,7 @@ async def copy(pserver: Pserver, record: StepRecord, generation: int, goes_on: C
     store = pserver.store
     if store is None or not store.numbers:
         return True
+    assert isinstance(store, AsyncStore)
     copying = await begin(pserver, store, lambda: store.begin_copy(record))
     if copying is None:
         return False
@@ -64,5 +66,5 @@ async def begin(pserver: Pserver, store: Store, make: Callable[[], AsyncSnapshot
             log.exception("not_copied", index=pserver.index)
             made.set_exception(error)
 
-    pserver.between_pushes(now)
+    pserver.row_steps.between_pushes(now)
     return await made

@@ -27,7 +27,7 @@ from shared.records.checkpoints import CheckpointRef, OwnCheckpoints
 from shared.records.step import StepRecord
 from shared.runtime import clock, ids, telemetry
 from shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
-from shared.serving.core.store import Store
+from shared.serving.core.stores import AsyncStore
 from shared.storage import files
 
 LOOK_S = 0.5
@@ -86,6 +86,7 @@ class Independent:
         store, slots, timeline = self._pserver.store, self._directory.slots, self._pserver.timeline
         if store is None or slots is None or not store.numbers:
             raise GivenUp("there is nothing to save")
+        assert isinstance(store, AsyncStore)
         began = clock.monotonic()
         before, revision = await self._before()
         cut = await cut_at(self._etcd, self._keys, 0)
@@ -167,7 +168,7 @@ class Independent:
         log.error("checkpoint_failed", message=self._pserver.checkpoint_error)
 
 
-def _copied(store: Store, number: int) -> AsyncSnapshot:
+def _copied(store: AsyncStore, number: int) -> AsyncSnapshot:
     """All of it at once."""
     snapshot = store.begin_copy(StepRecord(version=number, positions=()))
     for block in store.blocks:

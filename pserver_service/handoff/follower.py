@@ -28,7 +28,7 @@ from shared.serving.core.calls import Payload
 from shared.serving.core.geometry import Geometry
 from shared.serving.core.moving import ArrivingBlocks, adopt, forget
 from shared.serving.core.store import Store
-from shared.serving.core.table.of_model import rows_of
+from shared.serving.core.stores import rows_of, store_of
 from shared.slots import blocks_in
 from shared.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart, InitHeader
 
@@ -69,7 +69,7 @@ class SlotFollower:
         for key in [key for key in self._arriving if not _is_part_of(key, migration, state)]:
             self._arriving.pop(key).release()
         if store is not None and store.rows is not None and store.rows.has_dropped:
-            self._pserver.give_back_rows(store.rows)
+            self._pserver.row_steps.give_back(store.rows)
         if not self._arriving:
             self._rows = None
 
@@ -78,7 +78,7 @@ class SlotFollower:
         if before is None or before.version >= slots.version:
             store.slots = before or slots
             return
-        self._pserver.finish_rows()  # an asynchronous push counts for the slots of one map
+        self._pserver.row_steps.finish()  # an asynchronous push counts for the slots of one map
         count, mine = len(slots.owners), {slot for slot, owner in enumerate(slots.owners) if owner == index}
         had = {slot for slot, owner in enumerate(before.owners) if owner == index}
         lost = frozenset(blocks_in(had - mine, store.geometry.blocks, count))
@@ -113,7 +113,7 @@ class SlotFollower:
         last = max((known for known in records if known <= version), default=None)  # rows may be ahead of their record
         record = StepRecord(version=version, positions=()) if last is None else records[last]
         header = self._header(layout, record)
-        store = Store(header, self._pserver.schedule, self._pool, self._pserver.clipping)
+        store = store_of(header, self._pserver.schedule, self._pool, self._pserver.clipping)
         store.seal()
         store.slots, self._pool = slots, None
         if of_rows:

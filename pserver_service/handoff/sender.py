@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from pserver_service.checkpoints import ledger_text
 from pserver_service.context import LOOK_S, PserverContext
-from pserver_service.data_plane.handoff_client import HandoffPort, Parts
 from pserver_service.handoff.follower import places
+from pserver_service.handoff_client import HandoffPort, Parts
 from shared.errors import TriremeError
 from shared.records import Mode
 from shared.records.assignments import Group, Handed, Migration
@@ -41,8 +41,7 @@ log = telemetry.logger("pserver.handoff")
 
 @dataclass(slots=True)
 class _Moving:
-    """A group on its way. `bytes`: sent. `frozen_at`: when its first block froze. `refused_at`: when the first push had to wait for
-    its new owner."""
+    """A group on its way. `bytes`: sent. `frozen_at`: when its first block froze."""
 
     migration: Migration
     group: Group
@@ -50,13 +49,7 @@ class _Moving:
     blocks: LeavingBlocks
     bytes: int = 0
     frozen_at: float | None = None
-    refused_at: float | None = None
     port: HandoffPort | None = None
-
-    def refused(self) -> None:
-        """A push to it has to wait."""
-        if self.refused_at is None:
-            self.refused_at = clock.monotonic()
 
     async def disconnect(self) -> None:
         if self.port is not None:
@@ -70,7 +63,6 @@ class HandOver:
     def __init__(self, context: PserverContext) -> None:
         self._context, self._directory, self._own_index = context, context.directory, context.own_index
         self._pserver = context.pserver
-        self._stepped = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"<HandOver of pserver-{self._pserver.index}: {self._own_index.record.handed!r}>"
@@ -116,7 +108,7 @@ class HandOver:
         assert store.slots is not None
         numbers = [number for number in places(store.layout, store.slots, group) if number in store.blocks]
         moving = _Moving(migration, group, store, LeavingBlocks(store, numbers, _rows(store, group)))
-        self._pserver.on_step, self._pserver.on_moving = self._stepped.set, moving.refused
+        self._pserver.refused_at = None
         handing = asyncio.ensure_future(self._send_all(moving))
         over = asyncio.ensure_future(self._over(moving))
         try:
@@ -128,7 +120,6 @@ class HandOver:
             for task in (handing, over):
                 task.cancel()
             await asyncio.wait((handing, over))
-            self._pserver.on_step = self._pserver.on_moving = None
             self._pserver.hands_over = False
             self._end(moving)
             await moving.disconnect()
@@ -149,7 +140,7 @@ class HandOver:
             return
         moving.blocks.release()
         handed = self._handed(moving)
-        frozen_s, paused_s = _seconds_since(moving.frozen_at), _seconds_since(moving.refused_at)
+        frozen_s, paused_s = _seconds_since(moving.frozen_at), _seconds_since(self._pserver.refused_at)
         longest = max(handed.longest_pause_s, round(paused_s, 6))
         done = handed.model_copy(update={"forgotten": handed.forgotten + 1, "longest_pause_s": longest})
         self._own_index.set(handed=done)
@@ -204,8 +195,8 @@ class HandOver:
 
     async def _step(self) -> bool:
         """Wait until a block has a new version; False: none had for IDLE_S."""
-        self._stepped.clear()
-        return await event_within(self._stepped, IDLE_S)
+        self._pserver.block_stepped.clear()
+        return await event_within(self._pserver.block_stepped, IDLE_S)
 
     async def _send(
         self,

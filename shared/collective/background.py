@@ -183,7 +183,8 @@ class Background:
         self.own = OwnKey(etcd, record)
         self.mirror = Mirror(etcd, self.keys.collective)
         decider = Decider(etcd, self.keys, self.mirror, lambda: self.own, self.settings.min_members)
-        entering = Entering(etcd, self.keys, self.mirror, lambda: self.own, self.settings, self.progress, self.me)
+        place = etcd, self.keys, self.mirror, lambda: self.own
+        entering = Entering(*place, self.settings, self.progress, self.me, self._freed)
         reach = self._reach = Reach(
             etcd, self.keys, self.mirror, lambda: self.own, self.me, self.settings.lease_ttl_s, self._stuck_s
         )
@@ -253,19 +254,21 @@ class Background:
             except Superseded:
                 continue
             except Unfit as error:
-                session = Session(
-                    number, epoch.members.index(self.me), epoch.members, self.progress, refused=str(error)
-                )
+                rank = epoch.members.index(self.me)
+                session = Session(number, rank, epoch.members, self.progress, refused=str(error), on_free=self._freed)
             except (PeerError, LeaseLost) as error:
                 log.warning("epoch_not_entered", epoch=number, cause=str(error))
                 self.report(number, str(error))
                 continue
             self._entering_since = None
-            session.on_free = lambda: self._soon(self.mirror.notify)
             with self.condition:
                 self.session = session
                 self.condition.notify_all()
             log.info("epoch_entered", epoch=number, rank=session.rank, size=session.size)
+
+    def _freed(self) -> None:
+        """An operation has ended, in the user's thread: the epoch may be given up now."""
+        self._soon(self.mirror.notify)
 
     def _stuck_s(self) -> float:
         """For how long no epoch could be entered, or an operation is under way."""

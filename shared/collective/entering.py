@@ -57,9 +57,11 @@ class Entering:
         settings: Settings,
         progress: Progress,
         me: EpochMember,
+        on_free: Callable[[], None],
     ) -> None:
         self._etcd, self._keys, self._mirror, self._own = etcd, keys, mirror, own
         self._settings, self._progress, self._me = settings, progress, me
+        self._on_free = on_free
 
     async def enter(self, number: int, epoch: Epoch) -> Session:
         """Raises Superseded, Unfit, PeerError."""
@@ -78,7 +80,7 @@ class Entering:
             if device is not None:
                 kind = NcclGroup if self._settings.backend == NCCL else Group
                 group = kind(store, rank, size, device, [each.listener for each in statements], BUILD_S)
-            session = Session(number, rank, epoch.members, self._progress, group)
+            session = Session(number, rank, epoch.members, self._progress, group, on_free=self._on_free)
             try:
                 return session, self._caught_up(session, line)
             except Exception:

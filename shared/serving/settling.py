@@ -14,10 +14,8 @@ from shared.wire.stream import BURST_BYTES
 LENT_S = 0.02
 
 
-async def settled(pushing: OpenPush, limit_s: float) -> bool:
-    """Until nothing of the push is `waiting`; False: something did not move for `limit_s`."""
-    changed = asyncio.Event()
-    pushing.on_settled = changed.set
+async def settled(pushing: OpenPush, changed: asyncio.Event, limit_s: float) -> bool:
+    """Until nothing of the push is `waiting`; False: something did not move for `limit_s`. `changed` is set when less of it waits."""
     with suppress(TimeoutError):
         async with asyncio.timeout(LENT_S):
             while pushing.waiting:

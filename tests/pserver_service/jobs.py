@@ -112,9 +112,9 @@ def values_of(layout: Layout, seed: int = 0) -> dict[int, torch.Tensor]:
 
 
 async def initialised(
-    layout: Layout, mode: Mode = Mode.SYNC, lanes: int = 4, **fields: Any
+    layout: Layout, mode: Mode = Mode.SYNC, lanes: int = 4, kind: type[Pserver] = Pserver, **fields: Any
 ) -> tuple[Pserver, dict[int, torch.Tensor]]:
-    pserver = Pserver(JOB, "ps-1", index=0, **fields)
+    pserver = kind(JOB, "ps-1", index=0, **fields)
     values = values_of(layout)
     items = [(InitBlock(block=number), payload_of(value)) for number, value in values.items()]
     await pserver.init(init_header(layout, mode, lanes), stream(*items))

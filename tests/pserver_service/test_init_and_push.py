@@ -13,7 +13,7 @@ from shared.membership.directory import Directory
 from shared.records import JobState, Mode, SlotMap
 from shared.records.layout import Layout, Segment
 from shared.serving.pserver import Pserver
-from shared.wire.messages import InitBlock, LedgerQuery, PushBlock, Refusal
+from shared.wire.messages import HandoffHeader, InitBlock, LedgerQuery, PushBlock, Refusal
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.pserver_service.jobs import (
     JOB,
@@ -50,6 +50,17 @@ async def test_before_init_everything_is_not_ready():
     with pytest.raises(NotReady):
         await pserver.ledger(LedgerQuery(epoch=0, task_id="1"))
     assert (await pulled(pserver, pull_request(0, [0], wait_s=5)))[1].code == "NOT_READY"
+
+
+async def test_before_the_claim_blocks_of_others_are_to_be_sent_again():
+    header = HandoffHeader(job=JOB, generation=1, migration="m", group=2, source=0, timeline=0)
+    with pytest.raises(NotReady, match="no index is claimed here yet: send group 2 again"):
+        await Pserver(JOB, "ps-1").take_handoff(header, stream())
+
+
+async def test_a_synchronous_job_has_no_ledger(pserver):
+    with pytest.raises(InvalidArgument, match="a synchronous job has no ledger"):
+        await pserver.ledger(LedgerQuery(epoch=0, task_id="1"))
 
 
 async def test_init_again_with_the_same_layout_changes_nothing(pserver):

@@ -5,6 +5,7 @@ import gc
 import time
 import tracemalloc
 from contextlib import aclosing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from shared.errors import InvalidArgument, NotReady
 from shared.records import Mode
 from shared.records.layout import OptimizerSpec
 from shared.records.step import LanePosition
+from shared.serving.ports import ServerPorts
 from shared.wire.messages import PullEnd
 from tests.pserver_service.jobs import (
     LAYOUT,
@@ -49,12 +51,12 @@ async def test_a_pull_of_a_version_has_one_version_of_every_block_and_its_record
 
 
 async def test_a_pserver_in_doubt_about_its_index_answers_nobody(pserver):
-    pserver.in_doubt = lambda: True
+    pserver.own_place = SimpleNamespace(in_doubt=True)
     with pytest.raises(NotReady, match="may have run out"):
         await pulled(pserver, pull_request(0, range(3)))
     with pytest.raises(NotReady, match="ask again"):
         await pserver.push(*whole_step(0))
-    pserver.in_doubt = lambda: False
+    pserver.own_place.in_doubt = False
     _, end = await pulled(pserver, pull_request(0, range(3)))
     assert end.record.version == 0
 
@@ -137,7 +139,7 @@ async def test_a_block_that_is_named_twice_is_not_sent_twice(pserver):
 
 
 async def test_the_wait_of_a_pull_is_capped():
-    pserver, _ = await initialised(LAYOUT, max_wait_s=0.02)
+    pserver, _ = await initialised(LAYOUT, ports=ServerPorts(max_wait_s=0.02))
     async with asyncio.timeout(5):
         assert (await pulled(pserver, pull_request(1, [0], wait_s=1e9)))[1].code == "TOO_EARLY"
 

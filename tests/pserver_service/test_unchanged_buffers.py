@@ -14,7 +14,7 @@ from shared.errors import BadFrame
 from shared.records import Mode
 from shared.records.layout import Layout, Segment
 from shared.serving.core import calls
-from shared.serving.core.store import Store
+from shared.serving.core.stores import store_of
 from shared.wire import codec
 from shared.wire.messages import InitBlock, PullEnd, PullRequest, PushBlock
 from tests.equipment.replaced import replaced
@@ -183,7 +183,7 @@ async def test_a_version_without_data_changes_no_buffer():
 
 async def another_store(mode=Mode.SYNC, seed=1):
     """A store of the same layout with other values."""
-    store = Store(init_header(LAYOUT, mode))
+    store = store_of(init_header(LAYOUT, mode))
     for number, values in values_of(LAYOUT, seed).items():
         store.add_block(number, bytes_of(values))
     store.seal()

@@ -22,9 +22,10 @@ from shared.blocks.buffers import Buffer
 from shared.checkpoints import schedule, stored
 from shared.records import StepMetrics
 from shared.records.layout import ROWS
+from shared.serving.block_server import BlockServer
 from shared.serving.core.asynchronous.ledger import Ledger
 from shared.serving.core.blocks import BlockState
-from shared.serving.core.calls import BlockServer, OpenPull
+from shared.serving.core.calls import OpenPull
 from shared.serving.core.history import Results
 from shared.serving.core.store import Store
 from shared.serving.core.table.rows import TableRows
@@ -202,7 +203,7 @@ def no_roll_back_of_rows() -> Any:
             store.rows.tables = kept[self]
         restore(self, store, timeline, checkpoint)
 
-    return _both(replaced(Pserver, "drop", dropped), replaced(Pserver, "restore", restored))
+    return _both(replaced(BlockServer, "drop", dropped), replaced(Pserver, "restore", restored))
 
 
 def no_copy_on_write() -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
-from pserver_service.recovery.store_loader import load_store
+from pserver_service.checkpoints.store_loader import load_store
 from shared.checkpoints import stored
 from shared.checkpoints.tables import table_in
 from shared.errors import CheckpointUnusable

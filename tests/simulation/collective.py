@@ -76,8 +76,8 @@ class CheckedShare(ShareServer):
         self.follows = False
         super().open(generation)
 
-    def open_push(self, store: Store, header: PushHeader) -> OpenPush:
-        return CheckedSharePush(self, store, header)
+    def open_push(self, store: Store, header: PushHeader, on_settled: Callable[[], None] | None) -> OpenPush:
+        return CheckedSharePush(self, store, header, on_settled)
 
     def serve(self, store: MeanStore, timeline: int) -> None:
         complete = store.complete

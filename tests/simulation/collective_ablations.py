@@ -11,7 +11,7 @@ from master_service.core.changes import Decision
 from master_service.core.decisions import lifecycle
 from shared.errors import NotReady, PeerError, StaleGeneration
 from shared.records import JobSpec, JobState, Phase, SlotMap
-from shared.serving.core.calls import BlockServer
+from shared.serving.block_server import BlockServer
 from shared.wire.messages import PserverInfo
 from tests.equipment.replaced import replaced
 from trainer_agent.collective.arriving import Arriving

@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO
 
-from pserver_service.membership.index import OwnIndex, own_number
+from pserver_service.own_index import OwnIndex, own_number
 from shared.etcd import Etcd
 from shared.etcd.reading import read_record
 from shared.keys import ClusterKeys, Keys

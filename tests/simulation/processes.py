@@ -17,7 +17,9 @@ from shared.runtime import ids
 from shared.runtime.service import LEASE_LOST
 from shared.serving.core.pushes import OpenPush
 from shared.serving.core.store import Store
+from shared.serving.core.table.row_steps import RowsServer, StepsAtOnce
 from shared.serving.data_plane.row_turns import RowTurns
+from shared.serving.ports import ServerPorts
 from shared.serving.pserver import Pserver
 from shared.wire.messages import PushBlock, PushHeader
 from shared.wire.verdict import Verdict
@@ -45,8 +47,10 @@ async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
 class CheckedPush(OpenPush):
     """Tells if a block takes a push of a generation older than one the pserver has seen."""
 
-    def __init__(self, pserver: CheckedPserver, store: Store, header: PushHeader) -> None:
-        super().__init__(pserver, store, header)
+    def __init__(
+        self, pserver: CheckedPserver, store: Store, header: PushHeader, on_settled: Callable[[], None] | None
+    ) -> None:
+        super().__init__(pserver, store, header, on_settled)
         self._checked, self._generation = pserver, header.generation
 
     def take_block(self, item: PushBlock, view: memoryview, memory: Buffer | None) -> Verdict | None:
@@ -77,11 +81,29 @@ class CheckedPush(OpenPush):
             )
 
 
+class SlowTurns(RowTurns):
+    """Between two portions of an asynchronous push time passes, in which anything may happen. A thread that reads a snapshot would wait for ever in a step of all
+    lanes, and while dropped slots give their memory back: these are done at once."""
+
+    def __init__(self, server: RowsServer) -> None:
+        super().__init__(server, turn_s=0.0)
+        self._at_once = StepsAtOnce(server)
+
+    def begin(self, store: Store) -> None:
+        self._at_once.begin(store)
+
+    def give_back(self, rows: Any) -> None:
+        self._at_once.give_back(rows)
+
+    def soon(self, call: Callable[..., None], *arguments: object) -> None:
+        asyncio.get_running_loop().call_later(PORTION_S, call, *arguments)
+
+
 class CheckedPserver(Pserver):
     """`seen`: the highest generation it has seen."""
 
     def __init__(self, cluster: SimulatedCluster, incarnation: str) -> None:
-        super().__init__(cluster.keys.job, incarnation)
+        super().__init__(cluster.keys.job, incarnation, ports=ServerPorts(row_steps=SlowTurns))
         self._cluster = cluster
         self.seen, self.failures = 0, cluster.failures
 
@@ -89,15 +111,8 @@ class CheckedPserver(Pserver):
         """By the slot map that etcd has at this moment. Not asked in a timeline that is over."""
         return self.timeline != self._cluster.state.timeline or self._cluster.owner_of(block) == self.index
 
-    def open_push(self, store: Store, header: PushHeader) -> OpenPush:
-        return CheckedPush(self, store, header)
-
-
-class SlowTurns(RowTurns):
-    """Between two portions of a step time passes, in which anything may happen."""
-
-    def soon(self, call: Callable[..., None], *arguments: object) -> None:
-        asyncio.get_running_loop().call_later(PORTION_S, call, *arguments)
+    def open_push(self, store: Store, header: PushHeader, on_settled: Callable[[], None] | None) -> OpenPush:
+        return CheckedPush(self, store, header, on_settled)
 
 
 async def master(cluster: SimulatedCluster, node: Node) -> int:
@@ -112,7 +127,7 @@ async def _later(seconds: float, service: Pserver, work: Callable[..., Any], *ar
     """By a thread that other work keeps waiting. It has the lock of the tables when no push is half applied."""
 
     def locked() -> Any:
-        service.finish_rows()
+        service.row_steps.finish()
         return work(*arguments)
 
     if seconds:
@@ -122,10 +137,6 @@ async def _later(seconds: float, service: Pserver, work: Callable[..., Any], *ar
 
 async def pserver(cluster: SimulatedCluster, node: Node) -> int:
     service = CheckedPserver(cluster, ids.new_id(node.name))
-    without_turns = service.step_rows, service.give_back_rows
-    SlowTurns(service, turn_s=0.0)
-    # a thread that reads a snapshot would wait for ever in a step of all lanes, and while dropped slots give their memory back
-    service.step_rows, service.give_back_rows = without_turns
     node.service = service
     cluster.network.listen(node.url, node.process, service)
     offload = failing(cluster, node.name, partial(_later, cluster.plan.storage_s, service))

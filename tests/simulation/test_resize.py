@@ -18,10 +18,8 @@ from master_service.core.state.job import Job
 from shared.records import Mode
 from shared.records.assignments import Handed, Migration
 from shared.records.operations import OperationState, ResizePhase
-from shared.serving.core import calls
 from shared.serving.core.asynchronous import ledger
 from shared.serving.core.blocks import BlockState
-from shared.serving.core.held import settle_rows
 from shared.serving.core.store import Store
 from shared.serving.core.table.rows import TableRows
 from tests.equipment.cluster.network import STEADY, conditions_of
@@ -188,6 +186,8 @@ def test_without_the_freeze_pushes_are_lost_between_the_last_copy_and_the_new_ow
 def test_without_rows_that_wait_for_the_norm_a_job_stops_or_goes_back_to_a_step_without_it():
     """A parameter server that has rows and no blocks made the record of a step before it knew the norm, and wrote the manifest."""
 
+    settle_rows = Store.settle_rows
+
     def at_once(store: Store) -> bool:
         if store.blocks or store.rows is None:
             return settle_rows(store)
@@ -198,7 +198,7 @@ def test_without_rows_that_wait_for_the_norm_a_job_stops_or_goes_back_to_a_step_
         plan = growing(seed, Mode.SYNC)
         job = replace(plan.job, tables=True, clip_grad_norm=0.5, epochs=2)
         plan = replace(plan, job=job, checkpoint_every=1, conditions=replace(STEADY, high_s=0.02))
-        with replaced(calls, "settle_rows", at_once), replaced(Plan, "bound_s", property(lambda _: 12.0)):
+        with replaced(Store, "settle_rows", at_once), replaced(Plan, "bound_s", property(lambda _: 12.0)):
             broken = played(plan).violations
         missed = (
             "not over",

@@ -27,10 +27,11 @@ FLOORS = {
         {"agent", "process"},
     ],
     "pserver_service": [
-        {"membership"},
-        {"context", "data_plane"},
-        {"checkpoints"},
-        {"recovery", "drain", "handoff"},
+        {"own_index", "handoff_client"},
+        {"context"},
+        {"checkpoints", "start_rows"},
+        {"drain", "handoff"},
+        {"recovery"},
         {"member"},
     ],
     "shared": [
@@ -40,7 +41,14 @@ FLOORS = {
         {"membership"},
         {"checkpoints"},
         {"serving.core"},
-        {"serving.pserver", "serving.table_loops"},
+        {
+            "serving.ports",
+            "serving.block_server",
+            "serving.pserver",
+            "serving.settling",
+            "serving.table_loader",
+            "serving.table_loops",
+        },
         {"serving.data_plane"},
     ],
     "trireme": [

@@ -52,7 +52,7 @@ class TorchCluster(Cluster):
             member = PserverMember(index=pserver.index, url="", incarnation=pserver.incarnation, host="here", pid=1)
             await self.etcd.put(self.keys.pserver(pserver.index), member.to_bytes())
             start_rows = self.make_pserver(pserver, "", self.etcd, self.offload, self.directory).member.start_rows
-            pserver.start_rows = start_rows.rows
+            pserver.start_rows = start_rows
             self._background.append(group.create_task(start_rows.run()))
 
     async def stop(self) -> None:

@@ -82,10 +82,8 @@ class MeanGradients:
         #: makes the mean gradients of a job with native exchange
         self.native: NativeExchange | None = None
         self._gathering = asyncio.Lock()
-        self._stepped = asyncio.Event()
         self._lost = ""
         view.observers.append(self._regroup)
-        ports.server.on_step = self._stepped.set
 
     def __repr__(self) -> str:
         return f"<MeanGradients to version {self.has}, {self.view!r}>"
@@ -135,7 +133,7 @@ class MeanGradients:
             self._forget_peers(group.trainers.names)
         self.server.regroup(self.view.generation, place, group.slots if group is not None else None, own)
         self.pulls.forget()
-        self._stepped.set()
+        self.server.block_stepped.set()
         log.info("regrouped", generation=self.view.generation, place=place, blocks=len(own), version=self.has)
 
     async def form(self, group: Group) -> None:
@@ -357,8 +355,8 @@ class MeanGradients:
     async def _own_record(self, store: MeanStore, arriving: Arriving) -> StepRecord | None:
         """Once the own share has the version; None: the generation is over."""
         while not store.own_share_has(arriving.version) and not arriving.is_over:
-            self._stepped.clear()
-            await self._stepped.wait()
+            self.server.block_stepped.clear()
+            await self.server.block_stepped.wait()
         return store.history.record(arriving.version)
 
 

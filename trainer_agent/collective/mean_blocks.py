@@ -27,7 +27,7 @@ from shared.blocks.buffers import Buffer, BufferPool
 from shared.records import Mode, SlotMap
 from shared.records.layout import Block, Layout
 from shared.records.step import StepRecord
-from shared.serving.core.admission import Push
+from shared.serving.core.admission import Push, StepPushes
 from shared.serving.core.blocks import BlockState
 from shared.serving.core.optimizers import Options
 from shared.serving.core.store import Store
@@ -140,6 +140,7 @@ class MeanStore(Store):
     the trainer's parameters have: what it still has to step is kept."""
 
     blocks: dict[int, MeanBlock]  # type: ignore[assignment]
+    mode = Mode.SYNC
     rows: MeanRows | None  # of a model with embedding tables
 
     def __init__(
@@ -153,7 +154,8 @@ class MeanStore(Store):
     ) -> None:
         """`values(block)`: of a block of buffers at the version of `record`."""
         header = InitHeader(job=job, generation=0, mode=Mode.SYNC, lanes=lanes, layout=layout, pserver=0, record=record)
-        super().__init__(header, pool=pool, rows=_mean_rows(layout, lanes, record.version))
+        super().__init__(header, lanes, pool, _mean_rows(layout, lanes, record.version))
+        self.pushes = StepPushes(layout, lanes, self.history, self.clipping)
         self.has = self.in_use = record.version
         self.own: frozenset[int] = frozenset()
         self._made: Counter[int] = Counter()  # by version that it has not yet: blocks of its share that are made
@@ -300,7 +302,7 @@ class MeanStore(Store):
 
     def stepped(self, part: BlockState | TableRows) -> None:
         self._made[part.version] += 1
-        super().stepped(part)
+        self.history.fix(part.version)
 
     @property
     def lowest(self) -> int:

@@ -59,10 +59,8 @@ class CollectiveMember:
         view.observers.append(self._remember)
         self.group = group = CollectiveGroup(means, replica, compute, spec, self.copies, ports.step_in)
         self.server = server = ports.server
-        server.directory, server.in_doubt = directory, lambda: membership.in_doubt
-        server.on_torn = lambda torn: membership.set(torn=torn)
+        server.join(directory, membership)
         server.giver = StateGiver(spec.job, compute, replica, self._saved, ports.step_in)
-        server.own_rows = lambda: replica.rows
         locks = group.in_use, group.swapping
         self._restorer = Restorer(spec, *place, ports.background, compute, replica, *locks, means.stop, group.start)
         self._following = Following(*place, compute, group, self.copies, ports.connect_donor, ports.step_in)

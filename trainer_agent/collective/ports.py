@@ -22,6 +22,7 @@ from shared.checkpoints.background import Background, Offload
 from shared.errors import PeerError
 from shared.records import Exchange, JobSpec, Strategy, TrainerMember
 from shared.serving.data_plane.server import make_app, serving, socket_path
+from shared.serving.ports import ServerPorts
 from shared.serving.table_loops import compile_in_thread
 from shared.wire.region_allocator import RegionAllocator
 from trainer_agent.collective.groups import pserver_of
@@ -69,9 +70,9 @@ async def collective_ports(settings: Settings, spec: JobSpec, trainer: str) -> A
     if spec.strategy is not Strategy.COLLECTIVE:
         yield None
         return
-    server = ShareServer(settings.job, trainer, settings.max_wait_s, RegionAllocator)
+    given = ServerPorts(RegionAllocator, settings.max_wait_s, prepare_tables=compile_in_thread)
+    server = ShareServer(settings.job, trainer, given)
     app = make_app(server, settings.access, stall_s=settings.stall_s, idle_s=settings.idle_s)
-    server.step_rows, server.prepare_tables = server.step_at_once, compile_in_thread
     add_route(app, lambda: server.giver)
     uds, tls = socket_path(settings.uds, trainer), settings.tls
     background = Background()

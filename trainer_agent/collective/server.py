@@ -1,29 +1,28 @@
-"""The share of a collective job's blocks that one trainer serves to the others: pushes and pulls as at a parameter server, without optimizer.
+"""The share of a collective job's blocks that one trainer serves to the others: pushes and pulls as at a
+parameter server, without optimizer.
 
     a generation is known: fenced ─► its trainers have said which versions they have ─► open: pushes of the step after the newest one
 
-A trainer takes pushes of a step only while its own version is at most one behind: so whoever makes version v knows that all trainers of the
-generation, whose blocks it needed for that, have version v - 2.
+A trainer takes pushes of a step only while its own version is at most one behind: so whoever makes version v
+knows that all trainers of the generation, whose blocks it needed for that, have version v - 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
-from shared.blocks.buffers import Allocate, Buffer
-from shared.errors import InvalidArgument, NotReady, StaleGeneration, WrongOwner
+from shared.blocks.buffers import Buffer
+from shared.errors import NotReady, StaleGeneration, WrongOwner
 from shared.records import Mode, SlotMap
-from shared.records.pauses import Torn
 from shared.runtime import telemetry
-from shared.serving.core.calls import BlockServer, OpenPull, Payload
+from shared.serving.block_server import BlockServer
+from shared.serving.core.calls import CallServer, OpenPull
 from shared.serving.core.progress import missing_lanes
 from shared.serving.core.pushes import OpenPush
 from shared.serving.core.store import Store
-from shared.serving.pserver import Pserver
+from shared.serving.ports import ServerPorts
 from shared.wire.messages import (
-    InitBlock,
-    InitHeader,
     MessageHeader,
     PserverInfo,
     PullEnd,
@@ -47,7 +46,7 @@ class SharePull(OpenPull):
     """Ends with its generation."""
 
     def __init__(
-        self, server: BlockServer, store: Store, request: PullRequest, deadline: float, arrived: Callable[[], None]
+        self, server: CallServer, store: Store, request: PullRequest, deadline: float, arrived: Callable[[], None]
     ) -> None:
         super().__init__(server, store, request, deadline, arrived)
         self._since = server.generation
@@ -66,22 +65,22 @@ class SharePull(OpenPull):
         return found.model_copy(update={"row_means": store.rows.small_means(found.record.version, slots)})
 
 
-class ShareServer(Pserver):
-    """`index`: its trainer's place in the generation's list, -1 without one. `opened`: the generation in which pushes are taken. `trainer`: whose it is. `giver`: gives the trainer's
-    parameters to others. `own_rows`: its rows of all embedding tables."""
+class ShareServer(BlockServer):
+    """Serves the mean gradients of one trainer's share of the blocks. `index` is the trainer's place in the
+    generation's list, -1 without one. Rows are stepped in one go: a new generation may begin between two
+    turns."""
 
     store: MeanStore | None
     pull_kind = SharePull
 
-    def __init__(
-        self, job: str, trainer: str, max_wait_s: float = 60.0, allocate: Callable[[], Allocate] | None = None
-    ) -> None:
-        super().__init__(job, trainer, -1, max_wait_s, allocate)
+    def __init__(self, job: str, trainer: str, ports: ServerPorts | None = None) -> None:
+        super().__init__(job, trainer, -1, ports)
+        #: the name of the trainer
         self.trainer = trainer
+        #: the generation in which pushes are taken
         self.opened = -1
+        #: gives the trainer's parameters to others; None: there are none yet
         self.giver: StateGiver | None = None
-        self.table_portion = self._mean_rows
-        self.own_rows: Callable[[], TableRows | None] = lambda: None
 
     def __repr__(self) -> str:
         return f"<ShareServer of {self.trainer}, generation {self.generation}, open in {self.opened}: {self.store!r}>"
@@ -90,7 +89,7 @@ class ShareServer(Pserver):
 
     def serve(self, store: MeanStore, timeline: int) -> None:
         """Its trainer has these blocks now."""
-        self._serve(store, timeline)
+        self.serve_store(store, timeline)
 
     def regroup(self, generation: int, place: int, slots: SlotMap | None, own: Collection[int]) -> None:
         """The trainers are others from now on: whatever was pushed or asked before does not count any more."""
@@ -104,26 +103,17 @@ class ShareServer(Pserver):
         """All trainers of the generation have said which versions they have, and this one has the newest."""
         self.opened = generation
 
-    def step_at_once(self, store: Store) -> None:
-        """Of rows, all that can be made: a new generation may begin between two turns."""
-        self._step_rows(store)
-
     @property
     def rows_in_memory(self) -> TableRows | None:
-        return self.own_rows()
+        return self.giver.rows if self.giver is not None else None
 
-    def tear(self, cause: str) -> None:
-        """The step cannot be finished: `on_torn` tells the master, and the job goes back to its newest checkpoint."""
-        log.error("step_torn", trainer=self.trainer, generation=self.generation, cause=cause)
-        self.on_torn(Torn(timeline=self.timeline, cause=f"{self.trainer}: {cause}"))
+    @property
+    def name(self) -> str:
+        return self.trainer
 
     # ------------------------------------------------------------ calls
 
-    async def init(self, header: InitHeader, blocks: AsyncIterator[tuple[InitBlock, Payload]]) -> None:  # noqa: ARG002
-        msg = f"{self.trainer} is a trainer of a collective job: it takes no initial values"
-        raise InvalidArgument(msg, hint="job and trainers have to agree on `strategy`")
-
-    def begin_push(self, header: PushHeader) -> OpenPush:
+    def begin_push(self, header: PushHeader, on_settled: Callable[[], None] | None = None) -> OpenPush:
         self.check_generation(header)
         store = self.store
         if store is not None and header.generation == self.generation:
@@ -133,7 +123,7 @@ class ShareServer(Pserver):
             if header.step > store.has + AHEAD:
                 msg = f"{self.trainer} has version {store.has}, which is too old for pushes of step {header.step}: push again"
                 raise NotReady(msg)
-        return super().begin_push(header)
+        return super().begin_push(header, on_settled)
 
     def begin_pull(self, request: PullRequest, arrived: Callable[[], None]) -> OpenPull | PullEnd:
         self.check_generation(request)
@@ -144,7 +134,7 @@ class ShareServer(Pserver):
             raise WrongOwner(msg, block=min(foreign))
         return super().begin_pull(request, arrived)
 
-    def _mean_rows(self, request: TableRequest) -> tuple[TableEnd, memoryview]:
+    def table_portion(self, request: TableRequest) -> tuple[TableEnd, memoryview]:
         """Mean gradients of rows. Raises NotReady, StaleGeneration, Gone, InvalidArgument."""
         self.check_generation(request)
         store = self.store
@@ -154,14 +144,14 @@ class ShareServer(Pserver):
 
     async def info(self) -> PserverInfo:
         store = self.store
-        if store is None or self.in_doubt():
-            return PserverInfo(**self._common(), ready=False)
+        if store is None or self.in_doubt:
+            return PserverInfo(**self.common_info(), ready=False)
         return self.stated(store)
 
     def stated(self, store: MeanStore) -> PserverInfo:
         """What it says to trainers of its generation that it has."""
         return PserverInfo(
-            **self._common(),
+            **self.common_info(),
             ready=True,
             mode=Mode.SYNC,
             digest=store.layout.digest,
@@ -175,12 +165,9 @@ class ShareServer(Pserver):
             made_of=store.made_of(),
         )
 
-    def _common(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"job": self.job, "index": self.index, "incarnation": self.incarnation}
-        return found | {"generation": self.generation, "term": self.term, "timeline": self.timeline}
-
     def check_generation(self, header: MessageHeader) -> None:
-        """Only calls of the generation that this trainer is in are answered. Raises StaleGeneration, NotReady."""
+        """Only calls of the generation that this trainer is in are answered. Raises StaleGeneration,
+        NotReady."""
         if header.generation < self.generation:
             msg = (
                 f"generation {header.generation} is over: {self.trainer} is in {self.generation}; read the lanes again"

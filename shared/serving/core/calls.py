@@ -1,4 +1,5 @@
-"""Pulls in progress at one owner of blocks, and the state that they share with pushes (pushes.py). Nothing here waits.
+"""Pulls in progress at one server of blocks, and what they and pushes (pushes.py) need of that server.
+Nothing here waits.
 
 OpenPull   next() --> block | end | None: nothing yet
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from shared.blocks.buffers import Buffer
 from shared.blocks.reused_memory import ReceivedMemory
@@ -15,122 +16,71 @@ from shared.records import Mode
 from shared.records.job_spec import Narrow
 from shared.records.layout import ROWS
 from shared.records.step import StepRecord
-from shared.serving.core.held import do_rows_wait, settle, settle_rows
 from shared.serving.core.progress import Counters, is_same, known_of, moment_of, squares_at
 from shared.serving.core.store import Store
-from shared.serving.core.table.arrivals import ArrivedRows
-from shared.wire.messages import PullEnd, PullRequest, TableEnd, TableRequest
+from shared.serving.core.table.row_steps import RowSteps
+from shared.wire.messages import PullEnd, PullRequest
 from shared.wire.verdict import Verdict
-
-if TYPE_CHECKING:
-    from shared.serving.core.table.rows import TableRows  # loads numba
 
 Payload = bytes | bytearray | memoryview
 
 
-class BlockServer:
-    """The blocks being served, and what all pushes and pulls of them share.
+class CallServer(Protocol):
+    """What open pushes and pulls need of the server that has the blocks (serving/block_server.py).
 
-    `store` None: no parameters yet. `generation`: the highest seen; pushes of a lower one are stale. `snapshot_ready` is
-    called when `store.take_snapshot()` has a snapshot, `on_step` (if set) when a block has a new version, `on_moving` (if set) when
-    a push is refused because its block moves. `step_rows` is called when all data of a step of the embedding tables is there, `take_rows` with those of an
-    asynchronous push. One of those at a time is being stepped: `finish_rows` ends that at once, `between_pushes` calls what it gets when none is. `give_back_rows`: slots were dropped.
-    `table_portion` answers requests for whole tables in place of what parameter servers answer.
-    `is_live`: whether a trainer is a member. `now`: seconds of a clock. `payloads`: where rows that are pushed are received."""
+    `pulls`: those that are open. `payloads`: memory in which pushed rows are received. `row_steps`: steps the
+    rows of embedding tables. `refused_at`: when a push was first refused because its block is being moved to
+    another server, in seconds of `now`.
+    """
 
-    def __init__(self, snapshot_ready: Callable[[], None]) -> None:
-        self.store: Store | None = None
-        self.generation = self.timeline = 0
-        self.counters = Counters()
-        self.pulls: list[OpenPull] = []
-        self.payloads = ReceivedMemory()
-        self.lookups: list[Callable[[], None]] = []  # called when rows have a new version, or are gone
-        self.on_step: Callable[[], None] | None = None
-        self.on_moving: Callable[[], None] | None = None
-        self.step_rows: Callable[[Store], None] = self._step_rows
-        self.take_rows: Callable[[ArrivedRows], None] = lambda arrived: self.rows_taken(arrived, arrived.whole())
-        self.finish_rows: Callable[[], None] = lambda: None
-        self.between_pushes: Callable[[Callable[[], None]], None] = lambda call: call()
-        self.table_portion: Callable[[TableRequest], tuple[TableEnd, memoryview]] | None = None
-        self.give_back_rows: Callable[[TableRows], None] = lambda rows: rows.give_back_at_once()
-        self.is_live: Callable[[str], bool] = lambda _: True
-        self.now: Callable[[], float] = lambda: 0.0
-        self.index = -1
-        self._snapshot_ready = snapshot_ready
+    store: Store | None
+    generation: int
+    timeline: int
+    index: int
+    counters: Counters
+    pulls: list[OpenPull]
+    payloads: ReceivedMemory
+    row_steps: RowSteps
+    refused_at: float | None
 
-    @property
-    def rows_in_memory(self) -> TableRows | None:
-        """Of embedding tables, for metrics."""
-        return self.store.rows if self.store is not None else None
+    def now(self) -> float:
+        """Seconds of a clock that only goes forward."""
+        ...
+
+    def is_live(self, trainer: str) -> bool:
+        """Whether the trainer is a member of the job."""
+        ...
 
     def is_stale(self, generation: int) -> bool:
-        return generation < self.generation
+        """Whether pushes of that generation are refused."""
+        ...
 
     def stepped(self, number: int, version: int) -> None:
-        """A block has reached a version: serve the pulls that wait for it; it may be the last block of a snapshot."""
-        for pull in tuple(self.pulls):
-            pull.stepped(number, version)
-        self.look_for_snapshot()
-        if self.on_step is not None:
-            self.on_step()
+        """A block has reached a version."""
+        ...
 
     def held(self, number: int) -> None:
-        """All data of a block is there, which waits for the norm of the whole gradient."""
-        for pull in tuple(self.pulls):
-            pull.held(number)
-
-    def forgotten(self, numbers: Collection[int]) -> None:
-        """Other parameter servers have these blocks now: the pulls that wait for them end."""
-        for pull in tuple(self.pulls):
-            pull.forgotten(numbers)
+        """A block has all data of its step, and waits for the norm of the whole gradient."""
+        ...
 
     def push_ended(self, store: Store, trainer: str, *, keeps: bool) -> None:
-        """Asynchronous: serve the pulls that wait for the trainer, unless it keeps its parameters."""
-        if store.parameters_in_use.pushed(trainer, self.now(), keeps=keeps):
-            self.within_bounds()
+        """A trainer's push is over. `keeps`: the trainer goes on with the parameters that it has."""
+        ...
 
     def within_bounds(self) -> None:
-        """A trainer with old parameters computes no more: serve the pulls that wait for it."""
-        for pull in tuple(self.pulls):
-            pull.look_at_bound()
-
-    def _step_rows(self, store: Store) -> None:
-        """At once: where nobody else needs the processor meanwhile."""
-        assert store.rows is not None
-        before = store.rows.version
-        for _ in store.rows.steps(store.history.lane_zero(before)):
-            pass
-        self.rows_stepped(store, before)
-
-    def rows_stepped(self, store: Store, before: int) -> None:
-        """`before`: the version they had; it is still theirs if some of them are late."""
-        rows = store.rows
-        assert rows is not None
-        if rows.version > before:
-            settle_rows(store)
-        for wake in tuple(self.lookups):
-            wake()
-        if rows.version > before:
-            self.stepped(ROWS, rows.version)
-
-    def rows_taken(self, arrived: ArrivedRows, found: Verdict | Exception) -> None:
-        """What became of rows of an asynchronous push."""
-        for wake in tuple(self.lookups):
-            wake()
-        if found is Verdict.APPLIED:
-            self.stepped(ROWS, arrived.rows.version)
-        arrived.settled(found)
+        """A trainer with old parameters has stopped computing with them."""
+        ...
 
     def look_for_snapshot(self) -> None:
-        if self.store is not None and self.store.snapshot_waits:
-            self._snapshot_ready()
+        """A snapshot may have become whole."""
+        ...
 
 
 class OpenPull:
     """`arrived` is called when `next` has a block again, or the end, after it had none. Close it at the end."""
 
     def __init__(
-        self, server: BlockServer, store: Store, request: PullRequest, deadline: float, arrived: Callable[[], None]
+        self, server: CallServer, store: Store, request: PullRequest, deadline: float, arrived: Callable[[], None]
     ) -> None:
         self.deadline, self.wake = deadline, arrived
         self._server, self._store = server, store
@@ -159,8 +109,8 @@ class OpenPull:
         return f"<OpenPull of version {self._version}: {len(self._due)} due, {len(self._missing)} missing>"
 
     def next(self) -> tuple[int, int, Buffer | None] | PullEnd | None:
-        """A block, its version and its values (retained: the caller releases them when they are sent; None: the puller has
-        them), the end, or None: not yet."""
+        """A block, its version and its values (retained: the caller releases them when they are sent; None:
+        the puller has them), the end, or None: not yet."""
         store, wanted = self._store, self._version
         if self._server.store is not store:
             return PullEnd(code="NOT_READY", message="the job is being rolled back")
@@ -169,7 +119,7 @@ class OpenPull:
         while self._due:
             number = self._due.popleft()
             found = store.pull(number, wanted)
-            if found is Verdict.TOO_EARLY and settle(store, number):
+            if found is Verdict.TOO_EARLY and store.settle(number):
                 self._server.stepped(number, store.blocks[number].version)
                 found = store.pull(number, wanted)
             if found is Verdict.WRONG_OWNER:
@@ -205,8 +155,8 @@ class OpenPull:
             return None if self._unheld else self._held_end()
         if store.rows is not None and not store.rows.are_by(self._slots, store.slots):
             return PullEnd(code="WRONG_OWNER", message=f"slot map {self._slots} does not say whose rows are here")
-        if do_rows_wait(store, wanted):
-            if not settle_rows(store):
+        if store.do_rows_wait(wanted):
+            if not store.settle_rows():
                 return self._held_end()
             self._server.look_for_snapshot()
         version = self._lowest if wanted is None else wanted

@@ -27,7 +27,6 @@ from shared.blocks.narrow import DTYPES
 from shared.errors import BadFrame
 from shared.records import Mode
 from shared.records.layout import ELEMENT_BYTES, ROWS, Block
-from shared.serving.core.asynchronous.ledger import Ledger
 from shared.serving.core.asynchronous.saved_ledger import SavedLedger
 from shared.serving.core.store import Store
 from shared.serving.core.table.arrivals import bits_of
@@ -138,7 +137,7 @@ class LeavingBlocks:
         """Asynchronous: of these blocks, in the order of `described`, and of the rows of these slots."""
         positions = {number: position for position, number in enumerate(self._store.blocks)}
         slots = 0 if self._rows is None else bits_of(self._rows.slots)
-        return self._store.ledger.part([positions[state.place.number] for state in self._blocks], slots)
+        return self._store.ledger_part([positions[state.place.number] for state in self._blocks], slots)
 
     def thaw(self) -> None:
         """It stays here."""
@@ -318,13 +317,12 @@ def _empty(part: HandoffPart, elements: int) -> torch.Tensor:
 
 def adopt(store: Store, groups: Collection[ArrivingBlocks], own_slots: Collection[int] = ()) -> None:
     """In place: blocks that moved here, and rows of their slots. `own_slots`: those that were here before."""
-    own = store.ledger.part(range(len(store.blocks)), bits_of(own_slots), stays=True), len(store.blocks)
+    own = store.ledger_part(range(len(store.blocks)), bits_of(own_slots), stays=True), len(store.blocks)
     arrived = [(group.ledger, len(group.blocks)) for group in groups]
     for group in groups:
         group.adopt_into(store)
     store.renumber()
-    if store.mode is Mode.ASYNC:
-        store.ledger = Ledger.joined([own, *arrived])
+    store.join_ledgers([own, *arrived])
 
 
 def forget(
@@ -334,9 +332,8 @@ def forget(
     if store.rows is not None:
         store.rows.drop(np.array(sorted(slots), np.int64))
     staying = [position for position, number in enumerate(store.blocks) if number not in numbers]
-    ledger = store.ledger.part(staying, bits_of(own_slots), stays=True)
+    ledger = store.ledger_part(staying, bits_of(own_slots), stays=True)
     for number in numbers:
         store.blocks.pop(number).let_go()
     store.renumber()
-    if store.mode is Mode.ASYNC:
-        store.ledger = Ledger.joined([(ledger, len(staying))])
+    store.join_ledgers([(ledger, len(staying))])

@@ -12,6 +12,7 @@ from shared.lanes import Interval, gaps, intervals
 from shared.records import Mode
 from shared.serving.core.blocks import BlockState
 from shared.serving.core.store import Store
+from shared.serving.core.stores import AsyncStore
 from shared.wire.messages import PullRequest
 
 
@@ -35,7 +36,7 @@ def progress_of(store: Store) -> dict[str, Any]:
         "highest": store.highest,
         "missing": missing_lanes(store),
         "updates": store.updates,
-        "schedules": store.schedules.kept,
+        "schedules": store.schedules.kept if isinstance(store, AsyncStore) else (),
     }
 
 
@@ -80,7 +81,7 @@ def check_pull(store: Store, request: PullRequest, index: int) -> None:
 
 def known_of(store: Store, version: int | None) -> str:
     """A name for the values that a pull of `version` brings if it begins now; "" if blocks may be of several versions."""
-    moment = store.changes if store.mode is Mode.ASYNC else version
+    moment = store.moment(version)
     return "" if moment is None else f"{store.name}@{moment}"
 
 
@@ -98,5 +99,4 @@ def is_same(store: Store, number: int, version: int | None, moment: int | None) 
         return True
     if moment is None:
         return False
-    newest = store.changes if store.mode is Mode.ASYNC else state.version if version is None else version
-    return state.is_buffer and state.changed <= moment <= newest
+    return state.is_buffer and state.changed <= moment <= store.newest_moment(state, version)

@@ -13,8 +13,9 @@ from shared.blocks.buffers import Buffer, tensor_over
 from shared.errors import BadFrame
 from shared.records import Mode
 from shared.records.layout import ROWS
-from shared.serving.core.calls import BlockServer, Payload
+from shared.serving.core.calls import CallServer, Payload
 from shared.serving.core.store import Store
+from shared.serving.core.stores import AsyncStore
 from shared.serving.core.table.arrivals import ArrivedRows
 from shared.wire.messages import PushAnswer, PushBlock, PushHeader, Refusal
 from shared.wire.verdict import Verdict
@@ -23,13 +24,17 @@ if TYPE_CHECKING:
     from shared.serving.core.table.rows import TableRows  # loads numba
     from shared.tables.memory import Floats, Numbers
 
+ALL_BYTES = 1 << 62
+
 
 class OpenPush:
     """An admitted push. Blocks that were applied stay applied, even if the rest fails. Raises as `Store.admit`. `waiting`: rows of an asynchronous one that
     are not applied yet, and blocks that wait for their siblings where the sender has them (`keep_some` copies those); `on_settled` is called when some are
     not any more."""
 
-    def __init__(self, server: BlockServer, store: Store, header: PushHeader) -> None:
+    def __init__(
+        self, server: CallServer, store: Store, header: PushHeader, on_settled: Callable[[], None] | None = None
+    ) -> None:
         self._server, self._store, self._header = server, store, header
         self._push = store.admit(header)
         store.history.results.forget(header.stored)
@@ -37,7 +42,7 @@ class OpenPush:
         self._borrowed: dict[int, None] = {}  # blocks that may wait in the sender's memory
         self._refused: list[Refusal] = []
         self._error: Exception | None = None
-        self.on_settled: Callable[[], None] | None = None
+        self._on_settled = on_settled
 
     def __repr__(self) -> str:
         return f"<OpenPush {self._applied} applied, {self._duplicate} duplicate, {len(self._refused)} refused>"
@@ -72,8 +77,8 @@ class OpenPush:
         self.waiting -= 1
         if not self.waiting:
             self._borrowed.clear()
-        if self.on_settled is not None:
-            self.on_settled()
+        if self._on_settled is not None:
+            self._on_settled()
 
     def keep_some(self, most_bytes: int) -> bool:
         """Copy blocks that wait in the sender's memory, of so many bytes; whether there may be more."""
@@ -84,6 +89,11 @@ class OpenPush:
                 done += state.place.bytes
                 state.tree.keep()
         return bool(self._borrowed)
+
+    def close(self) -> None:
+        """The sender is gone, or has its answer: what waits in its memory is copied, and nobody is told any more."""
+        self._on_settled = None  # it may hold who began this push, whose memory is given back at once
+        self.keep_some(ALL_BYTES)
 
     def _count(self, item: PushBlock, size: int, verdict: Verdict) -> None:
         server, counters = self._server, self._server.counters
@@ -102,8 +112,8 @@ class OpenPush:
                 Refusal(block=item.block, lanes=item.lanes, code=verdict, version=version, message=why)
             )
             counters.blocks_refused += 1
-            if verdict is Verdict.MOVING and server.on_moving is not None:
-                server.on_moving()
+            if verdict is Verdict.MOVING and server.refused_at is None:
+                server.refused_at = server.now()
 
     def most_bytes(self, item: PushBlock, block: int) -> int:
         """Of its payload; `block`: of one of a block. Raises BadFrame: no rows can be as many."""
@@ -116,8 +126,7 @@ class OpenPush:
         """Once no rows of it wait. Raises what kept them from being applied."""
         if self._error is not None:
             raise self._error
-        if self._store.mode is Mode.ASYNC:
-            self._server.push_ended(self._store, self._header.trainer, keeps=self._header.keeps)
+        self._server.push_ended(self._store, self._header.trainer, keeps=self._header.keeps)
         return PushAnswer(
             applied=self._applied,
             duplicate=self._duplicate,
@@ -167,7 +176,7 @@ class OpenPush:
             self._push.noted.add(item.lanes)
             store.history.note(self._header, self._push.positions, item.lanes, self._push.results.get(item.lanes))
         if rows.is_whole:
-            self._server.step_rows(store)
+            self._server.row_steps.begin(store)
         return verdict
 
     def _arrived(
@@ -181,16 +190,18 @@ class OpenPush:
                 self._error = found
             else:
                 self._count(item, size, found)
-            if self.on_settled is not None:
-                self.on_settled()
+            if self._on_settled is not None:
+                self._on_settled()
 
+        store = self._store
+        assert isinstance(store, AsyncStore)
         self.waiting += 1
         refusal = partial(self.refusal_of_rows, item, rows)
         push, count, of_version = self._push, item.count, item.version
         arrived = ArrivedRows(
-            rows, lambda: self._store.ledger, push, ids, gradients, count, size, refusal, settled, of_version
+            rows, lambda: store.ledger, push, ids, gradients, count, size, refusal, settled, of_version
         )
-        self._server.take_rows(arrived)
+        self._server.row_steps.take(arrived)
 
     def refusal_of_rows(self, item: PushBlock, rows: TableRows, ids: Sequence[Numbers]) -> Verdict | None:
         """Why rows of an asynchronous push are not taken, now that it is their turn."""

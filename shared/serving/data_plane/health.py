@@ -9,8 +9,8 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from shared.serving.block_server import BlockServer
 from shared.serving.data_plane.http import PSERVER
-from shared.serving.pserver import Pserver
 
 if TYPE_CHECKING:
     from shared.serving.core.table.rows import TableRows  # loads numba
@@ -33,7 +33,7 @@ COUNTERS = {  # field of Counters -> (name, help); base units at the end, promet
 class Collector:
     """Reads the metrics of a pserver when /metrics is requested."""
 
-    def __init__(self, pserver: Pserver) -> None:
+    def __init__(self, pserver: BlockServer) -> None:
         self._pserver = pserver
 
     def collect(self) -> Iterator[Metric]:

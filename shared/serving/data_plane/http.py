@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from shared.errors import BadFrame
+from shared.errors import BadFrame, InvalidArgument
 from shared.records import Record
 from shared.security.access import Access
 from shared.security.tokens import Role
+from shared.serving.block_server import BlockServer
 from shared.serving.core.geometry import MAX_BLOCK_BYTES, MAX_BLOCKS, MAX_INIT_PARTS
 from shared.serving.data_plane.guard import asked_of
 from shared.serving.data_plane.http_frames import Incoming, TimeLimits, write_block
@@ -51,7 +52,7 @@ from shared.wire.round_robin import RoundRobin
 from shared.wire.row_memory import AnswerMemory
 from shared.wire.stream import PATH, UPGRADE, unbuffered
 
-PSERVER = web.AppKey("pserver", Pserver)
+PSERVER = web.AppKey("pserver", BlockServer)
 ACCESS = web.AppKey("access", Access)
 TIME_LIMITS = web.AppKey("time_limits", TimeLimits)
 MESSAGE_BYTES = 16 << 20  # of a message without blocks: a pull names its blocks
@@ -80,11 +81,12 @@ async def info(request: web.Request) -> web.Response:
 
 @routes.post("/v1/init")
 async def init(request: web.Request) -> web.Response:
+    pserver = _parameter_server(request)
     body = Incoming(request.content, InitHeader, InitBlock, request.app[TIME_LIMITS])
     header = await body.open()
     limits = codec.Limits(payload_bytes=min(header.layout.block_bytes, MAX_BLOCK_BYTES), blocks=MAX_INIT_PARTS)
-    await request.app[PSERVER].init(header, body.blocks(limits))
-    return _message(await request.app[PSERVER].info())
+    await pserver.init(header, body.blocks(limits))
+    return _message(await pserver.info())
 
 
 @routes.post("/v1/push")
@@ -92,10 +94,13 @@ async def push(request: web.Request) -> web.Response:
     pserver = request.app[PSERVER]
     body = Incoming(request.content, PushHeader, PushBlock, request.app[TIME_LIMITS])
     header = await body.open()
-    with pserver.receiving(header) as (memory, blocks):
+    buffer, blocks = pserver.memory_for(header)
+    try:
         tables = pserver.loaded().rows is not None
-        limits = codec.Limits(payload_bytes=max(memory.nbytes, MOST_BYTES * tables), blocks=blocks)
-        return _message(await pserver.push(header, body.blocks(limits, memory)))
+        limits = codec.Limits(payload_bytes=max(buffer.view.nbytes, MOST_BYTES * tables), blocks=blocks)
+        return _message(await pserver.push(header, body.blocks(limits, buffer.view)))
+    finally:
+        buffer.release()
 
 
 @routes.post("/v1/lookup")
@@ -148,16 +153,17 @@ async def pull(request: web.Request) -> web.StreamResponse:
 @routes.post("/v1/handoffs")
 async def handoffs(request: web.Request) -> web.Response:
     """Blocks that come from another parameter server."""
+    pserver = _parameter_server(request)
     body = Incoming(request.content, HandoffHeader, HandoffPart, request.app[TIME_LIMITS])
     header = await body.open()
     limits = codec.Limits(payload_bytes=MAX_BLOCK_BYTES, blocks=MAX_BLOCKS)
-    return _message(await request.app[PSERVER].take_handoff(header, body.blocks(limits)))
+    return _message(await pserver.take_handoff(header, body.blocks(limits)))
 
 
 @routes.post("/v1/ledger")
 async def ledger(request: web.Request) -> web.Response:
     query = codec.read(LedgerQuery, await _body(request))
-    return _message(await request.app[PSERVER].ledger(query))
+    return _message(await _parameter_server(request).ledger(query))
 
 
 @routes.get(PATH)
@@ -202,11 +208,22 @@ async def close_streams(app: web.Application) -> None:
         upgraded.abort()
 
 
+def _parameter_server(request: web.Request) -> Pserver:
+    """Raises InvalidArgument: a trainer of a collective job was asked."""
+    server = request.app[PSERVER]
+    if not isinstance(server, Pserver):
+        msg = (
+            f"{request.path} is answered by parameter servers only, and {server.name} is a trainer of a collective job"
+        )
+        raise InvalidArgument(msg, hint="job and trainers have to agree on `strategy`")
+    return server
+
+
 def _message(record: Record) -> web.Response:
     return web.Response(body=codec.encode(record), content_type=codec.CONTENT_TYPE)
 
 
-def _rows(pserver: Pserver, end: Record, payload: memoryview | None) -> web.Response:
+def _rows(pserver: BlockServer, end: Record, payload: memoryview | None) -> web.Response:
     """With rows of embedding tables."""
     opening = {"protocol": PROTOCOL_VERSION, "job": pserver.job, "generation": pserver.generation}
     parts = [codec.encode(opening), codec.encode_end(end)]

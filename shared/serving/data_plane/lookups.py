@@ -15,8 +15,8 @@ from shared.errors import BadFrame, Gone, InvalidArgument, NotReady, TooLarge, T
 from shared.records import Mode
 from shared.runtime import clock
 from shared.runtime.waiting import event_within
+from shared.serving.block_server import BlockServer
 from shared.serving.core.store import Store
-from shared.serving.pserver import Pserver
 from shared.tables.payload import MOST_BYTES, ids_in, size_of
 from shared.wire.messages import LookupEnd, LookupRequest, TableEnd, TableRequest
 from shared.wire.verdict import Verdict
@@ -30,7 +30,9 @@ MOST_WAIT_S = 60.0
 class OpenLookup:
     """`wake` is called when it is worth to ask for `answer` again. Close it at the end. Raises InvalidArgument, BadFrame, NotReady, LayoutMismatch."""
 
-    def __init__(self, pserver: Pserver, request: LookupRequest, payload: memoryview, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, pserver: BlockServer, request: LookupRequest, payload: memoryview, wake: Callable[[], None]
+    ) -> None:
         self._pserver, self._request, self._wake = pserver, request, wake
         self._store = pserver.loaded()
         self._rows = tables_in(self._store)
@@ -75,7 +77,7 @@ class OpenLookup:
             self._pserver.lookups.remove(self._wake)
 
 
-def found_end(pserver: Pserver) -> LookupEnd:
+def found_end(pserver: BlockServer) -> LookupEnd:
     """Of rows that were just read."""
     store = pserver.loaded()
     return LookupEnd(code="OK", version=tables_in(store).version if store.mode is Mode.ASYNC else None)
@@ -95,7 +97,7 @@ def _check_version(store: Store, version: int | None) -> None:
         raise InvalidArgument(msg)
 
 
-def ids_bytes(pserver: Pserver, request: LookupRequest) -> int:
+def ids_bytes(pserver: BlockServer, request: LookupRequest) -> int:
     """Of the payload that has to follow. Raises NotReady, InvalidArgument, BadFrame, LayoutMismatch."""
     pserver.check(request)
     dims = tables_in(pserver.loaded()).dims
@@ -103,7 +105,7 @@ def ids_bytes(pserver: Pserver, request: LookupRequest) -> int:
     return size_of(request.rows, dims, ids=True, rows=False)
 
 
-async def lookup(pserver: Pserver, request: LookupRequest, payload: memoryview) -> memoryview | LookupEnd:
+async def lookup(pserver: BlockServer, request: LookupRequest, payload: memoryview) -> memoryview | LookupEnd:
     """Rows, or why there are none. Raises as OpenLookup."""
     pserver.check(request)
     woken = asyncio.Event()
@@ -117,11 +119,11 @@ async def lookup(pserver: Pserver, request: LookupRequest, payload: memoryview) 
         opened.close()
 
 
-def portion(pserver: Pserver, request: TableRequest) -> tuple[TableEnd, memoryview]:
+def portion(pserver: BlockServer, request: TableRequest) -> tuple[TableEnd, memoryview]:
     """Some rows of a whole table. Raises NotReady, WrongOwner, Gone, InvalidArgument, BadFrame, LayoutMismatch."""
     pserver.check(request)
-    if pserver.table_portion is not None:
-        return pserver.table_portion(request)
+    if (answer := pserver.table_portion(request)) is not None:
+        return answer
     store = pserver.loaded()
     rows = tables_in(store)
     if request.generation < pserver.timeline:
@@ -160,7 +162,7 @@ class StreamLookups:
     """Those of one stream. For each either `refuse` is called or `send(number, rows or end)`, once, and only while `may_send()`: what was sent
     may still lie in this process."""
 
-    pserver: Pserver
+    pserver: BlockServer
     send: Callable[[int, memoryview | LookupEnd], None]
     refuse: Callable[[int, TriremeError], None]
     may_send: Callable[[], bool]

@@ -1,14 +1,16 @@
-"""Calls that are open on a stream of a parameter server."""
+"""Calls that are open on a stream of a server of blocks, and the headers of the blocks that they bring: the same in every step, so they are made once."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shared.blocks.buffers import Buffer
 from shared.serving.core.calls import OpenPull
 from shared.serving.core.pushes import OpenPush
+from shared.wire import codec
+from shared.wire.lending import Place
 
 
 @dataclass(slots=True)
@@ -29,8 +31,7 @@ class Push:
             self.memory.release()
             self.memory = None
         if self.pushing is not None:
-            self.pushing.on_settled = None  # it holds this one: memory is given back at once
-            self.pushing.keep_some(sys.maxsize)
+            self.pushing.close()
         if self.keeping is not None:
             self.keeping.cancel()
 
@@ -41,3 +42,16 @@ class Pull:
     expiry: asyncio.TimerHandle
     queued: bool = True
     expired: bool = False
+
+
+@lru_cache(maxsize=codec.KNOWN_HEADERS)
+def head_of(number: int, block: int, dtype: str | None, size: int, at: Place | None = None) -> bytes:
+    """The header of a block that a pull gets; it is the same in every step."""
+    fields: codec.Fields = {"id": number, "block": block}
+    return codec.encode_block(fields | ({"dtype": dtype} if dtype else {}) | ({"at": at} if at else {}), size)
+
+
+@lru_cache(maxsize=codec.KNOWN_HEADERS)
+def same_of(number: int, block: int) -> bytes:
+    """All of a block that a pull need not get again."""
+    return codec.encode_block({"id": number, "block": block, "same": True}, 0)

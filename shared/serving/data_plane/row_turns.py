@@ -19,8 +19,8 @@ from shared.errors import NotReady, TriremeError
 from shared.runtime import clock, telemetry
 from shared.serving.core.store import Store
 from shared.serving.core.table.arrivals import ArrivedRows
+from shared.serving.core.table.row_steps import RowsServer
 from shared.serving.data_plane.lookups import tables_in
-from shared.serving.pserver import Pserver
 from shared.wire.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -36,18 +36,15 @@ _Push = tuple[ArrivedRows, Generator[None, None, Verdict]]
 
 
 class RowTurns:
-    """Of one parameter server. `turn_s`: of work in one turn, TURN_S if None; at least one portion of a step."""
+    """The RowSteps (core/row_steps.py) of one server, in an event loop. `turn_s`: seconds of work in one turn, TURN_S if None; at least one portion of a step."""
 
-    def __init__(self, pserver: Pserver, turn_s: float | None = None) -> None:
-        self._pserver, self._turn_s = pserver, turn_s
+    def __init__(self, server: RowsServer, turn_s: float | None = None) -> None:
+        self._server, self._turn_s = server, turn_s
         self._waiting: deque[ArrivedRows] = deque()
         self._waiting_bytes = 0
         self._begins = False  # the next one is about to begin
         self._push: _Push | None = None  # that is being stepped
         self._moments: list[Callable[[], None]] = []
-        pserver.step_rows, pserver.take_rows = self.begin, self.take
-        pserver.finish_rows, pserver.between_pushes = self.finish, self.between_pushes
-        pserver.give_back_rows = self.give_back
 
     def __repr__(self) -> str:
         return f"<RowTurns: {len(self._waiting)} pushes wait, {self._waiting_bytes} bytes>"
@@ -57,9 +54,8 @@ class RowTurns:
         asyncio.get_running_loop().call_soon(call, *arguments)
 
     def _may_step(self, rows: TableRows) -> bool:
-        directory = self._pserver.directory
-        if directory is not None and directory.spec is not None:  # a job that is started again may have another one
-            rows.kept.most_bytes = directory.spec.snapshot_bytes
+        if (most := self._server.snapshot_bytes) is not None:  # a job that is started again may have another one
+            rows.kept.most_bytes = most
         return rows.kept.may_step(rows.snapshots, clock.monotonic())
 
     def give_back(self, rows: TableRows) -> None:
@@ -83,7 +79,7 @@ class RowTurns:
         self.soon(self._start, store, before, steps)
 
     def _start(self, store: Store, before: int, steps: Iterator[None]) -> None:
-        if self._pserver.store is not store:
+        if self._server.store is not store:
             return
         if self._may_step(tables_in(store)):
             self._go_on(store, before, steps)
@@ -91,7 +87,7 @@ class RowTurns:
             asyncio.get_running_loop().call_later(KEPT_S, self._start, store, before, steps)
 
     def _go_on(self, store: Store, before: int, steps: Iterator[None]) -> None:
-        if self._pserver.store is not store:
+        if self._server.store is not store:
             return
         until = self._until()
         try:
@@ -100,18 +96,18 @@ class RowTurns:
                     self.soon(self._go_on, store, before, steps)
                     return
         except Exception as error:  # the step can never be whole
-            log.exception("tables_not_stepped", index=self._pserver.index)
-            self._pserver.tear(f"a step of its embedding tables failed: {error!r}")
+            log.exception("tables_not_stepped", index=self._server.index)
+            self._server.tear(f"a step of its embedding tables failed: {error!r}")
             return
-        self._pserver.rows_stepped(store, before)
+        self._server.rows_stepped(store, before)
 
     # ------------------------------------------------------------ asynchronous
 
     def take(self, arrived: ArrivedRows) -> None:
         """It waits for its turn."""
         if self._waiting and self._waiting_bytes + arrived.bytes > WAITING_BYTES:
-            msg = f"{len(self._waiting)} pushes with {self._waiting_bytes} bytes of rows wait at pserver-{self._pserver.index}: push again"
-            self._pserver.rows_taken(arrived, NotReady(msg))
+            msg = f"{len(self._waiting)} pushes with {self._waiting_bytes} bytes of rows wait at pserver-{self._server.index}: push again"
+            self._server.rows_taken(arrived, NotReady(msg))
             return
         self._waiting.append(arrived)
         self._waiting_bytes += arrived.bytes
@@ -165,9 +161,9 @@ class RowTurns:
         except TriremeError as error:  # before anything has changed
             found = error
         except Exception as error:  # the push can never be whole
-            log.exception("tables_not_stepped", index=self._pserver.index)
-            self._pserver.tear(f"a push to its embedding tables failed: {error!r}")
-            found = NotReady(f"pserver-{self._pserver.index} could not step its embedding tables: push again")
+            log.exception("tables_not_stepped", index=self._server.index)
+            self._server.tear(f"a push to its embedding tables failed: {error!r}")
+            found = NotReady(f"pserver-{self._server.index} could not step its embedding tables: push again")
         steps.close()
         self._end(arrived, found)
 
@@ -177,7 +173,7 @@ class RowTurns:
         for call in moments:
             call()
         self._look()
-        self._pserver.rows_taken(arrived, found)
+        self._server.rows_taken(arrived, found)
 
     def _until(self) -> float:
         """The end of a turn that begins now."""
@@ -185,5 +181,5 @@ class RowTurns:
 
     def _is_here(self, arrived: ArrivedRows) -> bool:
         """Whether its store is still served."""
-        store = self._pserver.store
+        store = self._server.store
         return store is not None and store.rows is arrived.rows

@@ -18,11 +18,10 @@ from shared.runtime.http import hide_implementation
 from shared.security.access import Access
 from shared.security.arrivals import Arrivals
 from shared.security.listening import listening
+from shared.serving.block_server import BlockServer
 from shared.serving.data_plane import health, http
 from shared.serving.data_plane.guard import guard
 from shared.serving.data_plane.http_frames import TimeLimits
-from shared.serving.data_plane.row_turns import RowTurns
-from shared.serving.pserver import Pserver
 
 READ_BUFFER_BYTES = 1 << 20
 ARRIVALS = web.AppKey("arrivals", Arrivals)
@@ -40,7 +39,7 @@ class Listening:
 
 
 def make_app(
-    pserver: Pserver, access: Access | None = None, *, stall_s: float = 30.0, idle_s: float = 900.0
+    pserver: BlockServer, access: Access | None = None, *, stall_s: float = 30.0, idle_s: float = 900.0
 ) -> web.Application:
     """`access` None: it needs no token and answers at loopback names only."""
     access, arrivals = access or Access(), Arrivals()
@@ -49,7 +48,6 @@ def make_app(
     app[http.PSERVER], app[http.ACCESS] = pserver, access
     app[http.TIME_LIMITS] = TimeLimits(stall_s, idle_s)
     app[http.STREAMS] = http.Streams()
-    RowTurns(pserver)
     app.on_response_prepare.append(hide_implementation)
     app.on_shutdown.append(http.close_streams)
     app.add_routes(http.routes)

@@ -14,11 +14,10 @@ from shared.blocks.buffers import Buffer
 from shared.errors import BadFrame, DeadlineExceeded, PeerError, TooLarge, TriremeError
 from shared.records.layout import ROWS
 from shared.runtime import clock, telemetry
+from shared.serving.block_server import BlockServer
 from shared.serving.core.pushes import OpenPush
-from shared.serving.data_plane.heads import head_of, same_of
 from shared.serving.data_plane.lookups import StreamLookups, found_end
-from shared.serving.data_plane.open_calls import Pull, Push
-from shared.serving.pserver import Pserver
+from shared.serving.data_plane.open_calls import Pull, Push, head_of, same_of
 from shared.serving.settling import LENT_S
 from shared.tables.payload import MOST_BYTES
 from shared.wire import codec
@@ -44,7 +43,7 @@ class PserverStream(FrameStream):
 
     def __init__(
         self,
-        pserver: Pserver,
+        pserver: BlockServer,
         turns: RoundRobin,
         answers: AnswerMemory,
         stall_s: float,
@@ -176,8 +175,7 @@ class PserverStream(FrameStream):
         push = self._pushes[number] = Push(number)
         try:
             push.memory, push.blocks_left = self._pserver.memory_for(header)
-            push.pushing = self._pserver.begin_push(header)
-            push.pushing.on_settled = lambda: self._end_push(push) if push.ended else None
+            push.pushing = self._pserver.begin_push(header, lambda: self._end_push(push) if push.ended else None)
         except TriremeError as error:
             push.close()
             self._refuse(number, error)

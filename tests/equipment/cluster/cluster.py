@@ -12,9 +12,9 @@ from typing import Any
 
 from master_service.leadership.master import Master
 from pserver_service.context import PserverContext
-from pserver_service.data_plane.handoff_client import HandoffPort, HttpHandoff
+from pserver_service.handoff_client import HandoffPort, HttpHandoff
 from pserver_service.member import Member
-from pserver_service.membership.index import OwnIndex
+from pserver_service.own_index import OwnIndex
 from shared.etcd import Etcd
 from shared.keys import Keys
 from shared.membership.directory import Directory
@@ -63,6 +63,6 @@ class Cluster:
         """`directory`: one that others use too, and somebody else runs."""
         directory = directory or Directory(etcd, self.keys)
         record = PserverMember(index=-1, url=url, incarnation=pserver.incarnation, host="test", pid=1)
-        own_index = OwnIndex(etcd, directory, record)
+        own_index = OwnIndex(etcd, directory, record, fits=pserver.fits)
         member = Member(PserverContext(etcd, directory, pserver, own_index, offload, self.connect_pservers))
         return PserverProcess(pserver, directory, own_index, member)

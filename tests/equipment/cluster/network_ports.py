@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Self
 
-from pserver_service.data_plane.handoff_client import Parts
+from pserver_service.handoff_client import Parts
 from shared.errors import DeadlineExceeded, NotLeader, PeerError
 from shared.membership.directory import Directory
 from shared.records import (
@@ -129,9 +129,12 @@ class SimulatedPserver:
 
     async def push(self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, memoryview]]) -> PushAnswer:
         async def receive(service: Any, items: AsyncIterator[Any]) -> PushAnswer:
-            with service.receiving(header) as (memory, _):
-                answer: PushAnswer = await service.push(header, _in_one_buffer(items, memory, self._after_block))
+            buffer, _ = service.memory_for(header)
+            try:
+                answer: PushAnswer = await service.push(header, _in_one_buffer(items, buffer.view, self._after_block))
                 return answer
+            finally:
+                buffer.release()
 
         answer: PushAnswer = await self._upload(blocks, receive)
         return answer
@@ -243,7 +246,7 @@ class SimulatedPserver:
 
 
 class SimulatedHandoff:
-    """pserver_service.data_plane.handoff_client.HandoffPort"""
+    """pserver_service.handoff_client.HandoffPort"""
 
     def __init__(self, network: Network, member: PserverMember) -> None:
         self._network, self._member = network, member

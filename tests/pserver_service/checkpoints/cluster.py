@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pserver_service.recovery.store_loader import load_store
+from pserver_service.checkpoints.store_loader import load_store
 from shared.checkpoints import stored
 from shared.etcd import Etcd, Put
 from shared.keys import Keys

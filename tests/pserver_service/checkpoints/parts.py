@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from pserver_service.checkpoints.ledger_text import ledger_metadata
-from pserver_service.recovery.store_loader import load_store
+from pserver_service.checkpoints.store_loader import load_store
 from shared.blocks.snapshot import Snapshot
 from shared.checkpoints import stored, writer
 from shared.checkpoints.schedule import Schedule
@@ -19,6 +19,7 @@ from shared.records.layout import Layout, OptimizerSpec, Segment
 from shared.records.step import LanePosition, LaneZero, StepRecord
 from shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
 from shared.serving.core.store import Store
+from shared.serving.core.stores import store_of
 from shared.slots import slot_of, spread
 from shared.wire.messages import InitHeader, PushBlock, PushHeader
 
@@ -94,7 +95,7 @@ def fresh(layout: Layout, pservers: int, schedule: Schedule | None = None) -> li
     values, slots = initial(layout), slot_map(pservers)
     stores = []
     for index in range(pservers):
-        store = Store(header_of(layout, index), schedule)
+        store = store_of(header_of(layout, index), schedule)
         for number in blocks_of(layout, index, slots):
             store.add_block(number, bytes_view(values[number]))
         store.seal()

@@ -8,8 +8,8 @@ import string
 
 import pytest
 
-from pserver_service.recovery import store_loader
-from pserver_service.recovery.rollback import Rollback
+from pserver_service.checkpoints import store_loader
+from pserver_service.recovery import Rollback
 from shared.checkpoints import stored, writer
 from shared.checkpoints.saving import commit
 from shared.checkpoints.saving.commit import Committer
@@ -19,6 +19,7 @@ from shared.etcd import Compare
 from shared.membership.own_key import OwnKey
 from shared.records import JobState, Phase
 from shared.records.checkpoints import CheckpointLatest, CheckpointPart
+from shared.serving.block_server import BlockServer
 from shared.serving.pserver import Pserver
 from tests.equipment.replaced import replaced
 from tests.equipment.waiting import until
@@ -267,7 +268,7 @@ def test_without_the_fence_of_the_roll_back_pushes_of_before_it_are_applied_afte
     with pytest.raises(StaleGeneration):
         run_scenario(pushed_from_before, tmp_path / "with")
     drop = Pserver.drop
-    with replaced(Pserver, "drop", lambda self, _: drop(self, 0)):
+    with replaced(BlockServer, "drop", lambda self, _: drop(self, 0)):
         assert run_scenario(pushed_from_before, tmp_path / "without").applied > 0
 
 

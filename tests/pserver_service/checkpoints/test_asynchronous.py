@@ -18,7 +18,7 @@ from shared.records.pauses import Saving
 from shared.records.step import StepRecord
 from shared.runtime import clock
 from shared.serving.core.asynchronous.ledger import Ledger
-from shared.serving.core.store import Store
+from shared.serving.core.stores import AsyncStore
 from shared.wire.verdict import Verdict
 from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import parts
@@ -135,7 +135,7 @@ def update_a_block(pserver):
 def test_a_copy_in_parts_is_kept_only_if_it_is_of_one_instant(tmp_path, monkeypatch, checked):
     monkeypatch.setattr(copies, "COPY_BYTES", 1)
     if not checked:
-        monkeypatch.setattr(Store, "_versions", 0)
+        monkeypatch.setattr(AsyncStore, "_versions", 0)
 
     async def scenario():
         cluster = await opened(tmp_path)
@@ -151,14 +151,14 @@ def test_a_copy_in_parts_is_kept_only_if_it_is_of_one_instant(tmp_path, monkeypa
 
 
 def copies_slowly(monkeypatch, seconds):
-    copy_block = Store.copy_block
+    copy_block = AsyncStore.copy_block
 
     def slow(self, copying, number):
         asyncio.get_running_loop().spend(seconds)
         copy_block(self, copying, number)
 
     monkeypatch.setattr(copies, "COPY_BYTES", 1)
-    monkeypatch.setattr(Store, "copy_block", slow)
+    monkeypatch.setattr(AsyncStore, "copy_block", slow)
 
 
 async def told_by_the_first(cluster, said):

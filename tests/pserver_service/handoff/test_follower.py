@@ -8,7 +8,7 @@ import pytest
 
 from pserver_service.context import PserverContext
 from pserver_service.handoff.follower import REST_S, SlotFollower, rest_s
-from pserver_service.membership.index import OwnIndex
+from pserver_service.own_index import OwnIndex
 from shared.blocks.buffers import BufferPool
 from shared.errors import NotReady
 from shared.etcd import Etcd

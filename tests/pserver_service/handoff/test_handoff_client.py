@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
-from pserver_service.data_plane.handoff_client import HttpHandoff
+from pserver_service.handoff_client import HttpHandoff
 from shared.errors import DeadlineExceeded, NotReady, PeerError, Unauthorized
 from shared.records import PserverMember
 from shared.serving.data_plane.server import make_app, serving
@@ -29,7 +30,7 @@ def member_at(port: int) -> PserverMember:
 
 async def handed_over(take, *, token: str = "boat", stall_s: float = 20.0):
     pserver = Pserver("ctr", "ps", index=1)
-    pserver.take_handoff = take
+    pserver.handoffs = SimpleNamespace(take=take)
     async with serving(make_app(pserver, accepting("boat")), "127.0.0.1", 0) as listening:
         port = HttpHandoff(member_at(listening.port), token, stall_s=stall_s)
         try:

@@ -12,7 +12,7 @@ import torch
 
 from pserver_service.context import LOOK_S, PserverContext
 from pserver_service.handoff.sender import IDLE_S, HandOver
-from pserver_service.membership.index import OwnIndex
+from pserver_service.own_index import OwnIndex
 from shared.errors import PeerError
 from shared.etcd import Etcd
 from shared.keys import Keys

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from pserver_service.membership.index import OwnIndex, own_number
+from pserver_service.own_index import OwnIndex, own_number
 from shared.errors import DeadlineExceeded
 from shared.etcd import Etcd
 from shared.etcd.transport import TXN
@@ -40,14 +40,14 @@ def virtual(test):
 
 
 @asynccontextmanager
-async def candidate(world: SimulatedEtcd, name: str, own: int | None = None):
+async def candidate(world: SimulatedEtcd, name: str, own: int | None = None, fits=None):
     """A pserver's own index with its directory running beside it."""
     etcd = Etcd(world.transport(name))
     directory = Directory(etcd, KEYS)
     member = PserverMember(index=-1, url=f"http://{name}:1", incarnation=name, host="h", pid=1)
     async with asyncio.TaskGroup() as group:
         following = group.create_task(directory.run())
-        index = OwnIndex(etcd, directory, member, own)
+        index = OwnIndex(etcd, directory, member, own, fits)
         directory.observers.append(index.follow)
         yield index
         following.cancel()
@@ -255,8 +255,7 @@ async def cut_off_until_its_lease_ran_out(world, timeline):
     index then."""
     etcd = await job(world, 1)
     await etcd.put(KEYS.state, JobState(timeline=3).to_bytes())
-    async with candidate(world, "a") as one:
-        one.fits = lambda state: state.timeline == 3
+    async with candidate(world, "a", fits=lambda state: state.timeline == 3) as one:
         await one.claim_index(10)
         first = (await etcd.get(KEYS.pserver(0))).create_revision
         async with asyncio.TaskGroup() as group:

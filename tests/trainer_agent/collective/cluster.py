@@ -33,10 +33,10 @@ class HeldShare(ShareServer):
         super().__init__(cluster.spec.job, name)
         self._cluster = cluster
 
-    def begin_push(self, header: PushHeader) -> OpenPush:
+    def begin_push(self, header: PushHeader, on_settled: Callable[[], None] | None = None) -> OpenPush:
         if header.step > self._cluster.last_step:
             raise NotReady(f"the test holds the job at step {self._cluster.last_step}")
-        return super().begin_push(header)
+        return super().begin_push(header, on_settled)
 
     def begin_pull(self, request: PullRequest, arrived: Callable[[], None]) -> OpenPull | PullEnd:
         if request.version is not None and request.version > self._cluster.last_given:

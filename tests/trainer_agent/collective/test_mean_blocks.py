@@ -13,6 +13,7 @@ from shared.blocks.buffers import Buffer, BufferPool, bytes_of
 from shared.records import SlotMap
 from shared.records.layout import Segment
 from shared.records.step import LanePosition, NodeResult, StepRecord
+from shared.serving.ports import ServerPorts
 from shared.wire.messages import MOST_STATED, PushBlock
 from shared.wire.region_allocator import RegionAllocator
 from shared.wire.verdict import Verdict
@@ -212,7 +213,7 @@ def test_what_is_dropped_leaves_no_shared_memory_behind():
     gc.collect()
     gc.disable()
     try:
-        before, server = regions(), ShareServer(JOB, "t", allocate=RegionAllocator)
+        before, server = regions(), ShareServer(JOB, "t", ServerPorts(RegionAllocator))
         for _ in range(3):
             made = begun(set(BLOCKS), server.new_pool())
             server.serve(made, 0)

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from shared.errors import CallerError
 from shared.records import JobSpec, PserverMember, Strategy
+from shared.wire.messages import LedgerQuery
 from tests.trainer_agent.scripts import spec_for
 from trainer_agent.collective.ports import SWITCH_S, collective_ports
 from trainer_agent.data_plane.http import HttpPserver
@@ -36,6 +38,8 @@ async def test_the_share_is_served_and_no_thread_of_torch_waits_for_another_ones
         member = PserverMember(index=-1, url=ports.exchange.url, incarnation="trainer-0-x", host="here", pid=1)
         async with HttpPserver(member) as port:
             assert not (await port.info()).ready
+            with pytest.raises(CallerError, match="trainer-0-x is a trainer of a collective job"):
+                await port.ledger(LedgerQuery(epoch=0, task_id="1"))
     assert sys.getswitchinterval() > SWITCH_S
 
 

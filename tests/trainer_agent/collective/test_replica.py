@@ -13,8 +13,7 @@ from shared.errors import BadFrame
 from shared.records import Mode
 from shared.records.step import LanePosition, LaneZero, NodeResult, StepRecord
 from shared.serving.core.clipping import Clipping
-from shared.serving.core.held import learn_norm, settle
-from shared.serving.core.store import Store
+from shared.serving.core.stores import store_of
 from shared.wire.messages import InitHeader, PushBlock, PushHeader, StepNorm
 from tests.simulation.compute import Speed, TinyCompute, Trace
 from trainer_agent.collective.replica import Replica
@@ -51,7 +50,7 @@ def on_a_parameter_server(clipping: Clipping, steps: int) -> dict[int, bytes]:
     made = compute()
     first = StepRecord(version=0, positions=(LanePosition(lane=0),), lane_zero=made.initial_lane_zero())
     header = InitHeader(job="j", generation=0, mode=Mode.SYNC, lanes=1, layout=made.layout, pserver=0, record=first)
-    store = Store(header, clipping=clipping)
+    store = store_of(header, clipping=clipping)
     for block in made.layout.blocks():
         store.add_block(block.number, made.current(block.number))
     store.seal()
@@ -72,9 +71,9 @@ def on_a_parameter_server(clipping: Clipping, steps: int) -> dict[int, bytes]:
             count = 0 if value is None else 2
             store.apply(push, PushBlock(block=number, lanes=(0, 1), count=count, result=NodeResult()), payload)
         if clipping.holds:
-            learn_norm(store, StepNorm(timeline=0, step=step, norm=norm_at(made, step)), 0)
+            store.learn_norm(StepNorm(timeline=0, step=step, norm=norm_at(made, step)), 0)
             for number in store.blocks:
-                settle(store, number)
+                store.settle(number)
     return {number: bytes(state.current.view) for number, state in store.blocks.items()}
 
 

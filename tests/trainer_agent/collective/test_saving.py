@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pserver_service.recovery.store_loader import load_store
+from pserver_service.checkpoints.store_loader import load_store
 from shared.checkpoints import stored
 from shared.errors import CheckpointUnusable
 from shared.etcd import Etcd, Put

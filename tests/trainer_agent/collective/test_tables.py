@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pserver_service.recovery.store_loader import load_store
+from pserver_service.checkpoints.store_loader import load_store
 from shared.checkpoints import stored
 from shared.checkpoints.table_rows import read_rows
 from shared.records import JobSpec, Phase, SlotMap, Strategy

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from pserver_service.recovery import start_rows
+from pserver_service import start_rows
 from shared.checkpoints.start_tables import fit_tables, put_rows
 from shared.errors import InvalidArgument
 from shared.records import Phase

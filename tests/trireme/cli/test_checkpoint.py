@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from shared.checkpoints.schedule import Schedule
 from shared.records import JobSpec, Mode
 from shared.records.step import LanePosition, StepRecord
-from shared.serving.core.store import Store
+from shared.serving.core.stores import store_of
 from shared.wire.messages import InitHeader
 from tests.end_to_end.scripts import write_script
 from tests.pserver_service.checkpoints import parts
@@ -167,7 +167,7 @@ def trained(tmp_path):
         layout = TorchCompute(load(script), spec, executor).layout
     record = StepRecord(version=0, positions=tuple(LanePosition(lane=lane) for lane in range(2)))
     header = InitHeader(job=parts.JOB, generation=0, mode=Mode.SYNC, lanes=2, layout=layout, pserver=0, record=record)
-    store = Store(header, EVERY)
+    store = store_of(header, EVERY)
     for block in layout.blocks():
         values = torch.arange(block.first, block.first + block.elements, dtype=torch.float32)
         store.add_block(block.number, parts.bytes_view(values))

@@ -24,6 +24,7 @@ from trainer_agent.collective.state.messages import Portion, StateHead, StatePar
 from trainer_agent.model.compute import Compute
 
 if TYPE_CHECKING:
+    from shared.serving.core.table.rows import TableRows
     from trainer_agent.collective.rows.giving import RowsGiver  # loads numba
 
 StepIn = Callable[..., Awaitable[Any]]
@@ -65,6 +66,11 @@ class StateGiver:
 
     def __repr__(self) -> str:
         return f"<StateGiver of {self._replica!r}: {self.given_bytes} bytes given>"
+
+    @property
+    def rows(self) -> TableRows | None:
+        """The trainer's rows of all embedding tables; None: the model has none, or none are there yet."""
+        return self._replica.rows
 
     async def give(self, request: StateRequest) -> Portion:
         """Raises InvalidArgument; NotReady: ask again, or another; StaleGeneration: the job went back, or is in another timeline here."""

@@ -26,13 +26,25 @@ from tests.pserver_service.jobs import (
 TASKS = {"fast": 0, "slow": 1, "third": 2}
 
 
-class Job:
-    """A parameter server with a clock of its own; trainers named in `gone` are no members."""
+class TimedPserver(Pserver):
+    """It has a clock of its own; trainers named in `gone` are no members."""
 
-    def __init__(self, pserver: Pserver) -> None:
-        self.pserver, self.now, self.gone, self.next = pserver, 100.0, set[str](), dict.fromkeys(TASKS, 0)
-        pserver.now = lambda: self.now
-        pserver.is_live = lambda trainer: trainer not in self.gone
+    def __init__(self, *arguments, **fields) -> None:
+        super().__init__(*arguments, **fields)
+        self.seconds, self.gone = 100.0, set[str]()
+
+    def now(self) -> float:
+        return self.seconds
+
+    def is_live(self, trainer: str) -> bool:
+        return trainer not in self.gone
+
+
+class Job:
+    """What trainers do at a parameter server."""
+
+    def __init__(self, pserver: TimedPserver) -> None:
+        self.pserver, self.gone, self.next = pserver, pserver.gone, dict.fromkeys(TASKS, 0)
 
     async def pull(self, trainer: str, versions: int | None = 2, wait_s: float = 0.0) -> PullEnd:
         bound = StalenessBound(trainer=trainer, versions=versions, floor_s=10, ceiling_s=60)
@@ -53,7 +65,7 @@ class Job:
 
 
 async def job() -> Job:
-    pserver, _ = await initialised(LAYOUT, Mode.ASYNC)
+    pserver, _ = await initialised(LAYOUT, Mode.ASYNC, kind=TimedPserver)
     return Job(pserver)
 
 
@@ -92,9 +104,9 @@ async def test_who_computes_no_more_is_not_waited_for(how):
     elif how == "lets go":
         assert (await made.pull("slow", versions=None)).code == "OK"
     else:
-        made.now += 9  # less than the floor
+        made.pserver.seconds += 9  # less than the floor
         assert (await made.pull("fast")).code == "TOO_EARLY"
-        made.now += 52
+        made.pserver.seconds += 52
     await made.minibatches("fast", 10)
 
 
@@ -111,22 +123,22 @@ async def test_a_trainer_that_lets_go_wakes_who_waits():
 async def test_patience_follows_the_longest_push():
     made = await job()
     await made.pull("third")
-    made.now += 8
+    made.pserver.seconds += 8
     await made.push("third")  # 8 s: 16 are allowed from now on
     await made.pull("slow")
     await made.minibatches("fast", 3)
-    made.now += 15
+    made.pserver.seconds += 15
     assert (await made.pull("fast")).code == "TOO_EARLY"
-    made.now += 2
+    made.pserver.seconds += 2
     assert (await made.pull("fast")).code == "OK"
 
 
 async def test_who_keeps_its_parameters_after_a_push_is_waited_for_and_its_pushes_are_signs_of_life():
     made = await job()
     await made.pull("slow")
-    made.now += 50
+    made.pserver.seconds += 50
     await made.push("slow", keeps=True)
-    made.now += 50
+    made.pserver.seconds += 50
     await made.minibatches("fast", 2)
     assert (await made.pull("fast")).code == "TOO_EARLY"
     await made.push("slow")

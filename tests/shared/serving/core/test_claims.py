@@ -8,7 +8,7 @@ import torch
 from shared.errors import StepTorn
 from shared.records import Mode
 from shared.records.step import LanePosition, LaneZero
-from shared.serving.core.store import Store
+from shared.serving.core.stores import store_of
 from shared.wire.messages import PushBlock, PushHeader
 from shared.wire.verdict import Verdict
 from tests.pserver_service.jobs import JOB, init_header, layout_of
@@ -20,7 +20,7 @@ ZERO = LanePosition(lane=0, index=1)
 
 @pytest.fixture
 def store():
-    made = Store(init_header(LAYOUT, lanes=2))
+    made = store_of(init_header(LAYOUT, lanes=2))
     for block in LAYOUT.blocks():
         made.add_block(block.number, memoryview(torch.zeros(block.elements).numpy()).cast("B"))
     made.seal()

@@ -74,7 +74,7 @@ async def test_memory_is_the_senders_again_after_the_push(monkeypatch, copies, g
     """Without the copy, what is written then is averaged."""
     if not copies:
         monkeypatch.setattr(OpenPush, "keep_some", lambda *_: False)
-        monkeypatch.setattr("shared.serving.pserver.settled", _at_once)
+        monkeypatch.setattr("shared.serving.block_server.settled", _at_once)
     pserver, before = await server()
     memory = LEFT.clone()
     pushing = pushed(pserver, 0, memory, then_wait_s=30.0 if given_up else 0.0)

@@ -14,7 +14,7 @@ from shared.records.layout import Layout, OptimizerSpec
 from shared.serving.core import moving
 from shared.serving.core.asynchronous.saved_ledger import SavedLedger
 from shared.serving.core.moving import ArrivingBlocks, LeavingBlocks, adopt, forget
-from shared.serving.core.store import Store
+from shared.serving.core.stores import store_of
 from shared.serving.pserver import Pserver
 from shared.wire.messages import HandoffPart, LedgerQuery
 from tests.equipment.replaced import replaced
@@ -49,7 +49,7 @@ async def make_step(pserver: Pserver, step: int, blocks=(0, 1, 2)):
 
 def empty(mode: Mode = Mode.SYNC, layout: Layout = LAYOUT) -> Pserver:
     target = Pserver("ctr", "ps-2", index=1)
-    target.store = Store(init_header(layout, mode, pserver=1))
+    target.store = store_of(init_header(layout, mode, pserver=1))
     target.store.seal()
     return target
 

@@ -14,12 +14,12 @@ from shared.optimizers.classes import CLASSES
 from shared.records import Mode
 from shared.records.layout import OptimizerSpec, Segment
 from shared.records.step import LaneZero
+from shared.serving.block_server import BlockServer
 from shared.serving.core.asynchronous import staleness
-from shared.serving.core.calls import BlockServer
 from shared.serving.core.moving import LeavingBlocks
 from shared.serving.core.optimizers import BlockOptimizer
 from shared.serving.core.pushes import OpenPush
-from shared.serving.core.store import Store
+from shared.serving.core.stores import store_of
 from shared.serving.data_plane.lookups import found_end, lookup
 from shared.serving.pserver import Pserver
 from shared.wire.messages import PushBlock
@@ -192,7 +192,7 @@ def test_a_buffer_has_no_rate() -> None:
 
 
 def test_versions_of_before_a_return_count_only_as_far_as_the_return() -> None:
-    store = Store(init_header(LAYOUT, Mode.ASYNC, record=parts.StepRecord(version=500, positions=())))
+    store = store_of(init_header(LAYOUT, Mode.ASYNC, record=parts.StepRecord(version=500, positions=())))
     for number, size in SIZES.items():
         store.add_block(number, memoryview(payload_of(torch.zeros(size))))
     store.seal()
@@ -222,11 +222,11 @@ def test_a_pull_tells_versions_only_if_it_is_asked() -> None:
 
 def test_rows_step_with_their_rate_divided_and_a_lookup_tells_their_version() -> None:
     async def main() -> None:
-        store = Store(init_header(TABLES.model_copy(update={"segments": ()}), Mode.ASYNC, 1))
+        store = store_of(init_header(TABLES.model_copy(update={"segments": ()}), Mode.ASYNC, 1))
         store.seal()
         pserver = Pserver("ctr", "ps-1", index=0)
         pserver.store = store
-        server = BlockServer(lambda: None)
+        server = BlockServer("ctr", "ps-1")
         server.store, server.index = store, 0
         for start, version in enumerate((0, 0, 0, 0, 4, None)):
             for _ in range(2):  # the second time it is a duplicate

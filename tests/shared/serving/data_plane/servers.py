@@ -14,7 +14,9 @@ from shared.records import Mode, PserverMember
 from shared.records.layout import OptimizerSpec
 from shared.security.access import Access
 from shared.security.tokens import Tokens
+from shared.serving.data_plane.row_turns import RowTurns
 from shared.serving.data_plane.server import make_app, serving
+from shared.serving.ports import ServerPorts
 from shared.serving.pserver import Pserver
 from shared.wire.messages import InitBlock, PushBlock
 from shared.wire.region_allocator import RegionAllocator
@@ -104,7 +106,8 @@ async def server(request, tmp_path):
     transport = getattr(request, "param", "tcp")
     uds = "" if "tcp" in transport else str(tmp_path / "ps.sock")
     connect = CONNECT[transport]
-    pserver = Pserver(JOB, "ps-1", index=0, allocate=RegionAllocator if connect is Sharer else None)
+    ports = ServerPorts(RegionAllocator if connect is Sharer else None, row_steps=RowTurns)
+    pserver = Pserver(JOB, "ps-1", index=0, ports=ports)
     mark = request.node.get_closest_marker("stall")
     stall_s = mark.args[0] if mark else getattr(request.module, "STALL_S", PATIENCE_S)
     app = make_app(pserver, accepting(TOKEN), stall_s=stall_s, idle_s=2 * stall_s)

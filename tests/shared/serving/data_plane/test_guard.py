@@ -11,7 +11,7 @@ import msgpack
 import pytest
 import pytest_asyncio
 
-from pserver_service.data_plane.handoff_client import HttpHandoff
+from pserver_service.handoff_client import HttpHandoff
 from shared.errors import AnotherProcess, Forbidden, PeerError, Unauthorized
 from shared.security.tokens import Role
 from shared.serving.data_plane.guard import OPEN, READ_BY_VIEWERS

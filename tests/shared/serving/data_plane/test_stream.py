@@ -12,7 +12,7 @@ from aiohttp import web
 from shared.blocks.buffers import bytes_of
 from shared.errors import DeadlineExceeded, NotReady, PeerError, StaleGeneration, Unauthorized
 from shared.records import PserverMember
-from shared.serving.core.store import Store
+from shared.serving.core.stores import store_of
 from shared.serving.data_plane import http
 from shared.serving.data_plane.server import ARRIVALS, make_app, serving
 from shared.serving.pserver import Pserver
@@ -134,7 +134,7 @@ async def test_a_roll_back_ends_pulls_that_wait_refuses_the_rest_of_pushes_and_s
     with pytest.raises(NotReady):
         await server.client.push(push_header(0, generation=4), gradients())
     assert (await server.client.pull(pull_request(0, SIZES, generation=4), Flat().sink)).code == "NOT_READY"
-    fresh = Store(init_header(LAYOUT, lanes=4))
+    fresh = store_of(init_header(LAYOUT, lanes=4))
     for number, value in values.items():
         fresh.add_block(number, bytes_of(value))
     fresh.seal()

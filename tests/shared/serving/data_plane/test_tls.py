@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pserver_service.data_plane.handoff_client import HttpHandoff
+from pserver_service.handoff_client import HttpHandoff
 from shared.errors import PeerError, Unauthorized
 from shared.security import authority
 from shared.security.tls import Tls
@@ -75,7 +76,7 @@ async def test_slots_are_handed_over_with_tls(tls):
     header = HandoffHeader(job=JOB, generation=1, migration="op-1.1", group=0, source=1, timeline=0, whole=True)
     part = HandoffPart(block=7, name="", dtype="float32"), memoryview(bytes(64))
     async with served(tls, HttpPserver) as server:
-        server.pserver.take_handoff = take
+        server.pserver.handoffs = SimpleNamespace(take=take)
         ours, stranger = HttpHandoff(server.member, TOKEN, tls=tls.client()), HttpHandoff(server.member, TOKEN)
         try:
             assert (await ours.hand_over(header, iter([part]))).have

@@ -13,8 +13,9 @@ from shared.blocks.buffers import bytes_of
 from shared.errors import BadFrame, PeerError
 from shared.records import SlotMap
 from shared.records.layout import Segment
+from shared.serving.block_server import BlockServer
 from shared.serving.core import calls
-from shared.serving.core.store import Store
+from shared.serving.core.stores import store_of
 from shared.wire.messages import PulledBlock, PullRequest, PushBlock
 from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import init_header, layout_of, push_header, stream, values_of
@@ -138,7 +139,7 @@ async def test_after_a_rollback_and_after_joining_everything_comes(server):
     servers, whole = servers_at(server.client), OTHER_BYTES + 4 * TABLE_ELEMENTS
     for number in range(3):
         await step(server, servers, number)
-    older = Store(init_header(LAYOUT), pool=server.pserver.new_pool())
+    older = store_of(init_header(LAYOUT), pool=server.pserver.new_pool())
     for number, values in values_of(LAYOUT, seed=1).items():
         older.add_block(number, bytes_of(values))
     older.seal()
@@ -207,7 +208,7 @@ async def test_a_pull_of_two_connections_is_not_named(server):
     client = server.client
 
     async def another():
-        older = Store(init_header(LAYOUT))
+        older = store_of(init_header(LAYOUT))
         for number, values in values_of(LAYOUT, seed=1).items():
             older.add_block(number, bytes_of(values))
         older.seal()
@@ -247,7 +248,7 @@ async def test_a_block_is_not_the_same_if_nothing_was_named(server):
 async def test_an_older_parameter_server_sends_everything(server):
     """It knows neither field."""
     await server.initialise(LAYOUT)
-    begin = type(server.pserver).begin_pull
+    begin = BlockServer.begin_pull
 
     def unknowing(self, request, arrived):
         fields = request.model_dump()
@@ -255,7 +256,7 @@ async def test_an_older_parameter_server_sends_everything(server):
         return begin(self, PullRequest(**fields), arrived)
 
     servers = servers_at(server.client)
-    with replaced(type(server.pserver), "begin_pull", unknowing):
+    with replaced(BlockServer, "begin_pull", unknowing):
         for number in range(2):
             await step(server, servers, number)
     assert servers.vectors.kept == []

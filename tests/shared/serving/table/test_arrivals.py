@@ -10,9 +10,9 @@ from shared.checkpoints.table_rows import read_rows
 from shared.errors import CheckpointUnusable, InvalidArgument
 from shared.records import Mode
 from shared.records.step import StepRecord
-from shared.serving.core.calls import BlockServer
+from shared.serving.block_server import BlockServer
 from shared.serving.core.pushes import OpenPush
-from shared.serving.core.store import Store
+from shared.serving.core.stores import AsyncStore
 from shared.serving.data_plane.lookups import lookup, portion
 from shared.serving.pserver import Pserver
 from shared.tables.hashing import slots_of
@@ -29,19 +29,26 @@ ITEMS = np.arange(40)
 SLOTS = slots_of(ITEMS, SPECS[0].seed, COUNT)
 
 
-def store_of(index: int, pservers: int = 2) -> Store:
+def store_of(index: int, pservers: int = 2) -> AsyncStore:
     """Without blocks: all that is pushed is rows."""
-    made = Store(init_header(JOB_LAYOUT, Mode.ASYNC, 1, pserver=index))
+    made = AsyncStore(init_header(JOB_LAYOUT, Mode.ASYNC, 1, pserver=index))
     made.seal()
     made.slots = parts.slot_map(pservers)
     return made
 
 
 def push(
-    store: Store, index: int, start: int, *keys: np.ndarray, task: int = 0, value: float = 1.0, by: int = 0, **fields
+    store: AsyncStore,
+    index: int,
+    start: int,
+    *keys: np.ndarray,
+    task: int = 0,
+    value: float = 1.0,
+    by: int = 0,
+    **fields,
 ) -> str:
     """Minibatch `start` of a task, `by` this version of the slot map; the worst that is said of it, or how it was taken."""
-    server = BlockServer(lambda: None)
+    server = BlockServer("ctr", "ps-1")
     server.store, server.index = store, index
     pushing = OpenPush(server, store, async_header(task, start, start + 1, MINIBATCHES, **fields))
     item, payload = pushed_rows(0, *keys, value=value)
@@ -52,11 +59,11 @@ def push(
     return "APPLIED" if answer.applied else "DUPLICATE"
 
 
-def next_of(store: Store, task: int = 0) -> int:
+def next_of(store: AsyncStore, task: int = 0) -> int:
     return store.ledger.next_of(0, task).next
 
 
-def values(store: Store, *keys: np.ndarray) -> list[list[list[float]]]:
+def values(store: AsyncStore, *keys: np.ndarray) -> list[list[list[float]]]:
     return values_in(store.rows.lookup(None, keys), *(len(some) for some in keys))
 
 
@@ -95,7 +102,7 @@ def test_a_minibatch_without_records_steps_no_row_and_counts():
     assert (store.rows.version, {table.updates for table in store.rows.tables}) == (1, {0})
 
 
-def copied(stores: list[Store]) -> list:
+def copied(stores: list[AsyncStore]) -> list:
     """What a paused checkpoint has of them."""
     return [store.begin_copy(StepRecord(version=9, positions=())) for store in stores]
 
@@ -117,7 +124,7 @@ def checkpoint(tmp_path):
     return str(tmp_path), ref
 
 
-def load(checkpoint, pservers: int) -> list[Store]:
+def load(checkpoint, pservers: int) -> list[AsyncStore]:
     storage, ref = checkpoint
     return parts.load(storage, ref, pservers)
 

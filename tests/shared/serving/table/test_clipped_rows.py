@@ -11,7 +11,6 @@ from shared.checkpoints.schedule import Schedule
 from shared.errors import InvalidArgument
 from shared.records.layout import ROWS
 from shared.records.step import NodeResult
-from shared.serving.core import calls
 from shared.serving.core.clipping import Clipping
 from shared.serving.core.store import Store
 from shared.serving.pserver import Pserver
@@ -127,7 +126,7 @@ async def test_without_the_wait_a_version_has_a_record_without_a_norm() -> None:
         store.stepped(store.rows)
         return True
 
-    with replaced(calls, "settle_rows", at_once):
+    with replaced(Store, "settle_rows", at_once):
         pserver = await server_without_blocks()
         await push(pserver, 0)
         end = await end_of(pserver, 1)

@@ -14,11 +14,11 @@ import pytest
 from shared.errors import BadFrame
 from shared.records import Mode, SlotMap
 from shared.records.layout import ROWS, RowInit, RowOptimizer, TableSpec
+from shared.serving.block_server import BlockServer
 from shared.serving.core.asynchronous import ledger
-from shared.serving.core.calls import BlockServer
 from shared.serving.core.moving import ArrivingBlocks, LeavingBlocks, adopt, forget
 from shared.serving.core.pushes import OpenPush
-from shared.serving.core.store import Store
+from shared.serving.core.stores import AsyncStore
 from shared.serving.core.table.arrivals import ArrivedRows
 from shared.serving.core.table.moving import LeavingRows, RowPart
 from shared.serving.core.table.moving_on_arrival import ArrivingOnArrival, ChangedIds, LeavingOnArrival
@@ -44,9 +44,9 @@ IDS = 40
 Keys = list[np.ndarray]
 
 
-def store_of(index: int, layout=LAYOUT) -> Store:
+def store_of(index: int, layout=LAYOUT) -> AsyncStore:
     """Without blocks: all that is pushed is rows."""
-    store = Store(init_header(layout, Mode.ASYNC, 1, pserver=index))
+    store = AsyncStore(init_header(layout, Mode.ASYNC, 1, pserver=index))
     store.seal()
     return store
 
@@ -56,8 +56,8 @@ def keys_of(task: int, minibatch: int) -> Keys:
     return [np.array(sorted(rng.sample(range(IDS), rng.randint(0, 8))), np.int64) for _ in SPECS]
 
 
-def push(store: Store, index: int, keys: Keys, by: SlotMap, task: int, start: int, attempt: int = 1) -> str:
-    server = BlockServer(lambda: None)
+def push(store: AsyncStore, index: int, keys: Keys, by: SlotMap, task: int, start: int, attempt: int = 1) -> str:
+    server = BlockServer("ctr", "ps-1")
     server.store, server.index = store, index
     pushing = OpenPush(server, store, async_header(task, start, start + 1, MINIBATCHES, attempt))
     counts = tuple(len(some) for some in keys)
@@ -296,11 +296,11 @@ MINE = EVERY[slots_of(EVERY, ONE.seed, SLOTS) == 3]  # one slot has room for one
 MOVED = frozenset((3,))
 
 
-def step(store: Store, *keys: int) -> None:
+def step(store: AsyncStore, *keys: int) -> None:
     deque(store.rows.apply([np.array(sorted(keys), np.int64)], [np.ones((len(keys), 1), np.float32)], 2), 0)
 
 
-def ages(store: Store) -> dict[int, int]:
+def ages(store: AsyncStore) -> dict[int, int]:
     (table,) = store.rows.tables
     rows = [table.read_slot(slot) for slot in table.slots()]
     return {
@@ -310,7 +310,9 @@ def ages(store: Store) -> dict[int, int]:
     }
 
 
-def moved(source: Store, target: Store, meanwhile: Callable[[], None] = lambda: None, *, joins: bool = False) -> None:
+def moved(
+    source: AsyncStore, target: AsyncStore, meanwhile: Callable[[], None] = lambda: None, *, joins: bool = False
+) -> None:
     leaving = LeavingBlocks(source, (), LeavingOnArrival(source.rows, MOVED))
     arriving = ArrivingBlocks({}, target.pool, ArrivingOnArrival(target.rows, MOVED), MOVED)
     leaving.begin()

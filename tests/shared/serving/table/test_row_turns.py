@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from shared.serving.core.table import kept
 from shared.serving.data_plane import row_turns
 from shared.serving.data_plane.lookups import lookup
 from shared.serving.data_plane.row_turns import RowTurns
+from shared.serving.ports import ServerPorts
 from shared.tables.hashing import slots_of
 from shared.tables.kernels import rows as row_loops
 from shared.tables.table import Table
@@ -33,12 +35,22 @@ MANY, FEW = np.arange(20_000), ids(3, 9)
 LAST = MANY[-1:]
 
 
+class Place:
+    """The key of a parameter server in etcd; `torn`: what it told of steps that cannot be finished."""
+
+    in_doubt = False
+
+    def __init__(self) -> None:
+        self.torn: list[Torn] = []
+
+    def set(self, torn: Torn) -> None:
+        self.torn.append(torn)
+
+
 @asynccontextmanager
 async def serving(turn_s: float = 0.0):
     """A parameter server of an asynchronous job that does one portion in a turn."""
-    pserver, _ = await initialised(LAYOUT, Mode.ASYNC, 1)
-    pserver.index = 0
-    RowTurns(pserver, turn_s)
+    pserver, _ = await initialised(LAYOUT, Mode.ASYNC, 1, ports=ServerPorts(row_steps=partial(RowTurns, turn_s=turn_s)))
     yield pserver
 
 
@@ -130,7 +142,7 @@ async def test_without_waiting_for_the_end_of_a_push_a_copy_would_have_half_of_i
         await begun(pserver)
         while rows.tables[1].version == 1:
             await asyncio.sleep(0)
-        pserver.between_pushes = lambda call: call()
+        pserver.row_steps.between_pushes = lambda call: call()
         rows.changing = False  # which would be noticed
         assert await copied(pserver, [pushing]) == ({1}, {-0.5, -1.5})
 
@@ -139,11 +151,11 @@ async def test_slots_that_come_or_go_find_the_push_whole():
     async with serving() as pserver:
         pushing = asyncio.ensure_future(push(pserver, 0, MANY, NONE))
         await begun(pserver)
-        pserver.finish_rows()
+        pserver.row_steps.finish()
         assert not pserver.store.rows.stepping
         assert await next_of(pserver) == 1
         assert (await pushing, await value(pserver, LAST)) == ("APPLIED", -0.5)
-        pserver.finish_rows()
+        pserver.row_steps.finish()
 
 
 async def test_a_roll_back_forgets_the_push_that_is_being_stepped_and_those_that_wait():
@@ -228,12 +240,12 @@ async def test_a_bug_in_the_middle_of_a_push_sends_the_job_back_to_a_checkpoint(
     def broken(*_):
         raise RuntimeError("a bug")
 
-    torn: list[Torn] = []
+    place = Place()
     async with serving() as pserver:
-        pserver.on_torn = torn.append
+        pserver.own_place = place
         with replaced(row_loops, "update", broken), pytest.raises(NotReady, match="could not step"):
             await push(pserver, 0, FEW, NONE)
-        assert "a push to its embedding tables failed: RuntimeError('a bug')" in torn[0].cause
+        assert "a push to its embedding tables failed: RuntimeError('a bug')" in place.torn[0].cause
         assert await next_of(pserver) == 0
 
 
@@ -259,7 +271,7 @@ async def test_a_push_that_is_refused_in_its_turn_leaves_the_stream_to_the_other
     await server.initialise(LAYOUT, Mode.ASYNC, 1)
     pushing = [asyncio.ensure_future(push(server.client, 0, MANY, NONE))]
     await begun(server.pserver)
-    turns = server.pserver.take_rows.__self__
+    turns = server.pserver.row_steps
     pushing += [asyncio.ensure_future(push(server.client, start, MANY, NONE)) for start in (1, 2)]
     async with asyncio.timeout(5):
         with pytest.raises(NotReady, match="1 pushes with 320000 bytes"):
@@ -289,7 +301,7 @@ async def test_rows_of_slots_that_left_are_given_back_in_turns_and_a_snapshot_th
         gone = np.arange(rows.slot_count // 2)
         expected = snapshot.rows
         rows.drop(gone)
-        pserver.give_back_rows(rows)
+        pserver.row_steps.give_back(rows)
         reading = asyncio.ensure_future(
             asyncio.to_thread(lambda: sum(len(snapshot.read(group)) for group in snapshot.groups()))
         )

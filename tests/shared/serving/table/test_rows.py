@@ -7,10 +7,13 @@ import pytest
 
 from shared.errors import BadFrame
 from shared.records import Mode, SlotMap
-from shared.serving.core.calls import BlockServer
+from shared.serving.block_server import BlockServer
 from shared.serving.core.pushes import OpenPush
 from shared.serving.core.store import Store
+from shared.serving.core.stores import store_of
+from shared.serving.core.table.row_steps import StepsAtOnce
 from shared.serving.core.table.rows import TableRows
+from shared.serving.ports import ServerPorts
 from shared.tables.hashing import slots_of
 from shared.wire.verdict import Verdict
 from tests.pserver_service.jobs import init_header, push_header
@@ -82,16 +85,22 @@ def test_rows_can_be_read_while_room_is_made_for_new_ones_but_not_while_they_cha
     assert [rows.judge(version) for version in (0, 1, 2)] == [Verdict.GONE, None, None]
 
 
+class StepsLater(StepsAtOnce):
+    """The step is taken by the test."""
+
+    def begin(self, store: Store) -> None:
+        pass
+
+
 @pytest.mark.parametrize("referred", [True, False], ids=["in the trainer's memory", "in memory for the next block"])
 def test_what_was_pushed_may_be_overwritten_afterwards(referred):
-    server = BlockServer(lambda: None)
-    server.store = store = Store(init_header(LAYOUT.model_copy(update={"segments": ()}), Mode.SYNC, 1))
+    server = BlockServer("ctr", "ps-1", ports=ServerPorts(row_steps=StepsLater))
+    server.store = store = store_of(init_header(LAYOUT.model_copy(update={"segments": ()}), Mode.SYNC, 1))
     store.seal()
     item, payload = pushed_rows(0, ids(1), ids(2))
     written = bytearray(payload)
     buffer = None if referred else store.pool.take("float32", len(written) // 4)
     pushing = OpenPush(server, store, push_header(0, [0]))
-    server.step_rows = lambda _: None
     pushing.apply(item, memoryview(written).toreadonly() if referred else memoryview(written), buffer)
     assert pushing.answer().refused == ()
     written[:] = bytes(len(written))

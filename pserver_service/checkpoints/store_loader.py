@@ -19,6 +19,7 @@ from shared.serving.core.asynchronous.ledger import Ledger
 from shared.serving.core.asynchronous.saved_ledger import SavedLedger
 from shared.serving.core.clipping import Clipping
 from shared.serving.core.store import Store
+from shared.serving.core.stores import AsyncStore, store_of
 from shared.serving.table_loader import TableLoader
 from shared.slots import slot_of
 from shared.storage.tensor_file import Summary
@@ -44,7 +45,7 @@ def load_store(
     """
     manifest = stored.read_manifest(storage_url, job, ref)
     check_model(manifest, ref, digest)
-    store = Store(_header(manifest, index), schedule, pool, clipping)
+    store = store_of(_header(manifest, index), schedule, pool, clipping)
     parts = {part.pserver: part for part in manifest.parts}
     ledgers: dict[int, tuple[SavedLedger, int]] = {}
     of_rows: list[tuple[SavedLedger, int, int]] = []
@@ -66,7 +67,7 @@ def load_store(
     store.slots = slots
     if store.rows is not None:
         store.rows.since = slots.version  # a push by an older map has no ids of slots that came since
-    if manifest.mode is Mode.SYNC:
+    if not isinstance(store, AsyncStore):
         return store, {}
     if missing := [number for number in store.blocks if number not in ledgers]:
         stored.unusable(ref, f"it lacks ledger of blocks {missing[:4]}")

@@ -46,13 +46,19 @@ def free_index(desired: int, taken: Mapping[int, PserverMember], own: int | None
 
 
 class OwnIndex(OwnKey[PserverMember]):
-    """The pserver's own key; the index is filled in by `claim_index`, if it can be by `own`. Run `directory` beside it. `fits`:
-    whether what this process holds is of the job's state."""
+    """The pserver's own key; the index is filled in by `claim_index`, if it can be by `own`. Run `directory` beside it. `fits` answers
+    whether what this process has is of the job's state: else it may not take its index back; None: it has nothing."""
 
-    def __init__(self, etcd: Etcd, directory: Directory, record: PserverMember, own: int | None = None) -> None:
+    def __init__(
+        self,
+        etcd: Etcd,
+        directory: Directory,
+        record: PserverMember,
+        own: int | None = None,
+        fits: Callable[[JobState], bool] | None = None,
+    ) -> None:
         super().__init__(etcd, record)
-        self._directory, self._own = directory, own
-        self.fits: Callable[[JobState], bool] = lambda _: True
+        self._directory, self._own, self._fits = directory, own, fits
 
     async def claim_index(self, wait_s: float) -> int:
         """Claim a free index (`free_index`). Raises DeadlineExceeded after `wait_s`."""
@@ -108,7 +114,7 @@ class OwnIndex(OwnKey[PserverMember]):
     async def _place_is_kept(self) -> Sequence[Compare] | None:
         key = self._directory.keys.state
         found = await self._etcd.get(key)
-        if found is None or not self.fits(must_read(JobState, key, found.value)):
+        if found is None or not (self._fits is None or self._fits(must_read(JobState, key, found.value))):
             return None
         self.record = self.record.model_copy(update={"since": self._claimed})
         return [self._is_free(), Compare.mod(key, "==", found.mod_revision)]

@@ -15,7 +15,7 @@ from shared.errors import InvalidArgument, NotReady, TriremeError
 from shared.records import SlotMap
 from shared.runtime import clock, telemetry
 from shared.runtime.waiting import event_within
-from shared.serving.core.table.of_model import rows_of
+from shared.serving.core.stores import rows_of
 from shared.tables.hashing import owned_slots
 from shared.wire.messages import InitHeader
 
