@@ -73,7 +73,7 @@ class CreateSchedule(CreateJob):
             cron=self.cron,
             time_zone=self.time_zone,
             concurrency=self.concurrency,
-            spec=job.spec.model_copy(update={"storage": self.storage or storage_url}),
+            spec=job.spec.with_fields(storage=self.storage or storage_url),
             scheduling=job.scheduling,
             source_digest=job.source_digest,
             request=request,

@@ -80,7 +80,7 @@ class OperationRunner:
             if known is not None and resize.is_same(known, trainers, pservers, strategy):
                 return Decision(known)
             numbers = resize.wanted(job, trainers, pservers, strategy)
-            return operations.ask(job, asked.model_copy(update={"resize": numbers}), keyed=bool(key))
+            return operations.ask(job, asked.with_fields(resize=numbers), keyed=bool(key))
 
         return await self._begun(decide, once)
 
@@ -103,7 +103,7 @@ class OperationRunner:
         kind = resize.lacking(job, found)
         why = self._why_fewer(kind) if kind else ""
         reason = f"waiting for {operations.waits_for(job, found)}" + (f"; {why}" if why else "")
-        return found.model_copy(update={"reason": reason})
+        return found.with_fields(reason=reason)
 
     async def wait(self, operation_id: str, wait_s: float) -> Operation:
         """As `get`, once it has ended or after `wait_s`. Raises NotFound."""

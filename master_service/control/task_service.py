@@ -166,7 +166,7 @@ class TaskService(ABC):
             await writer.decide(once.check_job)
         if not await self._is_starting(member_id):
             check_trainer(writer.job, member_id)
-        named = failure.model_copy(update={"trainer": member_id})
+        named = failure.with_fields(trainer=member_id)
         fields: Fields = {"member": member_id, "error_type": failure.error_type}
         told = Event("user_failure", f"{member_id}: {failure.error_type}: {failure.message}", fields)
 

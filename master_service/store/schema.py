@@ -134,7 +134,7 @@ def _operations(keys: Keys, job: Job | None, change: Change) -> tuple[Put | Dele
             return (Delete(keys.cursor(name)), *ranges)
         case NextEpoch(epoch):
             assert job is not None
-            meta = job.meta.model_copy(update={"epoch": epoch})
+            meta = job.meta.with_fields(epoch=epoch)
             return (*(Delete(of("0"), of(":")) for of in (keys.cursor, keys.pending, keys.requeued)), Put(keys.task_meta, meta.to_bytes()))  # fmt: skip
         case _:
             return (Put(_places(keys)[type(change)], change.to_bytes()),)

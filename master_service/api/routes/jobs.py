@@ -85,7 +85,7 @@ async def explain_job(cluster: ClusterOf, job: JobName) -> Explanation:
         return explain_unled(term.state, found, clock.wall_time(), await answered(cluster.state_of(job)))
     told = await explain_master(led.master, len(term.state.assigned_to(job, "trainer")))
     failing = failing_places(term.state, found)
-    return told if failing is None else told.model_copy(update={"also": (failing, *told.also)})
+    return told if failing is None else told.with_fields(also=(failing, *told.also))
 
 
 @router.get("/jobs/{job}/job-tasks", operation_id="listJobTasks")

@@ -109,7 +109,7 @@ def rebalance(job: Job) -> Decision[None]:
     before_s, after_s = step_s(listed, expected), step_s(better, expected)
     reason = f"lanes follow the measured speed: a step takes about {after_s:.3g} s instead of {before_s:.3g} s"
     fields: Fields = {"generation": generation, "before_s": round(before_s, 6), "after_s": round(after_s, 6)}
-    moved = state.model_copy(update={"generation": generation, "reason": reason})
+    moved = state.with_fields(generation=generation, reason=reason)
     return Decision(None, (better, moved), (Event("lanes_moved", reason, fields),))
 
 
@@ -121,7 +121,7 @@ def only_joins(state: JobState, trainers: TrainerList, decision: Decision[None])
         return False
     after = found[-1]
     if after.phase is Phase.WAITING:
-        return after == state.model_copy(update={"reason": after.reason})
+        return after == state.with_fields(reason=after.reason)
     same = state.phase is after.phase is Phase.RUNNING and after.timeline == state.timeline
     listed = [change for change in decision.changes if isinstance(change, TrainerList)]
     return same and bool(trainers.names) and bool(listed) and listed[-1].places.keys() > trainers.places.keys()
@@ -140,4 +140,4 @@ def _wait(state: JobState, reason: str, members: Members) -> Decision[None]:
     if reason == state.reason:
         return Decision(None)
     event = Event("job_waiting", reason, {"pservers": len(members.pservers), "trainers": len(members.trainers)})
-    return Decision(None, (state.model_copy(update={"reason": reason}),), (event,))
+    return Decision(None, (state.with_fields(reason=reason),), (event,))

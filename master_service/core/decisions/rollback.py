@@ -23,6 +23,7 @@ from master_service.core.changes import (
 from master_service.core.decisions.evaluations import evaluation
 from master_service.core.decisions.lifecycle import fail, next_stage
 from master_service.core.placement.lanes import new_list
+from master_service.core.state import phases
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from shared.records import (
@@ -42,8 +43,6 @@ from shared.records import (
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef, history, saved_point
 from shared.records.pauses import Losses
 from shared.slots import spread
-
-_NO_ABSENCE: dict[str, object] = {"saving": None, "absent": (), "mended": 0, "mends": {}, "joined": {}}
 
 # -------------------------------------------------------------------- whether, and to where
 
@@ -158,32 +157,14 @@ def _back_to_best(
 
 def back_to_start(state: JobState, reason: str) -> Decision[None]:
     """All pservers drop what they have, in a new timeline without a checkpoint; `supervise` starts over once they have."""
-    timeline = state.generation + 1
-    update = {
-        "phase": Phase.ROLLING_BACK,
-        "generation": timeline,
-        "timeline": timeline,
-        "checkpoint": "",
-        "reason": reason,
-    }
-    fields: Fields = {"cause": reason, "step": 0, "checkpoint": "", "timeline": timeline}
-    dropping = state.model_copy(update={**update, **_NO_ABSENCE})
+    dropping = phases.rolling_back(state, "", reason)
+    fields: Fields = {"cause": reason, "step": 0, "checkpoint": "", "timeline": dropping.timeline}
     return Decision(None, (dropping,), (Event("rolling_back", reason, fields),))
 
 
 def start_over(spec: JobSpec, state: JobState, slots: SlotMap | None, reason: str) -> Decision[None]:
     """From the very start. No member may hold parameters of the timeline that begins."""
-    restarted = state.model_copy(
-        update={
-            "phase": Phase.WAITING,
-            "stage": Stage.TRAIN,
-            "generation": state.generation + 1,
-            "timeline": state.generation + 1,
-            "checkpoint": "",
-            "reason": reason,
-            **_NO_ABSENCE,
-        }
-    )
+    restarted = phases.started_over(state, reason)
     others = [TaskKind.EXPORT, *([TaskKind.EVALUATE] if spec.evaluation_dataset else [])]
     emptied: list[Change] = [*map(RestartQueue, others), EvaluationSums(), Losses()]
     emptied += evaluation.started_over(spec, restarted)
@@ -257,7 +238,7 @@ def fall_back(
     fields: Fields = {"checkpoint": state.checkpoint, "cause": error}
     warning: Decision[None] = Decision(None, (), (Event("checkpoint_unusable", error, fields),))
     damaged = state.checkpoint
-    state = state.model_copy(update={"damaged": (*state.damaged, damaged)})
+    state = state.with_fields(damaged=(*state.damaged, damaged))
     none_left = f"no checkpoint is left that could be loaded; the last one tried: {error}"
     if latest is None:
         return warning + fail(state, none_left, FailureCause.STORAGE)
@@ -292,24 +273,14 @@ def back_to(
     spec: JobSpec, state: JobState, slots: SlotMap | None, ref: CheckpointRef, cause: str, *, asked: bool = False
 ) -> Decision[None]:
     """All pservers load that checkpoint, in a new timeline. `asked`: see MissingParameters."""
-    timeline = state.generation + 1
     follows = "training continues from" if asked else "the job goes back to"
     reason = f"{cause}: {follows} {saved_point(spec.mode, ref.step)}"
-    back = state.model_copy(
-        update={
-            "phase": Phase.ROLLING_BACK,
-            "generation": timeline,
-            "timeline": timeline,
-            "checkpoint": ref.uuid,
-            "reason": reason,
-            **_NO_ABSENCE,
-        }
-    )
+    back = phases.rolling_back(state, ref.uuid, reason)
     fields: Fields = {
         "cause": cause,
         "step": ref.step,
         "checkpoint": ref.uuid,
-        "timeline": timeline,
+        "timeline": back.timeline,
     }
     fits = spec.strategy is Strategy.COLLECTIVE or (slots is not None and slots_fit(slots, spec))
     placed = () if fits else _new_slots(spec, slots)  # without any: the job was a collective one
@@ -348,14 +319,7 @@ def resume(job: Job, epoch: int, step: int, *, records: int, seconds: float) -> 
     generation = state.generation + 1
     place = saved_point(spec.mode, step)
     reason = f"back at {place}" + ("" if trainers else "; waiting for a trainer")
-    running = state.model_copy(
-        update={
-            "phase": Phase.RUNNING,
-            "stage": stage_at(spec, state.stage, epoch),
-            "generation": generation,
-            "reason": reason,
-        }
-    )
+    running = phases.restored(state, stage_at(spec, state.stage, epoch), reason)
     changes: tuple[Change, ...] = (new_list(spec, job.trainers, generation, trainers, job.speeds.lane_s), running)
     message = f"rolled back to {place} in {seconds:.1f} s; {records} records are trained again"
     fields: Fields = {

@@ -74,8 +74,8 @@ def acquire(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:
     alone = job.budget.counts.has_died_at(task.epoch, task.task_id)
     if not state.timeline and not alone:
         return decision
-    task = task.model_copy(update={"timeline": state.timeline, "alone": alone})
-    return replace(decision, answer=decision.answer.model_copy(update={"task": task}))
+    task = task.with_fields(timeline=state.timeline, alone=alone)
+    return replace(decision, answer=decision.answer.with_fields(task=task))
 
 
 def _acquire_shared(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:
@@ -173,7 +173,7 @@ def fail_task(job: Job, task_id: str, report: FailTask) -> Decision[UserFailure 
     if not closing.changes:
         return Decision(None)
     where = report.failure.task or queue.streams.describe(task_id)
-    failure = report.failure.model_copy(update={"trainer": report.failure.trainer or report.trainer, "task": where})
+    failure = report.failure.with_fields(trainer=report.failure.trainer or report.trainer, task=where)
     ended = Decision(failure) + ended_badly(job, queue, task_id, cause, closing, failure)
     if evaluation.gives_up(queue.kind, failure):
         return ended  # no error of the script
@@ -380,7 +380,7 @@ def _look(job: Job, ask: AcquireTask) -> TaskAnswer:
         return TaskAnswer(answer="wait", reason=reason, retry_after_s=WAIT_S)
     held = queue.pending.get(task_id)
     task = streams.task(task_id, held.record.attempt if held else 1, ask.epoch, lane, ask.index)
-    task = task.model_copy(update={"timeline": job.state.timeline})
+    task = task.with_fields(timeline=job.state.timeline)
     return TaskAnswer(answer="task", task=task, stream_length=task.stream_length)
 
 

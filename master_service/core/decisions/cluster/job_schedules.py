@@ -51,14 +51,12 @@ def create(
         first = next_time(asked.cron, asked.time_zone, wall_time)
     except ValueError as error:
         raise InvalidArgument(str(error), cron=asked.cron, time_zone=asked.time_zone) from error
-    made = asked.model_copy(
-        update={
-            "create_time": rfc3339(wall_time),
-            "next_time": rfc3339(first),
-            "last_time": "",
-            "last_job": "",
-            "reason": "",
-        }
+    made = asked.with_fields(
+        create_time=rfc3339(wall_time),
+        next_time=rfc3339(first),
+        last_time="",
+        last_job="",
+        reason="",
     )
     stored: tuple[ClusterChange, ...] = (PutSource(source.digest, source),) if source is not None else ()
     message = f"schedule {made.name} ({made.cron}, {made.time_zone}) runs first at {made.next_time}"
@@ -92,24 +90,24 @@ def _run(state: ClusterState, found: JobSchedule, time: float, wall_time: float)
         following = next_time(found.cron, found.time_zone, wall_time)
     except ValueError as error:  # a time zone that this host does not know
         later = rfc3339(wall_time + LOOK_AGAIN_S)
-        moved = found.model_copy(update={"next_time": later, "reason": str(error)})
+        moved = found.with_fields(next_time=later, reason=str(error))
         event = _event("schedule_failed", f"schedule {found.name}: {error}", found)
         return ClusterDecision(again, (PutSchedule(moved),), (event,))
-    update = {"next_time": rfc3339(following), "last_time": rfc3339(latest)}
+    ran = found.with_fields(next_time=rfc3339(following), last_time=rfc3339(latest))
     stamp = rfc3339(wall_time)
     job = _job_of(found, latest)
     before = state.jobs.get(found.last_job)
     busy = before is not None and not before.standing.final
     if before is not None and busy and found.concurrency == "forbid":
         reason = f"left out at {rfc3339(latest)}: job {before.job} of the time before is still {before.standing}"
-        moved = found.model_copy(update={**update, "reason": reason})
+        moved = ran.with_fields(reason=reason)
         event = _event("schedule_skipped", f"schedule {found.name}: {reason}", found)
         return ClusterDecision(again, (PutSchedule(moved),), (event,))
     try:
         created = submission.create(state, job, None, stamp)
     except CallerError as error:
         reason = f"job {job.job} could not be created: {error.message}"
-        moved = found.model_copy(update={**update, "reason": reason})
+        moved = ran.with_fields(reason=reason)
         event = _event("schedule_failed", f"schedule {found.name}: {reason}", found)
         return ClusterDecision(again, (PutSchedule(moved),), (event,))
     missed = " (times before it were missed)" if latest > time else ""
@@ -118,7 +116,7 @@ def _run(state: ClusterState, found: JobSchedule, time: float, wall_time: float)
     if before is not None and busy:
         cancelled = submission.cancel(state, before.job, stamp)
         changes, events = changes + cancelled.changes, events + cancelled.events
-    moved = found.model_copy(update={**update, "last_job": job.job, "reason": reason})
+    moved = ran.with_fields(last_job=job.job, reason=reason)
     events += (_event("schedule_ran", f"schedule {found.name} {reason}", found),)
     return ClusterDecision(again, (*changes, PutSchedule(moved)), events)
 
@@ -128,7 +126,7 @@ def _job_of(found: JobSchedule, time: float) -> ClusterJob:
     storage = f"{found.spec.storage.rstrip('/')}/{name}"
     return ClusterJob(
         job=name,
-        spec=found.spec.model_copy(update={"job": name, "storage": storage}),
+        spec=found.spec.with_fields(job=name, storage=storage),
         scheduling=found.scheduling,
         source_digest=found.source_digest,
     )

@@ -28,7 +28,7 @@ def finish(state: ClusterState, name: str, standing: Standing, reason: str, stam
     ):  # asked for while it stopped
         standing, reason = STOPPED[job.wanted], f"asked to {job.wanted} while it stopped"
     ended = stamp if standing.final else ""
-    update = {"standing": standing, "reason": reason, "end_time": ended, "preempted_by": ""}
+    left = job.with_fields(standing=standing, reason=reason, end_time=ended, preempted_by="")
     fields: Fields = {"job": name, "epoch": job.epoch}
     event = Event(EVENTS[standing], f"job {name} is {standing}: {reason}", fields)
-    return ClusterDecision(None, (PutJob(job.model_copy(update=update)),), (event,))
+    return ClusterDecision(None, (PutJob(left),), (event,))

@@ -22,7 +22,7 @@ from master_service.core.state.cluster import (
 )
 from master_service.core.state.job_tasks import run_of, unfinished
 from shared.errors import Conflict, InvalidArgument
-from shared.records.cluster import RESERVED, ClusterJob, Scheduling, Source, Standing, TaskState, spoken
+from shared.records.cluster import RESERVED, ClusterJob, Scheduling, Source, Standing, TaskState, Wanted, spoken
 from shared.records.job_spec import JobSpec, Mode
 
 MAX_OPEN = 1000  # jobs that are not final
@@ -78,7 +78,7 @@ def resume(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
     match job.standing:
         case Standing.PAUSED | Standing.FAILED:
             resumed = _moved(job, Standing.QUEUED, "resumed by its user", wanted="run")
-            decision = _change(resumed.model_copy(update={"end_time": ""}), "job_resumed")
+            decision = _change(resumed.with_fields(end_time=""), "job_resumed")
             return replace(decision, changes=decision.changes + _tasks_again(state, job))
         case Standing.QUEUED:
             return ClusterDecision(job)
@@ -100,7 +100,7 @@ def cancel(state: ClusterState, name: str, stamp: str) -> ClusterDecision[Cluste
             return ClusterDecision(job)
         case Standing.QUEUED | Standing.PAUSED:
             ended = _moved(job, Standing.CANCELLED, "cancelled by its user", wanted="cancel")
-            return _change(ended.model_copy(update={"end_time": stamp}), "job_cancelled")
+            return _change(ended.with_fields(end_time=stamp), "job_cancelled")
         case Standing.ACTIVE:
             return _wanted(job, "cancel", "job_cancel_asked")
         case Standing.COMPLETED | Standing.FAILED:
@@ -124,7 +124,7 @@ def begin_delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
         raise Conflict(
             msg, hint="delete it once that one has started, or cancel that one", job=name, after=waiting[:20]
         )
-    return _change(job.model_copy(update={"wanted": "delete"}), "job_delete_asked", f"job {name} is being deleted")
+    return _change(job.with_fields(wanted="delete"), "job_delete_asked", f"job {name} is being deleted")
 
 
 def delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
@@ -239,8 +239,11 @@ def _waits_for(job: ClusterJob, name: str) -> bool:
 
 def _cancel_tasks(state: ClusterState, job: ClusterJob, names: list[str], stamp: str) -> ClusterDecision[ClusterJob]:
     runs = state.task_runs.get(job.job, {})
-    update = {"state": TaskState.CANCELLED, "reason": "cancelled by its user", "end_time": stamp}
-    changes = tuple(PutTaskRun(run_of(job, runs, name).model_copy(update=update)) for name in names)
+    asked = [run_of(job, runs, name) for name in names]
+    changes = tuple(
+        PutTaskRun(run.with_fields(state=TaskState.CANCELLED, reason="cancelled by its user", end_time=stamp))
+        for run in asked
+    )
     message = f"{len(names)} tasks of job {job.job} are cancelled"
     return ClusterDecision(job, changes, (Event("job_tasks_cancelled", message, {"job": job.job}),))
 
@@ -249,22 +252,21 @@ def _tasks_again(state: ClusterState, job: ClusterJob) -> tuple[PutTaskRun, ...]
     """A job that FAILED is tried again: failed pre-tasks, too, and all post-tasks once more after its next end."""
     if job.standing is not Standing.FAILED:
         return ()
-    again = {"state": TaskState.WAITING, "failures": 0, "lost": 0, "reason": ""}
     return tuple(
-        PutTaskRun(run.model_copy(update=again))
+        PutTaskRun(run.with_fields(state=TaskState.WAITING, failures=0, lost=0, reason=""))
         for run in state.task_runs.get(job.job, {}).values()
         if run.state.over and (run.name.startswith("post-") or run.state is not TaskState.SUCCEEDED)
     )
 
 
-def _moved(job: ClusterJob, standing: Standing, reason: str, *, wanted: str) -> ClusterJob:
-    return job.model_copy(update={"standing": standing, "reason": reason, "wanted": wanted})
+def _moved(job: ClusterJob, standing: Standing, reason: str, *, wanted: Wanted) -> ClusterJob:
+    return job.with_fields(standing=standing, reason=reason, wanted=wanted)
 
 
-def _wanted(job: ClusterJob, wanted: str, event: str) -> ClusterDecision[ClusterJob]:
+def _wanted(job: ClusterJob, wanted: Wanted, event: str) -> ClusterDecision[ClusterJob]:
     if job.wanted == wanted:
         return ClusterDecision(job)
-    return _change(job.model_copy(update={"wanted": wanted}), event, f"job {job.job} is asked to {wanted}")
+    return _change(job.with_fields(wanted=wanted), event, f"job {job.job} is asked to {wanted}")
 
 
 def _ended(job: ClusterJob, what: str) -> Conflict:

@@ -20,6 +20,7 @@ from master_service.core.decisions import lifecycle, rollback
 from master_service.core.decisions.lifecycle import fail
 from master_service.core.decisions.rollback import MissingParameters
 from master_service.core.placement.lanes import LaneSeconds, new_list
+from master_service.core.state import phases
 from master_service.core.state.members import Members
 from shared.records import FailureCause, JobSpec, JobState, Phase, Stage, TrainerList
 
@@ -145,8 +146,7 @@ def _wait(spec: JobSpec, state: JobState, listed: TrainerList, members: Members,
     fields: Fields = {"trainers": len(members.trainers), "min_members": spec.min_members}
     event = Event("job_waiting", reason, fields)
     if state.phase is Phase.WAITING:
-        return Decision(None, (state.model_copy(update={"reason": reason}),), (event,))
-    generation = state.generation + 1
-    waiting = state.model_copy(update={"phase": Phase.WAITING, "generation": generation, "reason": reason})
-    nobody: Change = new_list(spec, listed, generation, ())
+        return Decision(None, (state.with_fields(reason=reason),), (event,))
+    waiting = phases.short_of_members(state, reason)
+    nobody: Change = new_list(spec, listed, waiting.generation, ())
     return Decision(None, (nobody, waiting), (event,))

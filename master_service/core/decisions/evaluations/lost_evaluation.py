@@ -71,6 +71,6 @@ def _redo(job: Job, number: int, cause: str, damaged: str = "") -> Decision[None
     ref, (redone, times) = _way_back(job, number, damaged), job.evaluation.redone
     if ref is None:
         return rollback.back_to_start(job.state, f"{cause}, and no checkpoint before it: training starts over")
-    state = job.state.model_copy(update={"damaged": (*job.state.damaged, damaged)}) if damaged else job.state
-    counted = job.evaluation.model_copy(update={"redone": (number, times + 1 if redone == number else 1)})
+    state = job.state.with_fields(damaged=(*job.state.damaged, damaged)) if damaged else job.state
+    counted = job.evaluation.with_fields(redone=(number, times + 1 if redone == number else 1))
     return Decision(None, (counted,)) + rollback.back_to(job.spec, state, job.slots, ref, cause)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from master_service.core.changes import Event
+from master_service.core.changes import Event, Fields
 from master_service.core.state.cluster import ClusterDecision, ClusterState, DropAssignment, PutJob
 from shared.records import JobSpec
 from shared.records.cluster import in_words
@@ -23,21 +23,19 @@ def follow_resize(
     job = state.jobs.get(name)
     if job is None or job.standing.final:
         return ClusterDecision(False)
-    update: dict[str, int | None] = {}
+    resized, fields = job, Fields(job=name)
     if pservers != job.pservers_wanted:
-        update["pservers"] = pservers
+        resized, fields["pservers"] = resized.with_fields(pservers=pservers), pservers
     # without a resize in force the job may have more than its spec says: also after one that was cancelled
     trainers = live.trainers if asked or live.trainers != job.spec.trainers else None
     if trainers != job.trainers:
-        update["trainers"] = trainers
-    if update:
+        resized = resized.with_fields(trainers=trainers)
+        fields |= {"trainers": trainers} if trainers is not None else {}
+    if resized is not job:
         count = "any number of trainers" if trainers is None else in_words("trainer", trainers)
         servers = f" and {in_words('pserver', pservers)}" if pservers else ""
         message = f"job {name} has places for {count}{servers} now"
-        event = Event(
-            "job_resized", message, {"job": name, **{key: value for key, value in update.items() if value is not None}}
-        )
-        return ClusterDecision(True, (PutJob(job.model_copy(update=update)),), (event,))
+        return ClusterDecision(True, (PutJob(resized),), (Event("job_resized", message, fields),))
     places = state.assigned_to(name, "pserver")
     surplus = len(places) - job.pservers_wanted
     without = [place for place in places if place[1] not in holders]
