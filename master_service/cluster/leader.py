@@ -30,8 +30,8 @@ from master_service.leadership.master import Master
 from master_service.storage.job_storage import FileStorage, JobStorage, remove_files
 from master_service.storage.series_files import StoredMetrics
 from master_service.storage.series_reader import SeriesReader
+from master_service.store.between_runs import start_again
 from master_service.store.event_log import read_events
-from master_service.store.start_again import start_again
 from master_service.store.writer import HeldLock
 from shared.errors import Conflict, NotFound, NotLeader, NotReady
 from shared.etcd import Etcd, Get, Lease

@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from master_service.control.events import EventFeed
 from master_service.core.changes import Decision
-from master_service.core.decisions import operations, resize, rollback
+from master_service.core.decisions import operations, resize
 from master_service.core.decisions.once import Once
+from master_service.core.decisions.recovery import rollback
 from master_service.core.state.job import Job
 from master_service.storage.job_storage import JobStorage
 from master_service.store.writer import Writer

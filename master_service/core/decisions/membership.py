@@ -1,8 +1,8 @@
 """Members and generations: what follows when the members change.
 
 WAITING    all pservers -> slot map;  parameters initialised + a trainer -> RUNNING, generation 1
-RUNNING    a trainer joined or died -> generation + 1 (and new lanes);  a pserver died -> ROLLING_BACK (rollback.py)
-           collective: collective/members.py;  asynchronous: a pserver died -> absent (pserver_return.py);  a checkpoint is due -> CHECKPOINTING (pause_checkpoint.py)
+RUNNING    a trainer joined or died -> generation + 1 (and new lanes);  a pserver died -> ROLLING_BACK (recovery/rollback.py)
+           collective: collective/members.py;  asynchronous: a pserver died -> absent (recovery/returns.py);  a checkpoint is due -> CHECKPOINTING (pause_checkpoint.py)
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from master_service.core.changes import Change, Decision, Event, Fields
-from master_service.core.decisions import lifecycle, pause_checkpoint, pserver_return, rollback
+from master_service.core.decisions import lifecycle, pause_checkpoint
 from master_service.core.decisions.collective import members as collective_members
+from master_service.core.decisions.recovery import returns, rollback
 from master_service.core.placement.lanes import WORTH_MOVING, LaneSeconds, expected_s, new_list, step_s
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
@@ -76,7 +77,7 @@ def reconcile(
     if state.phase is Phase.CHECKPOINTING:
         return pause_checkpoint.supervise(spec, state, trainers, slots, members)
     if spec.mode is Mode.ASYNC:
-        missed = pserver_return.handle_missing(spec, state, trainers, slots, members)
+        missed = returns.handle_missing(spec, state, trainers, slots, members)
         if missed.changes:
             return missed
     elif members.init_done and (why := rollback.why_incomplete(spec, state, slots, members, trainers)):

@@ -13,7 +13,8 @@ Decisions only; the files are read by control/operation_runner.py.
 from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, DropOperation, Event
-from master_service.core.decisions import resize, rollback
+from master_service.core.decisions import resize
+from master_service.core.decisions.recovery import rollback
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from master_service.core.state.operations import KEPT, end, fields_of

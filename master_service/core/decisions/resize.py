@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, DesirePservers, DropMigration, Event
 from master_service.core.decisions import migration as migrations
-from master_service.core.decisions import rollback
 from master_service.core.decisions.migration import handed_of, measured, move, obstacle, placed
+from master_service.core.decisions.recovery import rollback
 from master_service.core.placement import slot_moves as moves
 from master_service.core.state.job import Job
 from master_service.core.state.operations import end

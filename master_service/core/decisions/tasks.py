@@ -21,8 +21,9 @@ from master_service.core.changes import (
     PutRequeued,
     RestartQueue,
 )
-from master_service.core.decisions import lifecycle, pserver_return
+from master_service.core.decisions import lifecycle
 from master_service.core.decisions.evaluations import evaluation, lost_evaluation
+from master_service.core.decisions.recovery import returns
 from master_service.core.queue.task_queue import WAIT_S, Closing, TaskQueue
 from master_service.core.state.job import BESIDE, Job
 from shared.errors import InvalidArgument, StaleAttempt, StaleGeneration, TooLarge, TriremeError
@@ -142,7 +143,7 @@ def complete(job: Job, task_id: str, report: CompleteTask) -> Decision[None]:
     closing = queue.finish(task_id, report.attempt, report.trainer, report.epoch)
     if not closing.changes:
         return Decision(None)
-    if queue.kind is TaskKind.TRAIN and pserver_return.is_outdated(job.state, report.generation):
+    if queue.kind is TaskKind.TRAIN and returns.is_outdated(job.state, report.generation):
         return _put_back(queue, task_id, "a parameter server came back from a checkpoint meanwhile")
     changes = closing.changes
     if job.budget.counts.has_died_at(queue.epoch, task_id):

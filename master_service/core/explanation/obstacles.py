@@ -5,8 +5,9 @@ Each rule is (situation) -> the cause, or None.
 
 from __future__ import annotations
 
-from master_service.core.decisions import pause_checkpoint, rollback
+from master_service.core.decisions import pause_checkpoint
 from master_service.core.decisions.collective.members import storage_waits
+from master_service.core.decisions.recovery import rollback
 from master_service.core.explanation.cause import Cause, Code
 from master_service.core.explanation.reports import refusals, start_failures
 from master_service.core.explanation.situation import Situation, listed, seconds

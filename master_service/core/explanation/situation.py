@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from master_service.core.decisions import rollback
+from master_service.core.decisions.recovery import rollback
 from master_service.core.state.job import Job
 from shared.records import Strategy, UserFailure
 from shared.records.checkpoints import saved_point

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from master_service.core.changes import Change, Decision, DesirePservers, DropMigration
-from master_service.core.decisions import membership, operations, resize, rollback
+from master_service.core.decisions import membership, operations, resize
+from master_service.core.decisions.recovery import rollback
 from master_service.core.placement import slot_moves as moves
 from master_service.core.queue.file_table import FileTable
 from master_service.core.state.job import Job

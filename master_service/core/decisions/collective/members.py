@@ -16,9 +16,10 @@ until it knows how far the others are.
 from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, Event, Fields
-from master_service.core.decisions import lifecycle, rollback
+from master_service.core.decisions import lifecycle
 from master_service.core.decisions.lifecycle import fail
-from master_service.core.decisions.rollback import MissingParameters
+from master_service.core.decisions.recovery import rollback
+from master_service.core.decisions.recovery.rollback import MissingParameters
 from master_service.core.placement.lanes import LaneSeconds, new_list
 from master_service.core.state import phases
 from master_service.core.state.members import Members

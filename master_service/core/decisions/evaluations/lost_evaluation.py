@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from master_service.core.changes import Decision
-from master_service.core.decisions import rollback
 from master_service.core.decisions.evaluations import evaluation
+from master_service.core.decisions.recovery import rollback
 from master_service.core.state.job import Job
 from shared.checkpoints.schedule import way_back
 from shared.errors import CheckpointUnusable

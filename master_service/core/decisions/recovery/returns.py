@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from master_service.core.changes import Decision, Event, Fields
 from master_service.core.decisions.lifecycle import fail
-from master_service.core.decisions.rollback import (
+from master_service.core.decisions.recovery.rollback import (
     another_number,
     go_back,
     has_parameters,
