@@ -18,7 +18,7 @@ from master_service.core.changes import Change, Decision, Event, NextEpoch
 from master_service.core.decisions.collective import members as collective
 from master_service.core.decisions.evaluations import evaluation
 from master_service.core.decisions.lifecycle import fail
-from master_service.core.decisions.recovery import returns, rollback
+from master_service.core.decisions.recovery import lost, returns, rollback
 from master_service.core.decisions.recovery.queue import (
     cut_in,
     epoch_at,
@@ -118,8 +118,8 @@ class Recovery:
             state = job.state
             if job.spec.strategy is Strategy.COLLECTIVE:
                 return collective.give_up_loading(job.spec, state, job.members)
-            needed = rollback.holders(job.spec, job.slots)
-            missing = [i for i in needed if not rollback.has_parameters(state, job.members, i)]
+            needed = lost.holders(job.spec, job.slots)
+            missing = [i for i in needed if not lost.has_parameters(state, job.members, i)]
             if not missing or (state.phase is not Phase.ROLLING_BACK and not state.absent):
                 return Decision(None)
             there = [job.members.pservers[index] for index in missing if index in job.members.pservers]
@@ -165,8 +165,8 @@ class Recovery:
                 )
             key = str(member.index)
             before = cut.losses.lost.get(key, 0), cut.losses.skipped.get(key, 0)
-            lost = missed_minibatches(job, cut, restored.positions) if restored.blocks else 0
-            return returns.record_return(job, member, lost, before)
+            missed = missed_minibatches(job, cut, restored.positions) if restored.blocks else 0
+            return returns.record_return(job, member, missed, before)
 
         await self._writer.decide(count)
         self._job.training.grant_again(clock.monotonic())
@@ -187,7 +187,7 @@ class Recovery:
     async def _evict_survivors(self) -> None:
         """Without any checkpoint, pservers that still hold parameters have to leave."""
         job = self._job
-        leaving = rollback.survivors(job.spec, job.state, job.slots, job.members)
+        leaving = lost.survivors(job.spec, job.state, job.slots, job.members)
         if not leaving:
             return
         there = await read_checkpoints(self._etcd, self._keys)

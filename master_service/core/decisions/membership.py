@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from master_service.core.changes import Change, Decision, Event, Fields
 from master_service.core.decisions import lifecycle, pause_checkpoint
 from master_service.core.decisions.collective import members as collective_members
-from master_service.core.decisions.recovery import returns, rollback
+from master_service.core.decisions.recovery import lost, returns, rollback
 from master_service.core.placement.lanes import WORTH_MOVING, LaneSeconds, expected_s, new_list, step_s
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
@@ -53,7 +53,7 @@ def _storage_events(
 
 def missing(spec: JobSpec, listed: TrainerList, slots: SlotMap | None, members: Members) -> list[str]:
     """Names of the members that the job counts on and etcd does not have."""
-    pservers = [f"pserver-{index}" for index in rollback.holders(spec, slots) if index not in members.pservers]
+    pservers = [f"pserver-{index}" for index in lost.holders(spec, slots) if index not in members.pservers]
     trainers = [trainer for trainer in listed.names if trainer not in members.trainers]
     return (pservers if members.init_done else []) + trainers
 
@@ -80,11 +80,11 @@ def reconcile(
         missed = returns.handle_missing(spec, state, trainers, slots, members)
         if missed.changes:
             return missed
-    elif members.init_done and (why := rollback.why_incomplete(spec, state, slots, members, trainers)):
+    elif members.init_done and (why := lost.why_incomplete(spec, state, slots, members, trainers)):
         return rollback.go_back(spec, state, slots, members, why)
     missing = [index for index in range(spec.pservers) if index not in members.pservers]
     changes: tuple[Change, ...] = ()
-    if not missing and (slots is None or not rollback.slots_fit(slots, spec)):
+    if not missing and (slots is None or not lost.slots_fit(slots, spec)):
         changes = (rollback.fresh_map(spec, slots),)
     now = tuple(members.trainers)
     if state.phase is Phase.WAITING:

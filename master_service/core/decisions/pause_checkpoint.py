@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, DropCut, DropPause, Event, Fields, PutCut, PutPause
 from master_service.core.decisions.evaluations import evaluation
-from master_service.core.decisions.recovery.rollback import has_parameters, holders, slots_fit
+from master_service.core.decisions.recovery.lost import has_parameters, holders, slots_fit
 from master_service.core.state import phases
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members

@@ -14,7 +14,7 @@ from __future__ import annotations
 from master_service.core.changes import Change, Decision, DesirePservers, DropMigration, Event
 from master_service.core.decisions import migration as migrations
 from master_service.core.decisions.migration import handed_of, measured, move, obstacle, placed
-from master_service.core.decisions.recovery import rollback
+from master_service.core.decisions.recovery import lost, rollback
 from master_service.core.placement import slot_moves as moves
 from master_service.core.state.job import Job
 from master_service.core.state.operations import end
@@ -246,7 +246,7 @@ def _start(job: Job, operation: Operation, stamp: str) -> Decision[None]:
         return _finish(job, operation, stamp) if state.phase is Phase.RUNNING else Decision(None)
     if state.phase is not Phase.RUNNING or state.absent or slots is None or migrations.unclaimed(job, resize):
         return Decision(None)
-    if rollback.why_incomplete(job.spec, state, slots, job.members):
+    if lost.why_incomplete(job.spec, state, slots, job.members):
         return Decision(None)
     groups = migrations.planned(job, resize.pservers)
     if not groups:
@@ -264,7 +264,7 @@ def _start(job: Job, operation: Operation, stamp: str) -> Decision[None]:
     joining = {
         name: incarnation
         for name, incarnation in members.items()
-        if not rollback.has_parameters(state, job.members, int(name))
+        if not lost.has_parameters(state, job.members, int(name))
     }
     progress = resize.with_fields(
         phase=ResizePhase.MIGRATING,
@@ -389,7 +389,7 @@ def _end(job: Job, operation: Operation, phase: ResizePhase, reason: str, stamp:
 
 def _map_as_it_is(job: Job) -> Decision[None]:
     """Nobody moves slots on: a map that is made for another number than its slots' owners says so, and the job goes back to a checkpoint
-    with a fresh map (rollback.slots_fit). Else it would wait for owners that are not started any more."""
+    with a fresh map (lost.slots_fit). Else it would wait for owners that are not started any more."""
     slots = job.slots
     if slots is None or max(slots.owners) + 1 == slots.wanted:
         return Decision(None)

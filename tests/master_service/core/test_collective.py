@@ -189,8 +189,8 @@ def test_a_trainer_that_cannot_write_checkpoints_is_told_once():
 @pytest.mark.parametrize(
     ("says", "cause"),
     [
-        ({}, "the members of before have ended: training continues from step 40"),
-        ({"c": None}, "the members of before have ended: training continues from step 40"),
+        ({}, "all previous members have left: training continues from step 40"),
+        ({"c": None}, "all previous members have left: training continues from step 40"),
         ({"a": None, "b": Holding(timeline=3)}, "no trainer has the parameters any more: the job goes back to step 40"),
     ],
 )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from master_service.core.changes import Decision, DesirePservers, Event, ForgetParameters, NextEpoch
 from master_service.core.decisions.membership import reconcile
-from master_service.core.decisions.recovery import rollback
+from master_service.core.decisions.recovery import lost, rollback
 from master_service.core.decisions.recovery.queue import epoch_at, restore_to_positions
 from master_service.core.decisions.tasks import acquire, complete, fail_task
 from master_service.core.queue.checks import violations
@@ -193,7 +193,7 @@ def test_an_old_error_does_not_count_in_a_newer_timeline() -> None:
 def test_without_any_checkpoint_pservers_that_hold_parameters_leave_and_training_starts_over() -> None:
     alone = members_of(0, latest=None)
     assert reconcile(SPEC, RUNNING, TRAINERS, SLOTS, alone) == Decision(None)
-    assert [member.index for member in rollback.survivors(SPEC, RUNNING, SLOTS, alone)] == [0]
+    assert [member.index for member in lost.survivors(SPEC, RUNNING, SLOTS, alone)] == [0]
     decision = reconcile(SPEC, RUNNING, TRAINERS, SLOTS, members_of(latest=None))
     state = state_after(decision)
     assert (state.phase, state.timeline, state.checkpoint, list_after(decision).names) == (Phase.WAITING, 5, "", ())

@@ -19,7 +19,7 @@ from master_service.core.changes import Change, Decision, Event, Fields
 from master_service.core.decisions import lifecycle
 from master_service.core.decisions.lifecycle import fail
 from master_service.core.decisions.recovery import rollback
-from master_service.core.decisions.recovery.rollback import MissingParameters
+from master_service.core.decisions.recovery.lost import MissingParameters
 from master_service.core.placement.lanes import LaneSeconds, new_list
 from master_service.core.state import phases
 from master_service.core.state.members import Members
@@ -58,7 +58,7 @@ def why_lost(state: JobState, listed: TrainerList, members: Members) -> MissingP
             f"{members.absence(members.initialiser)}, which gave the parameters their first values"
         )
     if listed.names and not any(name in members.trainers for name in listed.names):
-        return MissingParameters("the members of before have ended", asked=True)
+        return MissingParameters("all previous members have left", asked=True)
     return MissingParameters("no trainer has the parameters any more")
 
 

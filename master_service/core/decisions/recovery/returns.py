@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from master_service.core.changes import Decision, Event, Fields
 from master_service.core.decisions.lifecycle import fail
-from master_service.core.decisions.recovery.rollback import (
+from master_service.core.decisions.recovery.lost import (
     another_number,
-    go_back,
     has_parameters,
     holders,
     slots_fit,
     who_is_missing,
     why_incomplete,
 )
+from master_service.core.decisions.recovery.rollback import go_back
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from shared.records import FailureCause, JobSpec, JobState, PserverMember, SlotMap, Stage, TrainerList
