@@ -17,7 +17,7 @@ from master_service.cluster.takeover import take_over
 from master_service.cluster.term import ClusterTerm
 from master_service.control.events import EventFeed
 from master_service.control.task_service import Probe
-from master_service.core.changes import Event
+from master_service.core.changes import Decision, Event
 from master_service.core.decisions.cluster import drains, job_schedules, submission
 from master_service.core.decisions.cluster.versions import ANY, Expected
 from master_service.core.decisions.once import Once
@@ -201,7 +201,7 @@ class ClusterMaster:
     async def create_job(
         self, job: ClusterJob, source: Source | None, once: Once[ClusterJob] | None = None
     ) -> ClusterJob:
-        """The same `job.request` is the same job. Raises Conflict, InvalidArgument, NotFound."""
+        """Raises Conflict, InvalidArgument, NotFound."""
         return await self._decide(lambda state, _: submission.create(state, job, source, clock.timestamp()), once)
 
     async def pause_job(self, name: str, once: Once[ClusterJob] | None = None, expected: Expected = ANY) -> ClusterJob:
@@ -211,9 +211,9 @@ class ClusterMaster:
     async def resume_job(self, name: str, once: Once[ClusterJob] | None = None, expected: Expected = ANY) -> ClusterJob:
         """PAUSED, or FAILED but not by its script: it is QUEUED again. Raises Conflict, NotFound, PeerError."""
         if once is not None:
-            await self._decide(once.check_cluster)
+            await self._decide(once.check)
         if expected is not ANY:  # before anything that precedes the decision
-            await self._decide(expected.job(name, lambda *_: ClusterDecision(None)))
+            await self._decide(expected.job(name, lambda *_: Decision(None)))
         failed = self.state.job(name).standing is Standing.FAILED and self.state.job(name).wanted != "delete"
         if failed and name in self.term.jobs:
             raise NotReady(f"job {name} has failed, and its members are leaving; ask again")
@@ -271,7 +271,7 @@ class ClusterMaster:
     async def create_schedule(
         self, schedule: JobSchedule, source: Source | None, once: Once[JobSchedule] | None = None
     ) -> JobSchedule:
-        """The same `schedule.request` is the same schedule. Raises Conflict, InvalidArgument."""
+        """Raises Conflict, InvalidArgument."""
         now = clock.wall_time()
         return await self._decide(lambda state, _: job_schedules.create(state, schedule, source, now), once)
 
@@ -327,6 +327,6 @@ class ClusterMaster:
         self, decision: Callable[[ClusterState, float], ClusterDecision[A]], once: Once[A] | None = None
     ) -> A:
         term = self.term
-        answer = await term.writer.decide(once.in_cluster(decision) if once is not None else decision)
+        answer = await term.writer.decide(once.decide(decision) if once is not None else decision)
         term.look_again()
         return answer

@@ -132,7 +132,7 @@ class OperationRunner:
     async def _begun(
         self, decide: Callable[[Job, float], Decision[Operation]], once: Once[Operation] | None
     ) -> Operation:
-        begun = await self._writer.decide(once.in_job(decide) if once is not None else decide)
+        begun = await self._writer.decide(once.decide(decide) if once is not None else decide)
         self.look_again()
         return self.get(begun.operation_id)
 

@@ -139,7 +139,6 @@ class ClusterJob(Record):
     trainers: int | None = None
     pservers: int | None = None
     preempted_by: str = ""
-    request: Id = ""  # the Idempotency-Key of its creation
     create_time: str = ""
     start_time: str = ""
     end_time: str = ""
@@ -226,7 +225,6 @@ class JobSchedule(Record):
     spec: JobSpec
     scheduling: Scheduling = Scheduling()
     source_digest: str = ""
-    request: Id = ""  # the Idempotency-Key of its creation
     create_time: str = ""
     next_time: str = ""
     last_time: str = ""

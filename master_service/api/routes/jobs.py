@@ -46,7 +46,7 @@ ClusterOf = Annotated[ClusterMaster, Depends(cluster_of)]
 @router.post("/jobs", operation_id="createJob", status_code=201)
 async def create_job(cluster: ClusterOf, asked: CreateJob, answering: AnsweringInCluster) -> ClusterJobView:
     """Queue a job. It starts when the pool has its parameter servers and `min_trainers` for it."""
-    job = asked.to_job(cluster.storage_url, answering.request)
+    job = asked.to_job(cluster.storage_url)
     call = partial(cluster.create_job, job, asked.source)
     return await answering.answer(ClusterJobView, call, partial(render.job, cluster.term))
 

@@ -29,26 +29,14 @@ def create(state: ClusterState, asked: ClusterJob, source: Source | None = None)
 def test_a_new_job_is_queued_behind_the_others():
     state = state_of()
     create(state, job_of("a"))
-    made = create(state, job_of("b", priority=70, request="r1", source_digest="d"))
-    assert made == job_of(
-        "b", 2, priority=70, request="r1", source_digest="d", create_time=STAMP, reason="was just submitted"
-    )
+    made = create(state, job_of("b", priority=70, source_digest="d"))
+    assert made == job_of("b", 2, priority=70, source_digest="d", create_time=STAMP, reason="was just submitted")
     assert state.jobs["b"] == made
 
 
 def test_fields_that_only_the_leader_writes_are_not_taken_from_the_request():
     made = create(state_of(), active("a", epoch=7, end_time="x", preempted_by="y"))
     assert (made.standing, made.epoch, made.end_time, made.preempted_by) == (Standing.QUEUED, 0, "", "")
-
-
-def test_the_same_request_creates_one_job():
-    state = state_of()
-    made = create(state, job_of("a", request="r1"))
-    state.apply(PutJob(made.model_copy(update={"standing": Standing.ACTIVE})), 0.0)
-    decision = submission.create(state, job_of("a", request="r1"), None, STAMP)
-    assert (decision.answer, decision.changes) == (state.jobs["a"], ())
-    with pytest.raises(Conflict, match="created job a before; now job, spec differs"):
-        create(state, job_of("b", request="r1"))
 
 
 def test_a_script_is_stored_with_its_first_job_and_goes_with_the_last():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from master_service.core.changes import Event, Fields
+from master_service.core.changes import Decision, Event, Fields
 from master_service.core.state.cluster import ClusterDecision, ClusterState, PutJob
 from shared.records.cluster import Standing
 
@@ -22,7 +22,7 @@ def finish(state: ClusterState, name: str, standing: Standing, reason: str, stam
     """`standing`: where it is now. Nothing changes if the job is not ACTIVE any more: another term has done it."""
     job = state.jobs.get(name)
     if job is None or job.standing is not Standing.ACTIVE:
-        return ClusterDecision(None)
+        return Decision(None)
     if (
         standing in (Standing.PAUSED, Standing.QUEUED) and standing is not STOPPED[job.wanted]
     ):  # asked for while it stopped
@@ -31,4 +31,4 @@ def finish(state: ClusterState, name: str, standing: Standing, reason: str, stam
     left = job.with_fields(standing=standing, reason=reason, end_time=ended, preempted_by="")
     fields: Fields = {"job": name, "epoch": job.epoch}
     event = Event(EVENTS[standing], f"job {name} is {standing}: {reason}", fields)
-    return ClusterDecision(None, (PutJob(left),), (event,))
+    return Decision(None, (PutJob(left),), (event,))

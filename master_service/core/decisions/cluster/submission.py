@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from master_service.core.changes import Event
+from master_service.core.changes import Decision, Event
 from master_service.core.state.cluster import (
     ClusterChange,
     ClusterDecision,
@@ -30,10 +30,7 @@ MAX_JOBS = 10_000  # final ones, too
 
 
 def create(state: ClusterState, asked: ClusterJob, source: Source | None, stamp: str) -> ClusterDecision[ClusterJob]:
-    """Answers the job: the one that the same request (`asked.request`, if it is not empty) created before, or the new one.
-    `asked`: with spec, scheduling, source_digest and request. Raises InvalidArgument, Conflict."""
-    if (known := _known(state, asked)) is not None:
-        return ClusterDecision(known)
+    """Answers the new job. `asked`: with spec, scheduling and source_digest. Raises InvalidArgument, Conflict."""
     _check_name(state, asked.job)
     _check_counts(state.jobs)
     check_scheduling(asked.spec, asked.scheduling)
@@ -43,7 +40,6 @@ def create(state: ClusterState, asked: ClusterJob, source: Source | None, stamp:
         spec=asked.spec,
         scheduling=asked.scheduling,
         source_digest=asked.source_digest,
-        request=asked.request,
         number=1 + max((job.number for job in state.jobs.values()), default=0),
         reason="was just submitted",
         create_time=stamp,
@@ -58,7 +54,7 @@ def pause(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
     job = state.job(name)
     match job.standing:
         case Standing.PAUSED:
-            return ClusterDecision(job)
+            return Decision(job)
         case Standing.QUEUED:
             return _change(_moved(job, Standing.PAUSED, "paused by its user", wanted="pause"), "job_paused")
         case Standing.ACTIVE:
@@ -81,7 +77,7 @@ def resume(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
             decision = _change(resumed.with_fields(end_time=""), "job_resumed")
             return replace(decision, changes=decision.changes + _tasks_again(state, job))
         case Standing.QUEUED:
-            return ClusterDecision(job)
+            return Decision(job)
         case Standing.ACTIVE:
             if job.wanted == "cancel":
                 raise Conflict(f"job {name} is being cancelled: it cannot be resumed", job=name)
@@ -97,7 +93,7 @@ def cancel(state: ClusterState, name: str, stamp: str) -> ClusterDecision[Cluste
         return _cancel_tasks(state, job, names, stamp)
     match job.standing:
         case Standing.CANCELLED:
-            return ClusterDecision(job)
+            return Decision(job)
         case Standing.QUEUED | Standing.PAUSED:
             ended = _moved(job, Standing.CANCELLED, "cancelled by its user", wanted="cancel")
             return _change(ended.with_fields(end_time=stamp), "job_cancelled")
@@ -111,7 +107,7 @@ def begin_delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
     """From now on the job is not resumed, and no job may come after it: its files are deleted. Raises NotFound, Conflict."""
     job = state.job(name)
     if job.wanted == "delete":
-        return ClusterDecision(job)
+        return Decision(job)
     if not job.standing.final:
         msg = f"job {name} is {job.standing}: only jobs that are COMPLETED, FAILED or CANCELLED can be deleted"
         raise Conflict(msg, hint=f"`trireme cancel {name}` first", job=name, standing=str(job.standing))
@@ -134,30 +130,12 @@ def delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
     if job.wanted != "delete":
         raise Conflict(f"the deletion of job {name} was not begun", job=name)
     drops: tuple[ClusterChange, ...] = (DropJob(name), *drop_unused(state, job.source_digest))
-    return ClusterDecision(job, drops, (Event("job_deleted", f"job {name} was deleted", {"job": name}),))
+    return Decision(job, drops, (Event("job_deleted", f"job {name} was deleted", {"job": name}),))
 
 
 def drop_unused(state: ClusterState, digest: str) -> tuple[DropSource, ...]:
     """A job or schedule with this script is about to go: the script, too, if nothing else runs it."""
     return (DropSource(digest),) if digest and state.uses_source(digest) <= 1 else ()
-
-
-def _known(state: ClusterState, asked: ClusterJob) -> ClusterJob | None:
-    """The job that the same request created before. Raises Conflict if it asked for something else."""
-    if not asked.request:
-        return None
-    for job in state.jobs.values():
-        if job.request == asked.request:
-            differs = [
-                field
-                for field in ("job", "spec", "scheduling", "source_digest")
-                if getattr(job, field) != getattr(asked, field)
-            ]
-            if differs:
-                msg = f"this Idempotency-Key created job {job.job} before; now {', '.join(differs)} differs"
-                raise Conflict(msg, hint="use a new key for a new request", job=job.job)
-            return job
-    return None
 
 
 def _check_name(state: ClusterState, name: str) -> None:
@@ -245,7 +223,7 @@ def _cancel_tasks(state: ClusterState, job: ClusterJob, names: list[str], stamp:
         for run in asked
     )
     message = f"{len(names)} tasks of job {job.job} are cancelled"
-    return ClusterDecision(job, changes, (Event("job_tasks_cancelled", message, {"job": job.job}),))
+    return Decision(job, changes, (Event("job_tasks_cancelled", message, {"job": job.job}),))
 
 
 def _tasks_again(state: ClusterState, job: ClusterJob) -> tuple[PutTaskRun, ...]:
@@ -265,7 +243,7 @@ def _moved(job: ClusterJob, standing: Standing, reason: str, *, wanted: Wanted) 
 
 def _wanted(job: ClusterJob, wanted: Wanted, event: str) -> ClusterDecision[ClusterJob]:
     if job.wanted == wanted:
-        return ClusterDecision(job)
+        return Decision(job)
     return _change(job.with_fields(wanted=wanted), event, f"job {job.job} is asked to {wanted}")
 
 
@@ -277,4 +255,4 @@ def _ended(job: ClusterJob, what: str) -> Conflict:
 
 def _change(job: ClusterJob, event: str, message: str = "") -> ClusterDecision[ClusterJob]:
     message = message or f"job {job.job} is {job.standing}: {job.reason}"
-    return ClusterDecision(job, (PutJob(job),), (Event(event, message, {"job": job.job}),))
+    return Decision(job, (PutJob(job),), (Event(event, message, {"job": job.job}),))

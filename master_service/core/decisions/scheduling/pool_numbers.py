@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from master_service.core.changes import Event, Fields
+from master_service.core.changes import Decision, Event, Fields
 from master_service.core.state.cluster import ClusterDecision, ClusterState, DropAssignment, PutJob
 from shared.records import JobSpec
 from shared.records.cluster import in_words
@@ -22,7 +22,7 @@ def follow_resize(
     once there are more than wanted. Answers whether anything changes."""
     job = state.jobs.get(name)
     if job is None or job.standing.final:
-        return ClusterDecision(False)
+        return Decision(False)
     resized, fields = job, Fields(job=name)
     if pservers != job.pservers_wanted:
         resized, fields["pservers"] = resized.with_fields(pservers=pservers), pservers
@@ -35,12 +35,12 @@ def follow_resize(
         count = "any number of trainers" if trainers is None else in_words("trainer", trainers)
         servers = f" and {in_words('pserver', pservers)}" if pservers else ""
         message = f"job {name} has places for {count}{servers} now"
-        return ClusterDecision(True, (PutJob(resized),), (Event("job_resized", message, fields),))
+        return Decision(True, (PutJob(resized),), (Event("job_resized", message, fields),))
     places = state.assigned_to(name, "pserver")
     surplus = len(places) - job.pservers_wanted
     without = [place for place in places if place[1] not in holders]
     if surplus <= 0 or not without or len(places) - len(without) < job.pservers_wanted:
-        return ClusterDecision(False)
+        return Decision(False)
     drops = tuple(DropAssignment(place) for place in without[:surplus])
     event = Event("places_freed", f"job {name} gives {in_words('pserver', len(drops))} back", {"job": name})
-    return ClusterDecision(True, drops, (event,))
+    return Decision(True, drops, (event,))
