@@ -51,7 +51,7 @@ class ClusterTerm:
         *,
         rebalance_s: float,
     ) -> None:
-        self.lock = lock
+        self.lock, self.lease = lock, lock.lease
         self._etcd = etcd
         self.state: ClusterState = start.state
         self.jobs: dict[str, JobTerm] = {}
