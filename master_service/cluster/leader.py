@@ -11,14 +11,13 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from master_service.cluster.ended_trackers import EndedTrackers
-from master_service.cluster.retention import Retention
+from master_service.cluster.ended_jobs import EndedTrackers, Retention
 from master_service.cluster.takeover import take_over
 from master_service.cluster.term import ClusterTerm
 from master_service.control.events import EventFeed
 from master_service.control.task_service import Probe
 from master_service.core.changes import Decision, Event
-from master_service.core.decisions.cluster import drains, job_schedules, submission
+from master_service.core.decisions.cluster import drains, job_schedules, lifecycle
 from master_service.core.decisions.cluster.versions import ANY, Expected
 from master_service.core.decisions.once import Once
 from master_service.core.decisions.scheduling.reasons import who_has
@@ -29,10 +28,9 @@ from master_service.leadership.candidate import Candidate
 from master_service.leadership.election import stand
 from master_service.leadership.master import Master
 from master_service.storage.job_storage import FileStorage, JobStorage, remove_files
-from master_service.storage.series_files import StoredMetrics
-from master_service.storage.series_reader import SeriesReader
+from master_service.storage.series_files import SeriesReader, StoredMetrics
 from master_service.store.between_runs import start_again
-from master_service.store.event_log import read_events
+from master_service.store.schema import read_events
 from shared.errors import Conflict, NotFound, NotReady
 from shared.etcd import Etcd, Get, Lease
 from shared.etcd.reading import must_read
@@ -200,11 +198,11 @@ class ClusterMaster:
         self, job: ClusterJob, source: Source | None, once: Once[ClusterJob] | None = None
     ) -> ClusterJob:
         """Raises Conflict, InvalidArgument, NotFound."""
-        return await self._decide(lambda state, _: submission.create(state, job, source, clock.timestamp()), once)
+        return await self._decide(lambda state, _: lifecycle.create(state, job, source, clock.timestamp()), once)
 
     async def pause_job(self, name: str, once: Once[ClusterJob] | None = None, expected: Expected = ANY) -> ClusterJob:
         """With a checkpoint; its members become free. Raises Conflict, NotFound."""
-        return await self._decide(expected.job(name, lambda state, _: submission.pause(state, name)), once)
+        return await self._decide(expected.job(name, lambda state, _: lifecycle.pause(state, name)), once)
 
     async def resume_job(self, name: str, once: Once[ClusterJob] | None = None, expected: Expected = ANY) -> ClusterJob:
         """PAUSED, or FAILED but not by its script: it is QUEUED again. Raises Conflict, NotFound, PeerError."""
@@ -219,7 +217,7 @@ class ClusterMaster:
         if failed and not before and not await self._opened_again(name):
             msg = f"job {name} has FAILED for good: {self.state.job(name).reason}"
             raise Conflict(msg, hint="mend its script and submit it under another name, or delete this one first")
-        return await self._decide(expected.job(name, lambda state, _: submission.resume(state, name)), once)
+        return await self._decide(expected.job(name, lambda state, _: lifecycle.resume(state, name)), once)
 
     async def _opened_again(self, name: str) -> bool:
         """Also if a leader before this one has done it, and died before the job was QUEUED."""
@@ -230,7 +228,7 @@ class ClusterMaster:
     async def cancel_job(self, name: str, once: Once[ClusterJob] | None = None, expected: Expected = ANY) -> ClusterJob:
         """Without a checkpoint. Raises Conflict, NotFound."""
         stamp = rfc3339(clock.wall_time())
-        return await self._decide(expected.job(name, lambda state, _: submission.cancel(state, name, stamp)), once)
+        return await self._decide(expected.job(name, lambda state, _: lifecycle.cancel(state, name, stamp)), once)
 
     async def delete_job(self, name: str, expected: Expected = ANY) -> ClusterJob:
         """Its keys, and its files if they lie below the cluster's own storage. Calls for one job are one deletion, which goes on
@@ -258,13 +256,13 @@ class ClusterMaster:
                 else f"is {job.standing}: cancel it first"
             )
             raise (NotReady if job.standing.final else Conflict)(f"job {name} {what}")
-        await self._decide(expected.job(name, lambda state, _: submission.begin_delete(state, name)))
+        await self._decide(expected.job(name, lambda state, _: lifecycle.begin_delete(state, name)))
 
     async def _delete_job(self, name: str) -> ClusterJob:
         job = self.state.job(name)
         if job.spec.storage == files.join(self.storage_url, name):
             await self.remove_files(job.spec)
-        return await self._decide(lambda state, _: submission.delete(state, name))
+        return await self._decide(lambda state, _: lifecycle.delete(state, name))
 
     async def create_schedule(
         self, schedule: JobSchedule, source: Source | None, once: Once[JobSchedule] | None = None

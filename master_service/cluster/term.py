@@ -14,9 +14,8 @@ from master_service.cluster.watch import PoolWatch
 from master_service.cluster.writer import MAX_BYTES, MAX_CHANGES, ClusterWriter
 from master_service.core.changes import Decision, Event
 from master_service.core.decisions.cluster import job_schedules
-from master_service.core.decisions.cluster.standing import finish
+from master_service.core.decisions.cluster.lifecycle import finish, follow_resize
 from master_service.core.decisions.scheduling import lost_places, schedule
-from master_service.core.decisions.scheduling.pool_numbers import follow_resize
 from master_service.core.decisions.scheduling.portions import Portions
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
 from master_service.core.state.members import started_by

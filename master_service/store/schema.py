@@ -35,13 +35,14 @@ from master_service.core.changes import (
     RequireLatest,
     RestartQueue,
 )
+from master_service.core.state.event_log import EventLog
 from master_service.core.state.job import Job
 from master_service.store.batch import merge
-from master_service.store.event_log import chunk_of
 from shared.errors import Conflict
-from shared.etcd import Compare, Delete, KeyValue, Put, WatchEvent
-from shared.etcd.reading import must_read, read_number, read_record, understood
+from shared.etcd import Compare, Delete, Etcd, KeyValue, Put, WatchEvent
+from shared.etcd.reading import must_read, read_below, read_number, read_record, understood
 from shared.evaluations import Evaluation, EvaluationStatus
+from shared.events import EventChunk
 from shared.keys import Keys
 from shared.records import (
     DiscardedTask,
@@ -276,3 +277,19 @@ def _check_same_dataset(counted: TaskMeta, stored: TaskMeta) -> None:
             f"{stored.digest[:12]} of {stored.tasks} tasks then; restore the files or start a new job"
         )
         raise Conflict(msg)
+
+
+async def read_events(etcd: Etcd, prefix: str) -> EventLog:
+    """`prefix`: of the chunks. Raises PeerError."""
+    found, _ = await read_below(etcd, prefix)
+    kept = EventLog()
+    for key in sorted(found):
+        if (change := chunk_of(key, found[key].value)) is not None:
+            kept.apply(change)
+    return kept
+
+
+def chunk_of(key: str, value: bytes) -> PutEvents | None:
+    """None: it holds no events (this is logged)."""
+    told = read_record(EventChunk, key, value)
+    return PutEvents(told.events[0].event_id, told.events[-1].event_id, value) if told and told.events else None

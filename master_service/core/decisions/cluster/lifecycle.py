@@ -1,19 +1,23 @@
-"""Requests about a cluster's jobs: create, pause, resume, cancel, delete. Decisions only.
+"""The life of a cluster's jobs: what their users ask for (create, pause, resume, cancel, delete), what becomes of a job whose term has
+ended, when it is forgotten, and the places that it has after a resize. Decisions only.
 
-QUEUED and PAUSED jobs change at once. An ACTIVE job is asked (`wanted`): who leads it stops it with a checkpoint first and then
-writes where it is. Asking again for what is so already changes nothing.
+QUEUED and PAUSED jobs change at once. An ACTIVE job is asked (`wanted`): its leader stops it with a checkpoint first and then
+writes where it is (`finish`). Asking again for what is so already changes nothing.
+
+createResize -> the job's spec has other numbers -> `follow_resize`: ClusterJob has them, too -> the schedule gives places, or takes them
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from master_service.core.changes import Decision, Event
+from master_service.core.changes import Decision, Event, Fields
 from master_service.core.state.cluster import (
     ClusterChange,
     ClusterDecision,
     ClusterState,
+    DropAssignment,
     DropJob,
     DropSource,
     PutJob,
@@ -22,11 +26,30 @@ from master_service.core.state.cluster import (
 )
 from master_service.core.state.job_tasks import run_of, unfinished
 from shared.errors import Conflict, InvalidArgument
-from shared.records.cluster import RESERVED, ClusterJob, Scheduling, Source, Standing, TaskState, Wanted, spoken
+from shared.records.cluster import (
+    RESERVED,
+    ClusterJob,
+    Scheduling,
+    Source,
+    Standing,
+    TaskState,
+    Wanted,
+    in_words,
+    spoken,
+)
 from shared.records.job_spec import JobSpec, Mode
+from shared.times import instant
 
 MAX_OPEN = 1000  # jobs that are not final
 MAX_JOBS = 10_000  # final ones, too
+EVENTS = {
+    Standing.COMPLETED: "job_completed",
+    Standing.FAILED: "job_failed",
+    Standing.PAUSED: "job_paused",
+    Standing.QUEUED: "job_queued",
+    Standing.CANCELLED: "job_cancelled",
+}
+STOPPED = {"run": Standing.QUEUED, "pause": Standing.PAUSED, "cancel": Standing.CANCELLED}  # by what was asked for last
 
 
 def create(state: ClusterState, asked: ClusterJob, source: Source | None, stamp: str) -> ClusterDecision[ClusterJob]:
@@ -256,3 +279,73 @@ def _ended(job: ClusterJob, what: str) -> Conflict:
 def _change(job: ClusterJob, event: str, message: str = "") -> ClusterDecision[ClusterJob]:
     message = message or f"job {job.job} is {job.standing}: {job.reason}"
     return Decision(job, (PutJob(job),), (Event(event, message, {"job": job.job}),))
+
+
+def finish(state: ClusterState, name: str, standing: Standing, reason: str, stamp: str) -> ClusterDecision[None]:
+    """Done, failed, or left as its users or the schedule wanted. `standing`: where it is now. Nothing changes if the job is not ACTIVE any more: another term has done it."""
+    job = state.jobs.get(name)
+    if job is None or job.standing is not Standing.ACTIVE:
+        return Decision(None)
+    if (
+        standing in (Standing.PAUSED, Standing.QUEUED) and standing is not STOPPED[job.wanted]
+    ):  # asked for while it stopped
+        standing, reason = STOPPED[job.wanted], f"asked to {job.wanted} while it stopped"
+    ended = stamp if standing.final else ""
+    left = job.with_fields(standing=standing, reason=reason, end_time=ended, preempted_by="")
+    fields: Fields = {"job": name, "epoch": job.epoch}
+    event = Event(EVENTS[standing], f"job {name} is {standing}: {reason}", fields)
+    return Decision(None, (PutJob(left),), (event,))
+
+
+def due_for_deletion(state: ClusterState, wall_time: float, retention_s: float | None) -> list[str]:
+    """Names of jobs whose retention is over, or whose deletion was begun; longest ended first. `wall_time`: seconds since 1970;
+    `retention_s`: how long a job is kept after its end, None: for ever. A job that another one waits for stays, and
+    so does one with post-tasks that are not over."""
+    waited_for = {
+        name
+        for job in state.jobs.values()
+        if job.epoch == 0 and not job.standing.final
+        for name in job.scheduling.after
+    }
+
+    def is_due(job: ClusterJob) -> bool:
+        if not job.standing.final or job.wanted == "delete":
+            return job.standing.final
+        if retention_s is None or not job.end_time or instant(job.end_time) + retention_s > wall_time:
+            return False
+        return job.job not in waited_for and not unfinished(job, state.task_runs.get(job.job, {}))
+
+    return [job.job for job in sorted(state.jobs.values(), key=lambda job: (job.end_time, job.job)) if is_due(job)]
+
+
+def follow_resize(
+    state: ClusterState, name: str, live: JobSpec, pservers: int, holders: Collection[str], *, asked: bool
+) -> ClusterDecision[bool]:
+    """The pool follows the numbers of members that the job has now. `live`: the job's spec as its leader has it. `pservers`: how many the job needs now; those that a resize takes away count until
+    their slots have moved, so that one that dies before is replaced. `asked`: a resize asked for its number of trainers, which may be the first one.
+    `holders`: the members of the pool whose parameter server has an index. Places of parameter servers that have none are taken back
+    once there are more than wanted. Answers whether anything changes."""
+    job = state.jobs.get(name)
+    if job is None or job.standing.final:
+        return Decision(False)
+    resized, fields = job, Fields(job=name)
+    if pservers != job.pservers_wanted:
+        resized, fields["pservers"] = resized.with_fields(pservers=pservers), pservers
+    # without a resize in force the job may have more than its spec says: also after one that was cancelled
+    trainers = live.trainers if asked or live.trainers != job.spec.trainers else None
+    if trainers != job.trainers:
+        resized = resized.with_fields(trainers=trainers)
+        fields |= {"trainers": trainers} if trainers is not None else {}
+    if resized is not job:
+        count = "any number of trainers" if trainers is None else in_words("trainer", trainers)
+        servers = f" and {in_words('pserver', pservers)}" if pservers else ""
+        message = f"job {name} has places for {count}{servers} now"
+        return Decision(True, (PutJob(resized),), (Event("job_resized", message, fields),))
+    places = state.assigned_to(name, "pserver")
+    surplus = len(places) - job.pservers_wanted
+    without = [place for place in places if place[1] not in holders]
+    if surplus <= 0 or not without or len(places) - len(without) < job.pservers_wanted:
+        return Decision(False)
+    drops = tuple(DropAssignment(place) for place in without[:surplus])
+    event = Event("places_freed", f"job {name} gives {in_words('pserver', len(drops))} back", {"job": name})
+    return Decision(True, drops, (event,))
