@@ -22,14 +22,19 @@ UNCHECKED = (  # files and folders where `model_copy` may stand; the list may on
 )
 
 PROGRAM = """
-from typing import Any, TypedDict
-from shared.records import JobState, Phase
+from typing import Any, Literal, TypedDict
+from shared.records.record import Record
+
+class State(Record):
+    phase: Literal["RUNNING", "FAILED"] = "RUNNING"
+    generation: int = 0
+    absent: tuple[int, ...] = ()
 
 class Absence(TypedDict):
     absent: tuple[int, ...]
 
-def change(state: JobState, absence: Absence, anything: dict[str, Any]) -> JobState:
-    good = state.with_fields(phase=Phase.RUNNING, generation=3, **absence)
+def change(state: State, absence: Absence, anything: dict[str, Any]) -> State:
+    good = state.with_fields(phase="FAILED", generation=3, **absence)
     good.with_fields(WRONG)
     return good
 """
@@ -49,9 +54,9 @@ def test_copies_with_other_fields_are_made_by_with_fields():
 @pytest.mark.timeout(120)
 def test_mypy_finds_a_field_that_does_not_exist_one_of_another_type_and_a_mapping(tmp_path):
     wrong = {
-        'phase="RUNNING"': "incompatible type",
-        "phas=Phase.RUNNING": "Unexpected keyword argument",
-        "damaged=[1]": "incompatible type",
+        'phase="WAITS"': "incompatible type",
+        'phas="FAILED"': "Unexpected keyword argument",
+        "absent=[1]": "incompatible type",
         "**anything": "name the fields",
     }
     files = []
