@@ -34,5 +34,5 @@ def event_record(event_id: int, time: str, name: str, message: str, fields: Even
     }
     made = EventRecord(event_id=event_id, event_time=time, name=name, message=shortened(message, MESSAGE), fields=short)
     if len(made.to_bytes()) > MOST_BYTES:  # characters of several bytes, or very many fields
-        made = made.model_copy(update={"message": shortened(made.message, MESSAGE // 4), "fields": {}})
+        made = made.with_fields(message=shortened(made.message, MESSAGE // 4), fields={})
     return made

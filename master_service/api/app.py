@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from typing import Any
 
 from fastapi import Depends, FastAPI
 from starlette.types import ASGIApp
@@ -94,9 +95,14 @@ def make_api(jobs: JobsLed, logs_of: LogSource | None = None) -> FastAPI:
     return app
 
 
+class _Api(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        return document_of(self)
+
+
 def api_of(*, clustered: bool) -> FastAPI:
     """The routes of a cluster's leader, or of the master of one job; `state.jobs` is not set."""
-    app = FastAPI(
+    app = _Api(
         title="Trireme master",
         version=__version__,
         description=DESCRIPTION,
@@ -118,7 +124,6 @@ def api_of(*, clustered: bool) -> FastAPI:
     app.include_router(documentation.router)
     app.include_router(system.router)
     app.include_router(system.open_router)
-    app.openapi = lambda: document_of(app)  # type: ignore[method-assign]
     paths = DocumentedPaths(app.openapi, beside=documentation.PATHS)
     problems.install(app, paths)
     app.add_middleware(EveryMethod, paths=paths)

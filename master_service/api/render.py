@@ -137,7 +137,7 @@ def asked_task(job: Job, asked: AskedTask) -> TaskView:
     """As it is once the request has taken effect."""
     queue, now = job.queue_of(asked.task_id), clock.monotonic()
     view = _task_view(queue, asked.task_id, asked.state, now, record=asked.record)
-    return view if asked.failures is None else view.model_copy(update={"failures": asked.failures})
+    return view if asked.failures is None else view.with_fields(failures=asked.failures)
 
 
 def tasks(job: Job, kind: TaskKind, state: str | None, page_size: int, page_token: str) -> TaskPage:

@@ -88,9 +88,8 @@ async def led(term: ClusterTerm, master: Master, found: ClusterJob, leader: Mast
     """Of a job that is led now. Trainers are desired as many as the schedule gives it."""
     stalled = await master.term.stall.look(master.job, master.metrics.records)
     view = render.job(master.job, master.metrics, leader, stalled)
-    members = view.members.model_copy(update={"trainers_desired": _held(term.state, found).trainers})
-    update = {"standing": str(found.standing), "members": members, "version": version_of_job(found)}
-    return view.model_copy(update=update)
+    members = view.members.with_fields(trainers_desired=_held(term.state, found).trainers)
+    return view.with_fields(standing=str(found.standing), members=members, version=version_of_job(found))
 
 
 def resting(found: ClusterJob, state: JobState, leader: MasterView) -> JobView:

@@ -36,7 +36,7 @@ class CreateJob(Record):
             raise ValueError(msg)
         return self
 
-    def to_job(self, storage_url: str, request: str) -> ClusterJob:
+    def to_job(self, storage_url: str) -> ClusterJob:
         """`storage_url`: the cluster's. Raises InvalidArgument."""
         if self.settings.dispatch != "master":
             raise InvalidArgument("dispatch etcd is for jobs without a master; a cluster's jobs have one")
@@ -52,7 +52,6 @@ class CreateJob(Record):
             spec=spec,
             scheduling=self.scheduling,
             source_digest=self.source.digest if self.source else "",
-            request=request,
             create_time=clock.timestamp(),
         )
 
@@ -65,18 +64,17 @@ class CreateSchedule(CreateJob):
     time_zone: str = Field(default="UTC", max_length=64)
     concurrency: Literal["forbid", "replace"] = "forbid"
 
-    def to_schedule(self, storage_url: str, request: str) -> JobSchedule:
+    def to_schedule(self, storage_url: str) -> JobSchedule:
         """`storage_url`: the cluster's. Raises InvalidArgument."""
-        job = self.to_job(storage_url, request)
+        job = self.to_job(storage_url)
         return JobSchedule(
             name=self.name,
             cron=self.cron,
             time_zone=self.time_zone,
             concurrency=self.concurrency,
-            spec=job.spec.model_copy(update={"storage": self.storage or storage_url}),
+            spec=job.spec.with_fields(storage=self.storage or storage_url),
             scheduling=job.scheduling,
             source_digest=job.source_digest,
-            request=request,
         )
 
 

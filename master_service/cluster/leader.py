@@ -11,34 +11,32 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from master_service.cluster.ended_trackers import EndedTrackers
-from master_service.cluster.retention import Retention
+from master_service.cluster.ended_jobs import EndedTrackers, Retention
 from master_service.cluster.takeover import take_over
 from master_service.cluster.term import ClusterTerm
 from master_service.control.events import EventFeed
 from master_service.control.task_service import Probe
-from master_service.core.changes import Event
-from master_service.core.decisions.cluster import drains, job_schedules, submission
+from master_service.core.changes import Decision, Event
+from master_service.core.decisions.cluster import drains, job_schedules, lifecycle
 from master_service.core.decisions.cluster.versions import ANY, Expected
 from master_service.core.decisions.once import Once
 from master_service.core.decisions.scheduling.reasons import who_has
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
 from master_service.core.state.event_log import EventLog
 from master_service.core.state.job_tasks import failed as failed_tasks
-from master_service.leadership.election import campaign, stand
+from master_service.leadership.candidate import Candidate
+from master_service.leadership.election import stand
 from master_service.leadership.master import Master
 from master_service.storage.job_storage import FileStorage, JobStorage, remove_files
-from master_service.storage.series_files import StoredMetrics
-from master_service.storage.series_reader import SeriesReader
-from master_service.store.event_log import read_events
-from master_service.store.start_again import start_again
-from master_service.store.writer import HeldLock
-from shared.errors import Conflict, NotFound, NotLeader, NotReady
+from master_service.storage.series_files import SeriesReader, StoredMetrics
+from master_service.store.between_runs import start_again
+from master_service.store.schema import read_events
+from shared.errors import Conflict, NotFound, NotReady
 from shared.etcd import Etcd, Get, Lease
 from shared.etcd.reading import must_read
 from shared.evaluations import Evaluation, EvaluationStatus
 from shared.keys import ClusterKeys
-from shared.records import JobSpec, JobState, MasterLock, Phase
+from shared.records import JobSpec, JobState, Phase
 from shared.records.cluster import ClusterJob, JobSchedule, Kind, Source, Standing
 from shared.runtime import clock, http, telemetry
 from shared.runtime.network import own_network
@@ -53,8 +51,7 @@ log = telemetry.logger("cluster")
 @dataclass(eq=False, repr=False)
 class ClusterMaster:
     """`url` is where its REST API is served. `storage_url`: below it lie the files of jobs that name no place of their own. `job_retention_s`: so long after its
-    end a job is deleted; None: never.
-    `current_term`: None on a standby."""
+    end a job is deleted; None: never."""
 
     etcd: Etcd
     keys: ClusterKeys
@@ -71,10 +68,23 @@ class ClusterMaster:
     probe: Probe = http.refuses_connections
     network: str = field(default_factory=own_network)
     events: EventFeed = field(init=False, default_factory=EventFeed)
-    current_term: ClusterTerm | None = field(init=False, default=None)
-    _leader: str = field(init=False, default="")
-    _leading: bool = field(init=False, default=False)
+    candidate: Candidate[ClusterTerm] = field(init=False)
     _deletions: dict[str, asyncio.Task[ClusterJob]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.candidate = Candidate(
+            self.etcd,
+            name=self.name,
+            url=self.url,
+            network=self.network,
+            probe=self.probe,
+            taking_over="taking the cluster over",
+        )
+
+    @property
+    def current_term(self) -> ClusterTerm | None:
+        """None on a standby."""
+        return self.candidate.current
 
     def __repr__(self) -> str:
         return f"<ClusterMaster {self.name} at {self.url}: {self.current_term or 'standing by'}>"
@@ -86,28 +96,27 @@ class ClusterMaster:
         await stand(self.etcd, self.ttl_s, stopping, self._lead)
 
     async def _lead(self, lease: Lease) -> None:
-        me = MasterLock(master=self.name, url=self.url, lease=lease.id, network=self.network)
-        try:
-            number = await campaign(self.etcd, self.keys.lock, me, lease, self.probe, self._note_leader)
-            self._leading, self._leader = True, self.url
-            lock = HeldLock(self.keys.lock, number, lease)
-            start = await take_over(self.etcd, self.keys, lock, self.url)
-            self.current_term = ClusterTerm(
-                self.etcd, self.keys, lock, start, self._master_of, self.events.announce, rebalance_s=self.rebalance_s
-            )
-            self.events.begin(lambda: start.state.events, self.current_term.writer.tell)
-            elected = f"{self.name} leads the cluster in term {number}"
-            self.events.add([Event("leader_elected", elected, {"term": number, "url": self.url})])
-            async with asyncio.TaskGroup() as group:
-                group.create_task(Retention(self, self.job_retention_s).run())
-                group.create_task(EndedTrackers(self, self.events.add).run())
-                group.create_task(self.current_term.run())
-        finally:
-            self.current_term, self._leading, self._leader = None, False, ""
-            self.events.end()
-
-    def _note_leader(self, holder: MasterLock) -> None:
-        self._leader = holder.url
+        async with self.candidate.elected(self.keys.lock, lease) as lock:
+            try:
+                start = await take_over(self.etcd, self.keys, lock, self.url)
+                term = self.candidate.current = ClusterTerm(
+                    self.etcd,
+                    self.keys,
+                    lock,
+                    start,
+                    self._master_of,
+                    self.events.announce,
+                    rebalance_s=self.rebalance_s,
+                )
+                self.events.begin(lambda: start.state.events, term.writer.tell)
+                elected = f"{self.name} leads the cluster in term {lock.term}"
+                self.events.add([Event("leader_elected", elected, {"term": lock.term, "url": self.url})])
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(Retention(self, self.job_retention_s).run())
+                    group.create_task(EndedTrackers(self, self.events.add).run())
+                    group.create_task(term.run())
+            finally:
+                self.events.end()
 
     def _master_of(self, job: ClusterJob) -> Master:
         return Master(
@@ -130,18 +139,8 @@ class ClusterMaster:
 
     @property
     def term(self) -> ClusterTerm:
-        """Raises NotLeader (also as soon as the lease is over by the local clock) or NotReady."""
-        if self.current_term is not None:
-            if self.current_term.lock.lease.alive:
-                return self.current_term
-            held_s = round(self.current_term.lock.lease.held_s, 3)
-            raise NotLeader(f"{self.name} lost its lease; ask its successor", retry_after_s=held_s)
-        if self._leading:
-            raise NotReady(f"{self.name} is taking the cluster over; ask again")
-        if not self._leader:
-            raise NotLeader(f"{self.name} stands by; the leader is not known yet", leader="")
-        msg = f"{self.name} stands by; the leader is {self._leader}"
-        raise NotLeader(msg, leader=self._leader, retry_after_s=0)  # there at once
+        """Raises NotLeader, NotReady, as Candidate's."""
+        return self.candidate.term
 
     @property
     def state(self) -> ClusterState:
@@ -153,11 +152,8 @@ class ClusterMaster:
         self.term  # noqa: B018  raises
 
     def check_ready(self) -> bool:
-        """Whether it leads; False: it stands by. Raises NotLeader: it has no lease, so it can do neither; NotReady."""
-        if self._leader and not self._leading:
-            return False
-        self.check_leading()
-        return True
+        """As Candidate's."""
+        return self.candidate.check_ready()
 
     def leads(self, name: str) -> bool:
         """Whether a JobTerm of it has not ended yet. Raises NotLeader, NotReady."""
@@ -201,19 +197,19 @@ class ClusterMaster:
     async def create_job(
         self, job: ClusterJob, source: Source | None, once: Once[ClusterJob] | None = None
     ) -> ClusterJob:
-        """The same `job.request` is the same job. Raises Conflict, InvalidArgument, NotFound."""
-        return await self._decide(lambda state, _: submission.create(state, job, source, clock.timestamp()), once)
+        """Raises Conflict, InvalidArgument, NotFound."""
+        return await self._decide(lambda state, _: lifecycle.create(state, job, source, clock.timestamp()), once)
 
     async def pause_job(self, name: str, once: Once[ClusterJob] | None = None, expected: Expected = ANY) -> ClusterJob:
         """With a checkpoint; its members become free. Raises Conflict, NotFound."""
-        return await self._decide(expected.job(name, lambda state, _: submission.pause(state, name)), once)
+        return await self._decide(expected.job(name, lambda state, _: lifecycle.pause(state, name)), once)
 
     async def resume_job(self, name: str, once: Once[ClusterJob] | None = None, expected: Expected = ANY) -> ClusterJob:
         """PAUSED, or FAILED but not by its script: it is QUEUED again. Raises Conflict, NotFound, PeerError."""
         if once is not None:
-            await self._decide(once.check_cluster)
+            await self._decide(once.check)
         if expected is not ANY:  # before anything that precedes the decision
-            await self._decide(expected.job(name, lambda *_: ClusterDecision(None)))
+            await self._decide(expected.job(name, lambda *_: Decision(None)))
         failed = self.state.job(name).standing is Standing.FAILED and self.state.job(name).wanted != "delete"
         if failed and name in self.term.jobs:
             raise NotReady(f"job {name} has failed, and its members are leaving; ask again")
@@ -221,7 +217,7 @@ class ClusterMaster:
         if failed and not before and not await self._opened_again(name):
             msg = f"job {name} has FAILED for good: {self.state.job(name).reason}"
             raise Conflict(msg, hint="mend its script and submit it under another name, or delete this one first")
-        return await self._decide(expected.job(name, lambda state, _: submission.resume(state, name)), once)
+        return await self._decide(expected.job(name, lambda state, _: lifecycle.resume(state, name)), once)
 
     async def _opened_again(self, name: str) -> bool:
         """Also if a leader before this one has done it, and died before the job was QUEUED."""
@@ -232,7 +228,7 @@ class ClusterMaster:
     async def cancel_job(self, name: str, once: Once[ClusterJob] | None = None, expected: Expected = ANY) -> ClusterJob:
         """Without a checkpoint. Raises Conflict, NotFound."""
         stamp = rfc3339(clock.wall_time())
-        return await self._decide(expected.job(name, lambda state, _: submission.cancel(state, name, stamp)), once)
+        return await self._decide(expected.job(name, lambda state, _: lifecycle.cancel(state, name, stamp)), once)
 
     async def delete_job(self, name: str, expected: Expected = ANY) -> ClusterJob:
         """Its keys, and its files if they lie below the cluster's own storage. Calls for one job are one deletion, which goes on
@@ -260,18 +256,18 @@ class ClusterMaster:
                 else f"is {job.standing}: cancel it first"
             )
             raise (NotReady if job.standing.final else Conflict)(f"job {name} {what}")
-        await self._decide(expected.job(name, lambda state, _: submission.begin_delete(state, name)))
+        await self._decide(expected.job(name, lambda state, _: lifecycle.begin_delete(state, name)))
 
     async def _delete_job(self, name: str) -> ClusterJob:
         job = self.state.job(name)
         if job.spec.storage == files.join(self.storage_url, name):
             await self.remove_files(job.spec)
-        return await self._decide(lambda state, _: submission.delete(state, name))
+        return await self._decide(lambda state, _: lifecycle.delete(state, name))
 
     async def create_schedule(
         self, schedule: JobSchedule, source: Source | None, once: Once[JobSchedule] | None = None
     ) -> JobSchedule:
-        """The same `schedule.request` is the same schedule. Raises Conflict, InvalidArgument."""
+        """Raises Conflict, InvalidArgument."""
         now = clock.wall_time()
         return await self._decide(lambda state, _: job_schedules.create(state, schedule, source, now), once)
 
@@ -327,6 +323,6 @@ class ClusterMaster:
         self, decision: Callable[[ClusterState, float], ClusterDecision[A]], once: Once[A] | None = None
     ) -> A:
         term = self.term
-        answer = await term.writer.decide(once.in_cluster(decision) if once is not None else decision)
+        answer = await term.writer.decide(once.decide(decision) if once is not None else decision)
         term.look_again()
         return answer

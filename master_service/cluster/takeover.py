@@ -13,8 +13,8 @@ from master_service.core.state.cluster import (
     PutSchedule,
     PutTaskRun,
 )
-from master_service.store.event_log import read_events
 from master_service.store.first_write import write_first
+from master_service.store.schema import read_events
 from master_service.store.writer import HeldLock
 from shared.etcd import Etcd, KeyValue, Put
 from shared.etcd.reading import must_read, read_below

@@ -12,11 +12,10 @@ from master_service.cluster.job_term import JobTerm
 from master_service.cluster.takeover import ClusterTakeover
 from master_service.cluster.watch import PoolWatch
 from master_service.cluster.writer import MAX_BYTES, MAX_CHANGES, ClusterWriter
-from master_service.core.changes import Event
+from master_service.core.changes import Decision, Event
 from master_service.core.decisions.cluster import job_schedules
-from master_service.core.decisions.cluster.standing import finish
+from master_service.core.decisions.cluster.lifecycle import finish, follow_resize
 from master_service.core.decisions.scheduling import lost_places, schedule
-from master_service.core.decisions.scheduling.pool_numbers import follow_resize
 from master_service.core.decisions.scheduling.portions import Portions
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
 from master_service.core.state.members import started_by
@@ -51,7 +50,7 @@ class ClusterTerm:
         *,
         rebalance_s: float,
     ) -> None:
-        self.lock = lock
+        self.lock, self.lease = lock, lock.lease
         self._etcd = etcd
         self.state: ClusterState = start.state
         self.jobs: dict[str, JobTerm] = {}
@@ -139,7 +138,7 @@ class ClusterTerm:
         planned = schedule(state, now, clock.wall_time(), self._rebalance_s, lost)
         portions = Portions(state, planned, MAX_CHANGES, MAX_BYTES)
         first = portions.next(state)
-        return ClusterDecision(portions, first.changes, first.events)
+        return Decision(portions, first.changes, first.events)
 
     def _present(self) -> dict[str, frozenset[str]]:
         """Job -> whose processes are its members, for jobs of places that are gone. A job whose members may have lost their leases by a

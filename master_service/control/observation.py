@@ -105,4 +105,4 @@ def _last_sign(job: Job) -> float:
 
 
 def _short(failure: UserFailure) -> UserFailure:
-    return failure.model_copy(update={"message": shortened(failure.message, ERROR_CHARACTERS), "traceback": ""})
+    return failure.with_fields(message=shortened(failure.message, ERROR_CHARACTERS), traceback="")

@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from master_service.control.events import EventFeed
 from master_service.core.changes import Decision
-from master_service.core.decisions import operations, resize, rollback
+from master_service.core.decisions import operations, resize
 from master_service.core.decisions.once import Once
+from master_service.core.decisions.recovery import rollback
 from master_service.core.state.job import Job
 from master_service.storage.job_storage import JobStorage
 from master_service.store.writer import Writer
@@ -80,7 +81,7 @@ class OperationRunner:
             if known is not None and resize.is_same(known, trainers, pservers, strategy):
                 return Decision(known)
             numbers = resize.wanted(job, trainers, pservers, strategy)
-            return operations.ask(job, asked.model_copy(update={"resize": numbers}), keyed=bool(key))
+            return operations.ask(job, asked.with_fields(resize=numbers), keyed=bool(key))
 
         return await self._begun(decide, once)
 
@@ -103,7 +104,7 @@ class OperationRunner:
         kind = resize.lacking(job, found)
         why = self._why_fewer(kind) if kind else ""
         reason = f"waiting for {operations.waits_for(job, found)}" + (f"; {why}" if why else "")
-        return found.model_copy(update={"reason": reason})
+        return found.with_fields(reason=reason)
 
     async def wait(self, operation_id: str, wait_s: float) -> Operation:
         """As `get`, once it has ended or after `wait_s`. Raises NotFound."""
@@ -131,7 +132,7 @@ class OperationRunner:
     async def _begun(
         self, decide: Callable[[Job, float], Decision[Operation]], once: Once[Operation] | None
     ) -> Operation:
-        begun = await self._writer.decide(once.in_job(decide) if once is not None else decide)
+        begun = await self._writer.decide(once.decide(decide) if once is not None else decide)
         self.look_again()
         return self.get(begun.operation_id)
 

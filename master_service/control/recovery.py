@@ -15,10 +15,20 @@ from collections.abc import Sequence
 
 from master_service.control.evictions import Evictions
 from master_service.core.changes import Change, Decision, Event, NextEpoch
-from master_service.core.decisions import pserver_return, queue_restore, rollback
 from master_service.core.decisions.collective import members as collective
 from master_service.core.decisions.evaluations import evaluation
 from master_service.core.decisions.lifecycle import fail
+from master_service.core.decisions.recovery import lost, returns, rollback
+from master_service.core.decisions.recovery.queue import (
+    cut_in,
+    epoch_at,
+    missed_minibatches,
+    read_cut,
+    records_since_cut,
+    records_since_positions,
+    restore_to_cut,
+    restore_to_positions,
+)
 from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
 from master_service.storage.job_storage import JobStorage
@@ -108,8 +118,8 @@ class Recovery:
             state = job.state
             if job.spec.strategy is Strategy.COLLECTIVE:
                 return collective.give_up_loading(job.spec, state, job.members)
-            needed = rollback.holders(job.spec, job.slots)
-            missing = [i for i in needed if not rollback.has_parameters(state, job.members, i)]
+            needed = lost.holders(job.spec, job.slots)
+            missing = [i for i in needed if not lost.has_parameters(state, job.members, i)]
             if not missing or (state.phase is not Phase.ROLLING_BACK and not state.absent):
                 return Decision(None)
             there = [job.members.pservers[index] for index in missing if index in job.members.pservers]
@@ -128,7 +138,7 @@ class Recovery:
         job = self._job
         if job.spec.mode is not Mode.ASYNC or job.state.phase.final:
             return False
-        back = pserver_return.returned(job.state, job.members)
+        back = returns.returned(job.state, job.members)
         return any([await self._record_return(member) for member in back])
 
     async def _record_return(self, member: PserverMember) -> bool:
@@ -138,7 +148,7 @@ class Recovery:
         cut, error = None, ""
         try:
             if (ref := await self._ref_of(member)) is not None:
-                cut = queue_restore.cut_in(await self._read_manifest(ref), self._job.slots)
+                cut = cut_in(await self._read_manifest(ref), self._job.slots)
         except CheckpointUnusable as unusable:
             error = unusable.message
         if cut is None and await self._ref_of(member) is None:
@@ -155,8 +165,8 @@ class Recovery:
                 )
             key = str(member.index)
             before = cut.losses.lost.get(key, 0), cut.losses.skipped.get(key, 0)
-            lost = queue_restore.missed_minibatches(job, cut, restored.positions) if restored.blocks else 0
-            return pserver_return.record_return(job, member, lost, before)
+            missed = missed_minibatches(job, cut, restored.positions) if restored.blocks else 0
+            return returns.record_return(job, member, missed, before)
 
         await self._writer.decide(count)
         self._job.training.grant_again(clock.monotonic())
@@ -177,7 +187,7 @@ class Recovery:
     async def _evict_survivors(self) -> None:
         """Without any checkpoint, pservers that still hold parameters have to leave."""
         job = self._job
-        leaving = rollback.survivors(job.spec, job.state, job.slots, job.members)
+        leaving = lost.survivors(job.spec, job.state, job.slots, job.members)
         if not leaving:
             return
         there = await read_checkpoints(self._etcd, self._keys)
@@ -241,7 +251,7 @@ class Recovery:
         """Raises CheckpointUnusable if the queue cannot go back to it."""
         lanes = len(manifest.record.positions)
         if self._job.spec.mode is Mode.ASYNC:
-            queue_restore.read_cut(manifest.queue)
+            read_cut(manifest.queue)
         elif lanes != self._job.spec.lanes:
             msg = f"checkpoint {manifest.uuid} (step {manifest.step}) has {lanes} lanes, the job has {self._job.spec.lanes}"
             raise CheckpointUnusable(msg)
@@ -250,17 +260,14 @@ class Recovery:
     async def _restore_queue(self, state: JobState, manifest: Manifest) -> bool:
         """The queue as it was at the checkpoint, in parts; then RUNNING in one transaction. No task is given out before that."""
         step, positions = manifest.step, manifest.record.positions
-        cut = queue_restore.cut_in(manifest, self._job.slots) if self._job.spec.mode is Mode.ASYNC else None
+        cut = cut_in(manifest, self._job.slots) if self._job.spec.mode is Mode.ASYNC else None
         if cut is not None:
-            epoch, records = cut.epoch, queue_restore.records_since_cut(self._job, cut)
+            epoch, records = cut.epoch, records_since_cut(self._job, cut)
         else:
-            epoch = queue_restore.epoch_at(positions)
-            records = max(self._metrics.records_from(step), queue_restore.records_since_positions(self._job, positions))
+            epoch = epoch_at(positions)
+            records = max(self._metrics.records_from(step), records_since_positions(self._job, positions))
         await self._write(state, (NextEpoch(epoch),))
-        if cut is not None:
-            changes = queue_restore.restore_to_cut(self._job, cut)
-        else:
-            changes = queue_restore.restore_to_positions(self._job, positions)
+        changes = restore_to_cut(self._job, cut) if cut is not None else restore_to_positions(self._job, positions)
         changes = (*changes, *evaluation.rewind(self._job, step))
         for first in range(0, len(changes), AT_ONCE):
             await self._write(state, changes[first : first + AT_ONCE])

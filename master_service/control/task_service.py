@@ -89,7 +89,7 @@ class TaskService(ABC):
 
     async def _decide(self, decision: Callable[[Job, float], Decision[A]], once: Once[A] | None) -> A:
         """`once`: of a request with an Idempotency-Key. Raises AnsweredBefore, IdempotencyKeyReused, what the decision raises."""
-        return await self.writer.decide(once.in_job(decision) if once is not None else decision)
+        return await self.writer.decide(once.decide(decision) if once is not None else decision)
 
     # ---------------------------------------------------------------- tasks
 
@@ -115,7 +115,7 @@ class TaskService(ABC):
             return Decision(None)
 
         if once is not None:
-            await self.writer.decide(once.in_job(check))
+            await self.writer.decide(once.decide(check))
         queue, now = tasks.report_progress(self.job, task_id, report), clock.monotonic()
         alive = queue.sign_of_life(task_id, report.minibatches, now, report.work, report.waits_for)
         if alive and queue.kind in BESIDE:
@@ -163,10 +163,10 @@ class TaskService(ABC):
         writer = self.writer
         check_failure(member_id, failure)
         if once is not None:
-            await writer.decide(once.check_job)
+            await writer.decide(once.check)
         if not await self._is_starting(member_id):
             check_trainer(writer.job, member_id)
-        named = failure.model_copy(update={"trainer": member_id})
+        named = failure.with_fields(trainer=member_id)
         fields: Fields = {"member": member_id, "error_type": failure.error_type}
         told = Event("user_failure", f"{member_id}: {failure.error_type}: {failure.message}", fields)
 
@@ -257,7 +257,7 @@ class TaskService(ABC):
             return Decision(None)
 
         if once is not None:
-            await self.writer.decide(once.in_job(check))
+            await self.writer.decide(once.decide(check))
         current = current_metrics(self.job, batch)
         if batch.warnings:
             await self._warn(batch.warnings)

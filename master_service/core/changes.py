@@ -9,7 +9,9 @@ commit(changes) in one txn -> job.apply(changes)            now it has
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic
+
+from typing_extensions import TypeVar
 
 from shared.evaluations import Evaluation, EvaluationStatus
 from shared.events import EventFields
@@ -33,7 +35,6 @@ from shared.records.pauses import Losses, Pause
 from shared.records.queue import FailureCounts
 
 Fields = EventFields
-Answer_co = TypeVar("Answer_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,12 +253,19 @@ class Event:
     fields: Fields = field(default_factory=dict)
 
 
+Answer_co = TypeVar("Answer_co", covariant=True)
+Change_co = TypeVar("Change_co", covariant=True, default=Change)
+Other = TypeVar("Other")
+
+
 @dataclass(frozen=True, slots=True)
-class Decision(Generic[Answer_co]):
+class Decision(Generic[Answer_co, Change_co]):
+    """What to answer, change and tell. Its changes are those of a job unless it says others (state/cluster.py)."""
+
     answer: Answer_co
-    changes: tuple[Change, ...] = ()
+    changes: tuple[Change_co, ...] = ()
     events: tuple[Event, ...] = ()
 
-    def __add__(self, other: Decision[object]) -> Decision[Answer_co]:
+    def __add__(self, other: Decision[object, Other]) -> Decision[Answer_co, Change_co | Other]:
         """The answer of the first; the changes and events of both, in order."""
         return Decision(self.answer, self.changes + other.changes, self.events + other.events)

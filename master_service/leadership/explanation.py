@@ -41,7 +41,7 @@ async def explain_job(master: Master, given: int | None = None) -> Explanation:
 
 
 async def _taking_over(master: Master) -> Explanation:
-    keys, lasted = master.keys, seconds(clock.monotonic() - master.leading_since)
+    keys, lasted = master.keys, seconds(clock.monotonic() - master.candidate.since)
     try:
         found = await master.etcd.txn([], [Get(keys.spec), Get(keys.task_meta)], timeout_s=ANSWER_S)
     except PeerError as error:

@@ -7,33 +7,49 @@ methods: NotLeader on a standby (with the leader's url), NotReady while taking o
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 
 from master_service.control.evictions import Evictions
 from master_service.control.task_service import TaskService
 from master_service.core.changes import Event
 from master_service.core.decisions.once import Once
 from master_service.core.decisions.reports import current_metrics
-from master_service.leadership.election import campaign, stand
+from master_service.leadership.candidate import Candidate
+from master_service.leadership.election import stand
 from master_service.leadership.term import Term
 from master_service.store.takeover import take_over
-from master_service.store.writer import HeldLock, Writer
-from shared.errors import NotFound, NotLeader, NotReady, PeerError
+from master_service.store.writer import Writer
+from shared.errors import NotFound, PeerError
 from shared.etcd import Lease, LeaseLost, Put
 from shared.metric_names import LOSS
-from shared.records import AcquireTask, MasterAddress, MasterLock, MetricBatch, MetricsTaken, TaskAnswer
+from shared.records import AcquireTask, MasterAddress, MetricBatch, MetricsTaken, TaskAnswer
 from shared.runtime import clock, telemetry
 
 log = telemetry.logger("master")
 
 
+@dataclass(eq=False, repr=False)
 class Master(TaskService):
-    """`url` is where its REST API is served. `current_term`: None on a standby."""
+    """`url` is where its REST API is served."""
 
-    current_term: Term | None = None
-    leading_since = 0.0  # when it got the lock
-    setback: PeerError | LeaseLost | None = None  # why it stepped down, until it leads again
-    _leader = ""
-    _leading = False
+    candidate: Candidate[Term] = field(init=False)
+    #: Why it stepped down, until it leads again.
+    setback: PeerError | LeaseLost | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.candidate = Candidate(
+            self.etcd,
+            name=self.name,
+            url=self.url,
+            network=self.network,
+            probe=self.probe,
+            taking_over="taking over the job (counting the dataset, reading the queues)",
+        )
+
+    @property
+    def current_term(self) -> Term | None:
+        """None on a standby."""
+        return self.candidate.current
 
     def __repr__(self) -> str:
         role = f"term {self.current_term.number}, {self.current_term.job}" if self.current_term else "standing by"
@@ -51,25 +67,20 @@ class Master(TaskService):
     async def lead(self, lease: Lease) -> None:
         """Wait for the job's lock, take the job over and lead it until cancelled, or the lock is lost (raises LockLost, in an
         ExceptionGroup). Raises what `take_over` raises."""
-        me = MasterLock(master=self.name, url=self.url, lease=lease.id, network=self.network)
-        try:
-            term = await campaign(self.etcd, self.keys.master_lock, me, lease, self.probe, self._note_leader)
-            self._leading, self._leader, self.leading_since = True, self.url, clock.monotonic()
-            lock = HeldLock(self.keys.master_lock, term, lease)
-            address = Put(self.keys.master_address, MasterAddress(url=self.url, term=term).to_bytes(), lease.id)
-            start = await take_over(self.etcd, self.keys, lock, self.spec, self.storage, address)
-            self.current_term, self.setback = Term(self, lock, start), None
-            leading = self.current_term
-            self.events.begin(lambda: leading.job.events, leading.writer.tell)
-            elected = f"{self.name} leads in term {term}"
-            self.events.add([Event("master_elected", elected, {"term": term, "url": self.url}), *start.news])
-            await leading.run()
-        finally:
-            self.current_term, self._leading, self._leader = None, False, ""
-            self.events.end()
-
-    def _note_leader(self, holder: MasterLock) -> None:
-        self._leader = holder.url
+        async with self.candidate.elected(self.keys.master_lock, lease) as lock:
+            try:
+                address = MasterAddress(url=self.url, term=lock.term)
+                first = Put(self.keys.master_address, address.to_bytes(), lease.id)
+                start = await take_over(self.etcd, self.keys, lock, self.spec, self.storage, first)
+                term = self.candidate.current = Term(self, lock, start)
+                self.setback = None
+                self.events.begin(lambda: term.job.events, term.writer.tell)
+                elected = f"{self.name} leads in term {lock.term}"
+                told = Event("master_elected", elected, {"term": lock.term, "url": self.url})
+                self.events.add([told, *start.news])
+                await term.run()
+            finally:
+                self.events.end()
 
     # ---------------------------------------------------------------- as the only job that the process leads
 
@@ -85,11 +96,8 @@ class Master(TaskService):
         self.term  # noqa: B018  raises
 
     def check_ready(self) -> bool:
-        """Whether it leads; False: it stands by. Raises NotLeader: it has no lease, so it can do neither; NotReady."""
-        if self._leader and not self._leading:
-            return False
-        self.check_leading()
-        return True
+        """As Candidate's."""
+        return self.candidate.check_ready()
 
     def masters(self) -> tuple[Master]:
         return (self,)
@@ -134,19 +142,8 @@ class Master(TaskService):
 
     @property
     def term(self) -> Term:
-        """Raises NotLeader (also as soon as the lease is over by the local clock) or NotReady."""
-        if self.current_term is not None:
-            if self.current_term.lease.alive:
-                return self.current_term
-            msg = f"{self.name} lost its lease; ask its successor"
-            raise NotLeader(msg, retry_after_s=round(self.current_term.lease.held_s, 3))
-        if self._leading:
-            msg = f"{self.name} is taking over the job (counting the dataset, reading the queues); ask again"
-            raise NotReady(msg)
-        if not self._leader:
-            raise NotLeader(f"{self.name} stands by; the leader is not known yet", leader="")
-        msg = f"{self.name} stands by; the leader is {self._leader}"
-        raise NotLeader(msg, leader=self._leader, retry_after_s=0)  # there at once
+        """Raises NotLeader, NotReady, as Candidate's."""
+        return self.candidate.term
 
     @property
     def writer(self) -> Writer:

@@ -145,7 +145,7 @@ class Dispatcher(TaskService):
             waits_for=report.waits_for,
         )
         others = [task for task in self._progress.tasks if task.task_id != task_id and self._holds(task)]
-        await self._publish(self._progress.model_copy(update={"tasks": (*others, mine)}))
+        await self._publish(self._progress.with_fields(tasks=(*others, mine)))
 
     async def report_metrics(self, batch: MetricBatch, once: Once[None] | None = None) -> MetricsTaken:
         """Sums of the current epoch. Raises PeerError."""
@@ -156,16 +156,14 @@ class Dispatcher(TaskService):
         loss_sum, records = (before.loss_sum, before.records) if epoch == before.epoch else (0.0, 0)
         shares = [share for share in batch.steps if share.epoch == epoch]
         await self._publish(
-            before.model_copy(
-                update={
-                    "epoch": epoch,
-                    "step": max([share.step for share in batch.steps], default=before.step),
-                    "loss_sum": loss_sum + sum(share.loss_sum for share in shares),
-                    "records": records + sum(share.records for share in shares),
-                    "tasks": tuple(task for task in before.tasks if self._holds(task)),
-                    "lane_s": batch.lane_s,
-                    "least_lane_s": batch.least_lane_s,
-                }
+            before.with_fields(
+                epoch=epoch,
+                step=max([share.step for share in batch.steps], default=before.step),
+                loss_sum=loss_sum + sum(share.loss_sum for share in shares),
+                records=records + sum(share.records for share in shares),
+                tasks=tuple(task for task in before.tasks if self._holds(task)),
+                lane_s=batch.lane_s,
+                least_lane_s=batch.least_lane_s,
             )
         )
         return taken
@@ -181,7 +179,7 @@ class Dispatcher(TaskService):
         """What this trainer reported of the epoch is kept for REMEMBERED_S: others may not have read it yet."""
         if not self._progress.records:
             return
-        self._progress = self._progress.model_copy(update={"tasks": ()})
+        self._progress = self._progress.with_fields(tasks=())
         with _best_effort():
             await self._put(await self.etcd.grant(REMEMBERED_S, timeout_s=WRITE_S))
 

@@ -21,8 +21,7 @@ from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.queue.task_sizes import TaskSizes
 from master_service.storage.heads import Heads
 from master_service.storage.partial_counts import Counter, PartialCounts
-from master_service.storage.record_offsets import count_framed
-from master_service.storage.task_starts import TaskStarts
+from master_service.storage.task_starts import TaskStarts, count_framed
 from shared.datasets import npy
 from shared.datasets.custom_reader import load_custom
 from shared.datasets.in_code import count_object

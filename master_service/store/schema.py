@@ -35,13 +35,14 @@ from master_service.core.changes import (
     RequireLatest,
     RestartQueue,
 )
+from master_service.core.state.event_log import EventLog
 from master_service.core.state.job import Job
 from master_service.store.batch import merge
-from master_service.store.event_log import chunk_of
 from shared.errors import Conflict
-from shared.etcd import Compare, Delete, KeyValue, Put, WatchEvent
-from shared.etcd.reading import must_read, read_number, read_record, understood
+from shared.etcd import Compare, Delete, Etcd, KeyValue, Put, WatchEvent
+from shared.etcd.reading import must_read, read_below, read_number, read_record, understood
 from shared.evaluations import Evaluation, EvaluationStatus
+from shared.events import EventChunk
 from shared.keys import Keys
 from shared.records import (
     DiscardedTask,
@@ -134,7 +135,7 @@ def _operations(keys: Keys, job: Job | None, change: Change) -> tuple[Put | Dele
             return (Delete(keys.cursor(name)), *ranges)
         case NextEpoch(epoch):
             assert job is not None
-            meta = job.meta.model_copy(update={"epoch": epoch})
+            meta = job.meta.with_fields(epoch=epoch)
             return (*(Delete(of("0"), of(":")) for of in (keys.cursor, keys.pending, keys.requeued)), Put(keys.task_meta, meta.to_bytes()))  # fmt: skip
         case _:
             return (Put(_places(keys)[type(change)], change.to_bytes()),)
@@ -276,3 +277,19 @@ def _check_same_dataset(counted: TaskMeta, stored: TaskMeta) -> None:
             f"{stored.digest[:12]} of {stored.tasks} tasks then; restore the files or start a new job"
         )
         raise Conflict(msg)
+
+
+async def read_events(etcd: Etcd, prefix: str) -> EventLog:
+    """`prefix`: of the chunks. Raises PeerError."""
+    found, _ = await read_below(etcd, prefix)
+    kept = EventLog()
+    for key in sorted(found):
+        if (change := chunk_of(key, found[key].value)) is not None:
+            kept.apply(change)
+    return kept
+
+
+def chunk_of(key: str, value: bytes) -> PutEvents | None:
+    """None: it holds no events (this is logged)."""
+    told = read_record(EventChunk, key, value)
+    return PutEvents(told.events[0].event_id, told.events[-1].event_id, value) if told and told.events else None

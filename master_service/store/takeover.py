@@ -113,7 +113,7 @@ def _agreed_spec(keys: Keys, found: dict[str, KeyValue], given: JobSpec | None) 
     known = must_read(GivenNumbers, numbers.key, numbers.value) if numbers is not None else None
     if known is not None and (known.trainers, known.pservers) == (given.trainers, given.pservers):
         # the spec of before a resize: its numbers are not wanted anew
-        return spec.model_copy(update={"sources": given.sources})
+        return spec.with_fields(sources=given.sources)
     return given
 
 

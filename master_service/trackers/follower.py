@@ -10,16 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from master_service.core.state.series import SeriesTable
+from master_service.core.state.whole_steps import WholeSteps
+from master_service.storage.series_files import FOLDER, add_encoded, to_read
 from master_service.trackers.assignment import Assignment, News
 from master_service.trackers.memory import Memory
 from master_service.trackers.points import behind, new_points
-from master_service.trackers.stored_series import reader_of
 from master_service.trackers.worker import Worker
 from shared.runtime import clock
 from shared.runtime.waiting import Notices
+from shared.storage import files
 
 PORTION = 5000  # points of one call
 LATE_S = 30.0  # that a call may last before it is told
+ATTEMPTS = 5
 
 
 class Follower:
@@ -82,3 +86,38 @@ class Follower:
         if worker.ended and kind not in self._ended:
             self._ended.add(kind)
             self._tell(News(state="ended", tracker=kind))
+
+
+def reader_of(storage: str) -> StoredSeriesReader:
+    """Of the files in a job's storage."""
+    folder = files.join(storage, FOLDER)
+    return StoredSeriesReader(lambda: files.names(folder), lambda name: files.read_bytes(files.join(folder, name)))
+
+
+class StoredSeriesReader:
+    """`names`: of all files there are now; `read`: one of them; both block, and raise OSError. `table`, `steps`: as far as they were
+    read."""
+
+    def __init__(self, names: Callable[[], list[str]], read: Callable[[str], bytes]) -> None:
+        self._names, self._content_of = names, read
+        self._read: list[str] = []
+        self.table, self.steps = SeriesTable(), WholeSteps()
+
+    def look(self) -> None:
+        """Read what is new. Raises OSError."""
+        for _ in range(ATTEMPTS):
+            try:
+                self._look()
+            except FileNotFoundError:  # a master has put them together meanwhile
+                continue
+            return
+        raise OSError("the files of metrics changed whenever they were read")
+
+    def _look(self) -> None:
+        names = to_read(self._names())[0]
+        known = self._read == names[: len(self._read)]
+        table, steps = (self.table, self.steps) if known else (SeriesTable(), WholeSteps())
+        contents = [(name, self._content_of(name)) for name in names[len(self._read) * known :]]
+        for name, content in contents:
+            add_encoded(table, steps, content, name)
+        self.table, self.steps, self._read = table, steps, names

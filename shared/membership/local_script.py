@@ -43,7 +43,7 @@ class LocalScripts:
             raise InvalidArgument(str(error), hint=_HINT) from error
         if stored is not None:
             digest, file_name = stored
-            source = (await self._stored(script, digest)).model_copy(update={"file_name": file_name})
+            source = (await self._stored(script, digest)).with_fields(file_name=file_name)
         elif (path := files.local_path(script)) is None:
             source = await self._remote(script)
         elif path.expanduser().is_file():

@@ -169,7 +169,7 @@ class OwnKey(Generic[R]):
 
     async def _say_leaving(self, lease: Lease) -> None:
         """Best effort: it is only for people."""
-        self.record = self.record.model_copy(update={"leaving": True})
+        self.record = self.record.with_fields(leaving=True)
         with contextlib.suppress(PeerError):
             await self._put(lease, [self.held])
 
@@ -226,7 +226,7 @@ class OwnKey(Generic[R]):
                     self.created_again()
                 if (revision := await self._put(lease, proofs)) > 0:
                     self._created = found.create_revision if found is not None else revision
-                    self.record, self._lease = self.record.model_copy(update={"lease": lease.id}), lease
+                    self.record, self._lease = self.record.with_fields(lease=lease.id), lease
                     log.info("lease_replaced", key=self.key, lease=f"{lease.id:x}", created_again=found is None)
                     return True
                 await asyncio.sleep(ids.jitter(LOOK_AGAIN_S))
@@ -256,7 +256,7 @@ class OwnKey(Generic[R]):
 
     async def _put(self, lease: Lease, proofs: Sequence[Compare]) -> int:
         """The revision at which the record was written with that lease; 0: a proof failed."""
-        value = self.record.model_copy(update={"lease": lease.id}).to_bytes()
+        value = self.record.with_fields(lease=lease.id).to_bytes()
         done = await self._etcd.txn(proofs, [Put(self.key, value, lease.id)])
         return done.revision if done.succeeded else 0
 

@@ -119,6 +119,9 @@ def stored_source(script: str) -> tuple[str, str] | None:
     return found[1], found[2]
 
 
+Wanted = Literal["run", "pause", "cancel", "delete"]  # what the users of a job asked for last
+
+
 class ClusterJob(Record):
     """One job of a cluster. `epoch` counts its starts: assignments of an older one are no more. `wanted`: what its users asked for
     last; `delete`: its files are being deleted, then its keys. `reason`: why it is where it is, as a sentence. `trainers`, `pservers`: how many it may have now by a resize (None: as
@@ -128,7 +131,7 @@ class ClusterJob(Record):
     spec: JobSpec
     scheduling: Scheduling = Scheduling()
     standing: Standing = Standing.QUEUED
-    wanted: Literal["run", "pause", "cancel", "delete"] = "run"
+    wanted: Wanted = "run"
     epoch: int = 0
     reason: Message = ""
     source_digest: str = ""
@@ -136,7 +139,6 @@ class ClusterJob(Record):
     trainers: int | None = None
     pservers: int | None = None
     preempted_by: str = ""
-    request: Id = ""  # the Idempotency-Key of its creation
     create_time: str = ""
     start_time: str = ""
     end_time: str = ""
@@ -223,7 +225,6 @@ class JobSchedule(Record):
     spec: JobSpec
     scheduling: Scheduling = Scheduling()
     source_digest: str = ""
-    request: Id = ""  # the Idempotency-Key of its creation
     create_time: str = ""
     next_time: str = ""
     last_time: str = ""

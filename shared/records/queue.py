@@ -78,7 +78,7 @@ class PendingTask(Record):
         """Without the earlier attempts of these trainers; None if the newest is theirs: whatever came before it may have given up."""
         if self.trainer in lost:
             return None
-        return self.model_copy(update={"others": tuple(each for each in self.others if each.trainer not in lost)})
+        return self.with_fields(others=tuple(each for each in self.others if each.trainer not in lost))
 
 
 class RequeuedTask(Record):
@@ -121,9 +121,7 @@ class EvaluationSums(Record):
             parts[name] = exact_parts(parts.get(name) or (self.sums.get(name, 0.0),), value)
         totals = {name: total_of(values) for name, values in parts.items()}
         several = {name: values for name, values in parts.items() if len(values) > 1}
-        return self.model_copy(
-            update={"sums": {**self.sums, **totals}, "parts": several, "finished": self.finished + 1}
-        )
+        return self.with_fields(sums={**self.sums, **totals}, parts=several, finished=self.finished + 1)
 
 
 class ValidationSums(EvaluationSums):
@@ -175,7 +173,7 @@ class FailureCounts(Record):
     def without(self, epoch: int, task_id: str) -> Self:
         """A trainer has got past all of that task: whatever died there did so by chance."""
         left = tuple(each for each in self.deaths if (each.epoch, each.task_id) != (epoch, task_id))
-        return self.model_copy(update={"deaths": left})
+        return self.with_fields(deaths=left)
 
 
 def error_digest(error_type: str, message: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -18,6 +18,11 @@ class Record(BaseModel):
 
     def to_bytes(self) -> bytes:
         return self.model_dump_json(exclude_none=True).encode()
+
+    def with_fields(self, **fields: Any) -> Self:
+        """Return a copy in which `fields` have these values. mypy checks their names and types (tests/tidy/typed_copies.py), so no
+        value is validated again."""
+        return self.model_copy(update=fields)
 
 
 def shortened(text: str, limit: int) -> str:

@@ -69,7 +69,7 @@ class TokenFile:
             token = new_token(old.role)
             if keep_s > 0:
                 until = rfc3339(clock.wall_time() + keep_s)
-                records.append(old.model_copy(update={"expire_time": min(until, old.expire_time or until)}))
+                records.append(old.with_fields(expire_time=min(until, old.expire_time or until)))
             self._write([*records, _record(name, old.role, token, _valid_s(old))])
             self._hand_out(old, token)
         return token

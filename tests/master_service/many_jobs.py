@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
 from master_service.cluster.leader import ClusterMaster
+from master_service.core.decisions.once import AnsweredBefore, Keyed, Once
 from shared.errors import NotLeader, PeerError, TriremeError
 from shared.etcd import Etcd
 from shared.etcd.reading import read_record
@@ -15,7 +16,7 @@ from shared.keys import ClusterKeys, Keys
 from shared.records import AcquireTask, CompleteTask, JobSpec, Phase, PserverMember, TrainerMember
 from shared.records.cluster import Assignment, ClusterJob, Kind, PoolMember, Scheduling
 from shared.records.job import JobState
-from shared.runtime import ids
+from shared.runtime import clock, ids
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.waiting import until
 from tests.master_service.cluster import Storage, spec_of
@@ -23,9 +24,16 @@ from tests.master_service.cluster import Storage, spec_of
 ROOT = "trireme"
 
 
-def job_of(name: str, scheduling: dict[str, Any] | None = None, request: str = "", **values: Any) -> ClusterJob:
+def job_of(name: str, scheduling: dict[str, Any] | None = None, **values: Any) -> ClusterJob:
     spec: JobSpec = spec_of(job=name, storage=f"memory://{name}", **values)
-    return ClusterJob(job=name, spec=spec, scheduling=Scheduling(**scheduling or {}), request=request)
+    return ClusterJob(job=name, spec=spec, scheduling=Scheduling(**scheduling or {}))
+
+
+async def create_once(leader: ClusterMaster, job: ClusterJob) -> None:
+    """As POST /v1/jobs with an Idempotency-Key, the job's name: a repetition after a lost answer is no conflict."""
+    keyed = Keyed(job.job, job.job, "createJob", clock.wall_time())
+    with suppress(AnsweredBefore):
+        await leader.create_job(job, None, Once(keyed, lambda made: made))
 
 
 class Jobs:

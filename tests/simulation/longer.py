@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from master_service.store.start_again import renew
+from master_service.store.between_runs import renew
 from shared.errors import Conflict, PeerError
 from shared.records import JobSpec, Strategy
 

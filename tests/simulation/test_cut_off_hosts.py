@@ -15,7 +15,7 @@ from shared.records.cluster import Kind, Standing
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
-from tests.master_service.many_jobs import job_of
+from tests.master_service.many_jobs import create_once, job_of
 from tests.simulation.hosts import SimulatedHost, held_twice, watched
 from tests.simulation.many_jobs import SimulatedJobs
 
@@ -41,8 +41,8 @@ async def begun(jobs: SimulatedJobs, hosts: list[SimulatedHost], names: str = "a
         jobs.start_master(name)
     await until(lambda: jobs.leading_node is not None, "a master to lead")
     for name in names:
-        asked = job_of(name, {"max_trainers": 1}, mode=Mode.SYNC, lease_ttl_s=LEASE_S, request=name)
-        await jobs.insist(lambda leader, asked=asked: leader.create_job(asked, None))
+        asked = job_of(name, {"max_trainers": 1}, mode=Mode.SYNC, lease_ttl_s=LEASE_S)
+        await jobs.insist(lambda leader, asked=asked: create_once(leader, asked))
     await until(lambda: all(served(hosts, name) for name in names), "the jobs to run")
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
-from master_service.api.event_source import JobEvents
+from master_service.api.routes.events import JobEvents
 from master_service.core.changes import Event
 from master_service.leadership.master import Master
 from master_service.store import schema

@@ -12,7 +12,7 @@ from shared.records.cluster import Kind, Standing, TaskRun, TaskState
 from shared.records.job_spec import JobTask
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
-from tests.master_service.many_jobs import Place, job_of
+from tests.master_service.many_jobs import Place, create_once, job_of
 from tests.simulation.many_jobs import SimulatedJobs
 
 TASKS = {
@@ -42,7 +42,7 @@ def run(last: int | None, *, lose: int = 0) -> tuple[list[str], int, list[tuple[
         begin = len(first.crash_point.done)
         if last is not None:
             first.crash_point.last = begin + last
-        await jobs.insist(lambda leader: leader.create_job(job_of("a", request="a", **TASKS), None))
+        await jobs.insist(lambda leader: create_once(leader, job_of("a", **TASKS)))
         for _ in range(lose):
             await until(lambda: tasked(members), "a task to run")
             await tasked(members)[0].die_and_come_back()

@@ -15,7 +15,7 @@ from shared.records.cluster import Standing
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
-from tests.master_service.many_jobs import job_of
+from tests.master_service.many_jobs import create_once, job_of
 from tests.simulation.many_jobs import SimulatedJobs
 
 TASKS = 5
@@ -33,8 +33,8 @@ async def use(jobs: SimulatedJobs) -> list[str]:
     """`a` runs, is paused, and is cancelled; `b` waits for its members and ends; `c` is paused while it waits, and resumed; `d` is
     cancelled while it waits. At last all are deleted. Broken promises."""
     for name in "abcd":
-        asked = job_of(name, {"min_trainers": 2} if name == "b" else None, request=f"create-{name}")
-        await jobs.insist(lambda leader, asked=asked: leader.create_job(asked, None))
+        asked = job_of(name, {"min_trainers": 2} if name == "b" else None)
+        await jobs.insist(lambda leader, asked=asked: create_once(leader, asked))
     await settled(jobs.insist(lambda leader: leader.pause_job("c")))
     await settled(jobs.insist(lambda leader: leader.cancel_job("d")))
     await settled(jobs.insist(lambda leader: leader.pause_job("a")))
@@ -170,8 +170,8 @@ def test_a_hundred_jobs_on_a_pool_of_eight_all_end_once_and_leave_nothing():
             before = {kv.key for kv in (await jobs.etcd.range("/", prefix=True)).kvs}
             for number, name in enumerate(names):
                 scheduling = {"priority": 10 * (number % 5), "min_trainers": 1 + number % 3, "weight": 1.0 + number % 2}
-                asked = job_of(name, scheduling, request=name)
-                await jobs.insist(lambda leader, asked=asked: leader.create_job(asked, None))
+                asked = job_of(name, scheduling)
+                await jobs.insist(lambda leader, asked=asked: create_once(leader, asked))
             for name in names:
                 await jobs.until_standing(name, Standing.COMPLETED, limit_s=1000)
             await jobs.until_idle()

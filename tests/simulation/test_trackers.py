@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from master_service.trackers.follower import StoredSeriesReader
 from master_service.trackers.made import make
 from master_service.trackers.points import new_points, told_with
-from master_service.trackers.stored_series import StoredSeriesReader
 from master_service.trackers.tracker import Run, Tracker
 from shared.records import Mode
 from shared.trackers import Tracker as Wanted

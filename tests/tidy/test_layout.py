@@ -90,6 +90,7 @@ PURE = {
     "math",
     "statistics",
     "typing",
+    "typing_extensions",
     "warnings",
 }
 PURE |= {"numpy", "torch"}  # where arrays are the subject

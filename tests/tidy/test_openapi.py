@@ -14,8 +14,7 @@ from jsonschema import Draft202012Validator
 
 from clients.write_openapi import OPENAPI, current
 from master_service.api.app import api_of
-from master_service.api.openapi.codes import PROBLEMS
-from master_service.api.openapi.document import FOLLOWED, operations
+from master_service.api.openapi.document import FOLLOWED, PROBLEMS, operations
 from master_service.api.openapi.properties import PARAMETERS, PROPERTIES, TAGS
 from shared import errors
 from tests.tidy.sources import ROOT
@@ -155,7 +154,7 @@ def test_every_code_that_masters_raise_is_documented() -> None:
                 raised.add(node.func.id)
     assert len(raised) > 10
     missing = {name: classes[name].code for name in raised - NOT_OF_HTTP if classes[name].code not in documented}
-    assert not missing, f"add them to master_service/api/openapi/codes.py: {missing}"
+    assert not missing, f"add them to master_service/api/openapi/document.py: {missing}"
     for status, codes in PROBLEMS.items():
         for code in codes:
             kind = next((each for each in classes.values() if each.code == code), errors.TriremeError)

@@ -40,7 +40,7 @@ def export(
         spec, cluster = spec_of(job, data_dir, url), cluster_of(job, data_dir, url)
         with tempfile.TemporaryDirectory(prefix="trireme-export-") as folder:
             if cluster is not None and stored_source(spec.script):
-                spec = spec.model_copy(update={"script": str(asyncio.run(_fetch(cluster, Path(folder), spec.job)))})
+                spec = spec.with_fields(script=str(asyncio.run(_fetch(cluster, Path(folder), spec.job))))
             return _export(spec, which, out, optimizer=optimizer, tables=tables, as_json=as_json)
 
     return answer(work, as_json=as_json)
@@ -82,7 +82,7 @@ async def _write_model(
     from trainer_agent.script.user_module import load  # noqa: PLC0415
 
     with ThreadPoolExecutor(1) as executor:
-        on_cpu = spec.model_copy(update={"device": "cpu"})
+        on_cpu = spec.with_fields(device="cpu")
         compute = TorchCompute(load(spec.script), on_cpu, executor, initial=manifest.layout.initial)
         check_layout(compute.layout, manifest.layout)
         states = BlockStates(compute.plan, compute.model, compute.optimizer) if optimizer else None

@@ -131,7 +131,7 @@ async def run_job(request: RunRequest) -> int:
             storage=run_storage.place_of(base, job, (data_dir / job).absolute()),
         )
         own_code = [*inspection.readers, *(each.kind.partition(":")[0] for each in spec.trackers if each.is_own)]
-        spec = spec.model_copy(update={"sources": await asyncio.to_thread(digests_of, request.script, own_code)})
+        spec = spec.with_fields(sources=await asyncio.to_thread(digests_of, request.script, own_code))
         await check_trackers(spec)
         if spec.named_tasks:
             name = "pre_tasks" if spec.pre_tasks else "post_tasks"
@@ -156,8 +156,9 @@ async def run_job(request: RunRequest) -> int:
         with run_folder.opened(data_dir, job) as folder, told_if_full(folder):
             previous, script = resume.read_previous_run(folder), resume.script_digest(request.script)
             last = run_storage.place_of(base, job, folder, previous.spec.storage if previous.spec else "")
-            kept = {"pservers": previous.spec.pservers} if counted and previous.spec and previous.spec.pservers else {}
-            resumed = spec.model_copy(update={"storage": last, **kept})
+            resumed = spec.with_fields(storage=last)
+            if counted and previous.spec and previous.spec.pservers:
+                resumed = resumed.with_fields(pservers=previous.spec.pservers)
             plan = resume.decide(previous, resumed, script, folder, fresh=request.fresh, model=inspection.model)
             if plan.sentence:
                 print(plan.sentence, file=sys.stderr)  # noqa: T201

@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from master_service.store.start_again import renew, start_again
+from master_service.store.between_runs import renew, start_again
 from shared import etcd as etcd_client
 from shared.errors import DeadlineExceeded, TriremeError
 from shared.etcd.reading import must_read

@@ -164,7 +164,7 @@ class PlaceKeys:
 
     def _put(self, key: str) -> Put:
         assert self._lease is not None
-        record = self.records[key] = self.records[key].model_copy(update={"lease": self._lease.id})
+        record = self.records[key] = self.records[key].with_fields(lease=self._lease.id)
         return Put(key, record.to_bytes(), self._lease.id)
 
     def _is_mine(self, found: KeyValue) -> bool:

@@ -46,7 +46,7 @@ ClusterOf = Annotated[ClusterMaster, Depends(cluster_of)]
 @router.post("/jobs", operation_id="createJob", status_code=201)
 async def create_job(cluster: ClusterOf, asked: CreateJob, answering: AnsweringInCluster) -> ClusterJobView:
     """Queue a job. It starts when the pool has its parameter servers and `min_trainers` for it."""
-    job = asked.to_job(cluster.storage_url, answering.request)
+    job = asked.to_job(cluster.storage_url)
     call = partial(cluster.create_job, job, asked.source)
     return await answering.answer(ClusterJobView, call, partial(render.job, cluster.term))
 
@@ -85,7 +85,7 @@ async def explain_job(cluster: ClusterOf, job: JobName) -> Explanation:
         return explain_unled(term.state, found, clock.wall_time(), await answered(cluster.state_of(job)))
     told = await explain_master(led.master, len(term.state.assigned_to(job, "trainer")))
     failing = failing_places(term.state, found)
-    return told if failing is None else told.model_copy(update={"also": (failing, *told.also)})
+    return told if failing is None else told.with_fields(also=(failing, *told.also))
 
 
 @router.get("/jobs/{job}/job-tasks", operation_id="listJobTasks")

@@ -40,11 +40,6 @@ class Answering:
     def __init__(self, keyed: Keyed | None) -> None:
         self.keyed = keyed
 
-    @property
-    def request(self) -> str:
-        """What a record keeps of the key; empty: there is none."""
-        return self.keyed.key if self.keyed is not None else ""
-
     async def answer(self, kind: type[R], call: Call[A], view: Callable[[A], R]) -> R:
         """`view` of what `call` answers; `kind`: the record that it makes. Raises what `call` raises, DeadlineExceeded,
         IdempotencyKeyReused."""

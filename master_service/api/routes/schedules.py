@@ -19,7 +19,7 @@ router = APIRouter(prefix="/v1/schedules", tags=["schedules"])
 @router.post("", operation_id="createSchedule", status_code=201)
 async def create_schedule(cluster: ClusterOf, asked: CreateSchedule, answering: AnsweringInCluster) -> ScheduleView:
     """Its jobs are called `<name>-<UTC time as yyyymmddhhmm>`. Of times that pass while no master lives the latest one runs."""
-    found = asked.to_schedule(cluster.storage_url, answering.request)
+    found = asked.to_schedule(cluster.storage_url)
     return await answering.answer(ScheduleView, partial(cluster.create_schedule, found, asked.source), render.schedule)
 
 

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request
+from starlette.types import Receive
 
 from master_service.api.resources import Empty
 from master_service.api.routes.dependencies import MasterOf, answered, unless_gone
 from master_service.api.routes.keyed import AnsweringInJob, empty
+from master_service.leadership.master import Master
 from shared.errors import InvalidArgument
-from shared.records import AcquireTask, Completed, CompleteTask, FailTask, TaskAnswer, TaskProgress
+from shared.records import AcquireTask, Completed, CompleteTask, FailTask, Record, TaskAnswer, TaskProgress
 
 router = APIRouter(prefix="/task-leases", tags=["task leases"])
+Reporting = Callable[[Master, str, Any], Awaitable[Record | None]]
+REPORTS: dict[str, tuple[type[Record], Reporting]] = {
+    "progress": (TaskProgress, Master.report_progress),
+    "complete": (CompleteTask, Master.complete_task),
+    "fail": (FailTask, Master.fail_task),
+}
+"""By the end of the path: the body of a report, and what takes it."""
+
+
+def acquired(master: Master, ask: AcquireTask, receive: Receive) -> Awaitable[TaskAnswer]:
+    """The answer to a trainer that asks for a task, unless it closes the connection while it waits."""
+    call = answered(master.acquire_task(ask), ask.wait_s)
+    return unless_gone(call, receive) if ask.wait_s else call
 
 
 @router.post("", operation_id="acquireTask")
@@ -28,8 +44,7 @@ async def acquire_task(
     if idempotency_key is not None and idempotency_key != ask.request:
         msg = f"Idempotency-Key {idempotency_key!r} and request {ask.request!r} differ; send the same id in both"
         raise InvalidArgument(msg)
-    call = answered(master.acquire_task(ask), ask.wait_s)
-    return await (unless_gone(call, request.receive) if ask.wait_s else call)
+    return await acquired(master, ask, request.receive)
 
 
 @router.post("/{task_id}/progress", operation_id="reportTaskProgress")

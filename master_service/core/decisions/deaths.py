@@ -58,7 +58,7 @@ def count(job: Job, task_id: str, report: FailTask) -> Decision[UserFailure | No
     fields: Fields = {"task": task_id, "minibatch": report.died_at, "deaths": len(now.trainers), "cause": cause}
     message = f"{cause}; deaths in a row at this place: {len(now.trainers)}, its task is discarded after {limit}"
     event = Event("died_at_task", message, fields)
-    changed = counts.model_copy(update={"deaths": (*others, now)})
+    changed = counts.with_fields(deaths=(*others, now))
     return Decision(report.failure, (changed,), (event,))
 
 

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from master_service.core.changes import Change, Decision, Event, Fields, NextEpoch, PutDiscarded, RestartQueue
 from master_service.core.placement.lanes import LaneSeconds, new_list
+from master_service.core.state import phases
 from master_service.core.state.job import FailureBudget, Job
 from master_service.core.state.members import Members
 from shared.errors import Conflict, DatasetError, LayoutMismatch, ResourceExhausted, StorageUnreachable
@@ -68,8 +69,7 @@ def start_again(state: JobState) -> Decision[bool]:
     it goes back to its newest checkpoint as soon as they are there."""
     if state.phase is not Phase.FAILED or state.cause in (None, FailureCause.SCRIPT):
         return Decision(False)
-    update = {"phase": Phase.WAITING, "cause": None, "failure": None, "damaged": (), "absent": ()}
-    again = state.model_copy(update={**update, "reason": f"started again after: {state.reason}"})
+    again = phases.started_again(state)
     match state.stage:
         case Stage.EVALUATE:
             queues: tuple[Change, ...] = (RestartQueue(TaskKind.EVALUATE), EvaluationSums())
@@ -87,9 +87,7 @@ def train_longer(state: JobState, epochs: int) -> Decision[None]:
         return Decision(None)
     if state.result.stopped_step is not None:
         raise stopped_early(state.result.stopped_step)
-    reason = f"it trains longer, to epoch {epochs}"
-    update = {"phase": Phase.WAITING, "stage": Stage.TRAIN, "cause": None, "failure": None, "damaged": (), "absent": ()}
-    longer = state.model_copy(update={**update, "result": JobResult(), "reason": reason})
+    longer = phases.trained_longer(state, f"it trains longer, to epoch {epochs}")
     queues = (RestartQueue(TaskKind.EVALUATE), RestartQueue(TaskKind.EXPORT), EvaluationSums())
     return Decision(None, (longer, *queues))
 
@@ -119,7 +117,7 @@ def regroup(
     reason = "; ".join(parts[:4]) + (f" and {len(parts) - 4} more" if len(parts) > 4 else "")
     if not now:
         reason += "; waiting for a trainer"
-    grown = state.model_copy(update={"phase": Phase.RUNNING, "generation": generation, "reason": reason})
+    grown = phases.regrouped(state, reason)
     changes: tuple[Change, ...] = (new_list(spec, before, generation, now, lane_s), grown)
     name = "generation_changed" if state.phase is Phase.RUNNING else "job_running"
     fields: Fields = {"generation": generation, "trainers": len(now), "cause": reason}
@@ -131,7 +129,7 @@ def fail(state: JobState, reason: str, cause: FailureCause, failure: UserFailure
     if state.phase.final:
         return Decision(None)
     reason = shortened(reason, MESSAGE_CHARACTERS)
-    failed = state.model_copy(update={"phase": Phase.FAILED, "reason": reason, "cause": cause, "failure": failure})
+    failed = phases.failed(state, reason, cause, failure)
     fields: Fields = {"reason": reason, "cause": str(cause)}
     if failure:
         fields |= {"error_type": failure.error_type, "task": failure.task, "trainer": failure.trainer}
@@ -144,17 +142,17 @@ def with_counts(job: Job, decision: Decision[A]) -> Decision[A]:
         return decision
     discarded = [each.records for each in job.training.discarded.values()]
     discarded += [c.records for c in decision.changes if isinstance(c, PutDiscarded) and c.task_id.isdigit()]
-    counts = {
-        "discarded_tasks": len(discarded),
-        "discarded_records": sum(discarded),
-        "trained_records": max(0, job.records_done - sum(discarded)),
-        "losses": job.losses,
-    }
 
     def counted(change: Change) -> Change:
         if not (isinstance(change, JobState) and change.phase is Phase.FAILED):
             return change
-        return change.model_copy(update={"result": change.result.model_copy(update=counts)})
+        result = change.result.with_fields(
+            discarded_tasks=len(discarded),
+            discarded_records=sum(discarded),
+            trained_records=max(0, job.records_done - sum(discarded)),
+            losses=job.losses,
+        )
+        return change.with_fields(result=result)
 
     return replace(decision, changes=tuple(map(counted, decision.changes)))
 
@@ -176,7 +174,7 @@ def count_failure(budget: FailureBudget, state: JobState, failure: UserFailure, 
     times = before.seen.get(error, 0) + 1
     kept = error in before.seen or len(before.seen) < REMEMBERED_ERRORS
     seen = {**before.seen, error: times} if kept else before.seen
-    counts = before.model_copy(update={"total": total, "seen": seen})
+    counts = before.with_fields(total=total, seen=seen)
     counted: Decision[None] = Decision(None, (counts,))
     what = f"{failure.error_type}: {failure.message}"
     if not budget.started and times >= 2:
@@ -211,18 +209,14 @@ def advance_stage(
     if not last or state.phase.final:
         return decision
     stage = next_stage(spec, state.stage)
-    update: dict[str, object] = {"stage": stage, "reason": f"{state.stage} is done"}
     if stage is Stage.DONE:
-        update |= {
-            "phase": Phase.COMPLETED,
-            "reason": "trained, evaluated and exported",
-            "result": _result(job, report),
-        }
+        ended = phases.completed(state, _result(job, report))
         exports = len(report.exports) if report else 0
         event = Event("job_completed", f"job {spec.job} is completed", {"exports": exports})
     else:
+        ended = state.with_fields(stage=stage, reason=f"{state.stage} is done")
         event = Event("stage_changed", f"{state.stage} is done, {stage} begins", {"stage": str(stage)})
-    return decision + Decision(None, (state.model_copy(update=update),), (event,))
+    return decision + Decision(None, (ended,), (event,))
 
 
 def _result(job: Job, report: CompleteTask | None) -> JobResult:
@@ -233,20 +227,18 @@ def _result(job: Job, report: CompleteTask | None) -> JobResult:
     stopped &= (
         job.spec.mode is Mode.SYNC or job.training.epoch < job.spec.epochs
     )  # not after a rollback, trained to the end
-    return job.state.result.model_copy(
-        update={
-            "metrics": (report.sums if report else {}) or job.sums.sums,
-            "exports": report.exports if report else {},
-            "best": _best(job, report),
-            "discarded_tasks": len(discarded),
-            "discarded_records": lost,
-            "losses": job.losses,
-            "trained_records": job.state.result.trained_records
-            if stopped
-            else job.spec.epochs * job.training.streams.records - lost,
-            "stopped_step": job.state.result.stopped_step if stopped else None,
-            "stopped_epochs": job.state.result.stopped_epochs if stopped else None,
-        }
+    return job.state.result.with_fields(
+        metrics=(report.sums if report else {}) or job.sums.sums,
+        exports=report.exports if report else {},
+        best=_best(job, report),
+        discarded_tasks=len(discarded),
+        discarded_records=lost,
+        losses=job.losses,
+        trained_records=job.state.result.trained_records
+        if stopped
+        else job.spec.epochs * job.training.streams.records - lost,
+        stopped_step=job.state.result.stopped_step if stopped else None,
+        stopped_epochs=job.state.result.stopped_epochs if stopped else None,
     )
 
 
@@ -255,4 +247,4 @@ def _best(job: Job, report: CompleteTask | None) -> BestEvaluation | None:
     best = report.best if report else None
     if best is None or best.checkpoint or job.spec.mode is Mode.SYNC:
         return best
-    return best.model_copy(update={"step": job.minibatches_done})
+    return best.with_fields(step=job.minibatches_done)

@@ -1,8 +1,8 @@
 """Members and generations: what follows when the members change.
 
 WAITING    all pservers -> slot map;  parameters initialised + a trainer -> RUNNING, generation 1
-RUNNING    a trainer joined or died -> generation + 1 (and new lanes);  a pserver died -> ROLLING_BACK (rollback.py)
-           collective: collective/members.py;  asynchronous: a pserver died -> absent (pserver_return.py);  a checkpoint is due -> CHECKPOINTING (pause_checkpoint.py)
+RUNNING    a trainer joined or died -> generation + 1 (and new lanes);  a pserver died -> ROLLING_BACK (recovery/rollback.py)
+           collective: collective/members.py;  asynchronous: a pserver died -> absent (recovery/returns.py);  a checkpoint is due -> CHECKPOINTING (pause_checkpoint.py)
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from master_service.core.changes import Change, Decision, Event, Fields
-from master_service.core.decisions import lifecycle, pause_checkpoint, pserver_return, rollback
+from master_service.core.decisions import lifecycle, pause_checkpoint
 from master_service.core.decisions.collective import members as collective_members
+from master_service.core.decisions.recovery import lost, returns, rollback
 from master_service.core.placement.lanes import WORTH_MOVING, LaneSeconds, expected_s, new_list, step_s
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
@@ -52,7 +53,7 @@ def _storage_events(
 
 def missing(spec: JobSpec, listed: TrainerList, slots: SlotMap | None, members: Members) -> list[str]:
     """Names of the members that the job counts on and etcd does not have."""
-    pservers = [f"pserver-{index}" for index in rollback.holders(spec, slots) if index not in members.pservers]
+    pservers = [f"pserver-{index}" for index in lost.holders(spec, slots) if index not in members.pservers]
     trainers = [trainer for trainer in listed.names if trainer not in members.trainers]
     return (pservers if members.init_done else []) + trainers
 
@@ -76,14 +77,14 @@ def reconcile(
     if state.phase is Phase.CHECKPOINTING:
         return pause_checkpoint.supervise(spec, state, trainers, slots, members)
     if spec.mode is Mode.ASYNC:
-        missed = pserver_return.handle_missing(spec, state, trainers, slots, members)
+        missed = returns.handle_missing(spec, state, trainers, slots, members)
         if missed.changes:
             return missed
-    elif members.init_done and (why := rollback.why_incomplete(spec, state, slots, members, trainers)):
+    elif members.init_done and (why := lost.why_incomplete(spec, state, slots, members, trainers)):
         return rollback.go_back(spec, state, slots, members, why)
     missing = [index for index in range(spec.pservers) if index not in members.pservers]
     changes: tuple[Change, ...] = ()
-    if not missing and (slots is None or not rollback.slots_fit(slots, spec)):
+    if not missing and (slots is None or not lost.slots_fit(slots, spec)):
         changes = (rollback.fresh_map(spec, slots),)
     now = tuple(members.trainers)
     if state.phase is Phase.WAITING:
@@ -109,7 +110,7 @@ def rebalance(job: Job) -> Decision[None]:
     before_s, after_s = step_s(listed, expected), step_s(better, expected)
     reason = f"lanes follow the measured speed: a step takes about {after_s:.3g} s instead of {before_s:.3g} s"
     fields: Fields = {"generation": generation, "before_s": round(before_s, 6), "after_s": round(after_s, 6)}
-    moved = state.model_copy(update={"generation": generation, "reason": reason})
+    moved = state.with_fields(generation=generation, reason=reason)
     return Decision(None, (better, moved), (Event("lanes_moved", reason, fields),))
 
 
@@ -121,7 +122,7 @@ def only_joins(state: JobState, trainers: TrainerList, decision: Decision[None])
         return False
     after = found[-1]
     if after.phase is Phase.WAITING:
-        return after == state.model_copy(update={"reason": after.reason})
+        return after == state.with_fields(reason=after.reason)
     same = state.phase is after.phase is Phase.RUNNING and after.timeline == state.timeline
     listed = [change for change in decision.changes if isinstance(change, TrainerList)]
     return same and bool(trainers.names) and bool(listed) and listed[-1].places.keys() > trainers.places.keys()
@@ -140,4 +141,4 @@ def _wait(state: JobState, reason: str, members: Members) -> Decision[None]:
     if reason == state.reason:
         return Decision(None)
     event = Event("job_waiting", reason, {"pservers": len(members.pservers), "trainers": len(members.trainers)})
-    return Decision(None, (state.model_copy(update={"reason": reason}),), (event,))
+    return Decision(None, (state.with_fields(reason=reason),), (event,))

@@ -30,9 +30,11 @@ def move(job: Job, operation: Operation, due: list[Group], handed: dict[int, Han
         for slot in group.slots:
             owners[slot] = group.target
         losses = _inherited(losses, group)
-    grown = progressed(counted(operation, handed), groups_moved=resize.groups_moved + len(due))
+    grown = operation.with_fields(
+        resize=measured(resize, handed).with_fields(groups_moved=resize.groups_moved + len(due))
+    )
     inherited = (losses,) if losses != job.losses else ()
-    new = slots.model_copy(update={"version": slots.version + 1, "owners": tuple(owners)})
+    new = slots.with_fields(version=slots.version + 1, owners=tuple(owners))
     return Decision(None, (new, grown, *inherited))
 
 
@@ -69,24 +71,17 @@ def handed_of(job: Job, migration: Migration, index: int) -> Handed:
     return known if known is not None and known.migration == migration.id else Handed(migration=migration.id)
 
 
-def counted(operation: Operation, handed: dict[int, Handed]) -> Operation:
-    """With what this migration has measured so far; attempts before it count, too."""
-    resize = operation.resize
-    assert resize is not None
+def measured(resize: Resize, handed: dict[int, Handed]) -> Resize:
+    """`resize` with what this migration has measured so far; attempts before it count, too."""
     sent = sum(each.bytes for each in handed.values())
     longest = max([resize.longest_pause_s, *(each.longest_pause_s for each in handed.values())])
-    return progressed(operation, bytes_moved=resize.bytes_before + sent, longest_pause_s=longest)
+    return resize.with_fields(bytes_moved=resize.bytes_before + sent, longest_pause_s=longest)
 
 
 def placed(slots: SlotMap, owners: tuple[int, ...], pservers: int) -> tuple[Change, ...]:
     """A new version of the map, and as many indices as it and the target number need."""
     new = SlotMap(version=slots.version + 1, owners=owners, pservers=pservers)
     return new, DesirePservers(max(pservers, max(owners) + 1))
-
-
-def progressed(operation: Operation, **fields: object) -> Operation:
-    assert operation.resize is not None
-    return operation.model_copy(update={"resize": operation.resize.model_copy(update=fields)})
 
 
 def planned(job: Job, pservers: int) -> tuple[Group, ...]:

@@ -9,12 +9,11 @@ A request that was refused changes nothing, and nothing is kept of it: sent agai
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from master_service.core.changes import Decision, DropAnswer
 from master_service.core.state.answers import KeptAnswers
-from master_service.core.state.cluster import ClusterDecision, ClusterState
 from master_service.core.state.job import Job
 from shared.errors import IdempotencyKeyReused, TriremeError
 from shared.records.operations import KeptAnswer
@@ -22,7 +21,18 @@ from shared.records.record import Record
 from shared.times import rfc3339
 
 A = TypeVar("A")
-D = TypeVar("D", Decision[Any], ClusterDecision[Any])
+C = TypeVar("C")
+KeptChange = KeptAnswer | DropAnswer
+
+
+class Answers(Protocol):
+    """What a job and a cluster have in common here."""
+
+    @property
+    def answers(self) -> KeptAnswers: ...
+
+
+S = TypeVar("S", bound=Answers)
 
 
 class AnsweredBefore(TriremeError):
@@ -56,25 +66,24 @@ class Once(Generic[A]):
     request: Keyed
     view: Callable[[A], Record]
 
-    def in_job(self, decision: Callable[[Job, float], Decision[A]]) -> Callable[[Job, float], Decision[A]]:
+    def decide(
+        self, decision: Callable[[S, float], Decision[A, C]]
+    ) -> Callable[[S, float], Decision[A, C | KeptChange]]:
         """Raises AnsweredBefore, IdempotencyKeyReused, and what the decision raises."""
-        return lambda job, now: self._decide(job.answers, lambda: decision(job, now))
 
-    def in_cluster(
-        self, decision: Callable[[ClusterState, float], ClusterDecision[A]]
-    ) -> Callable[[ClusterState, float], ClusterDecision[A]]:
-        """Raises AnsweredBefore, IdempotencyKeyReused, and what the decision raises."""
-        return lambda state, now: self._decide(state.answers, lambda: decision(state, now))
+        def decided(state: S, now: float) -> Decision[A, C | KeptChange]:
+            self._known(state.answers)
+            first = decision(state, now)
+            body = self.view(first.answer).model_dump_json()
+            kept: tuple[KeptChange, ...] = (self._kept(body), *state.answers.surplus(self.request.wall_time))
+            return Decision(first.answer, (*first.changes, *kept), first.events)
 
-    def check_job(self, job: Job, _: float) -> Decision[None]:
+        return decided
+
+    def check(self, state: Answers, _: float) -> Decision[None, KeptChange]:
         """Before anything that precedes the decision. Raises AnsweredBefore, IdempotencyKeyReused."""
-        self._known(job.answers)
-        return Decision(None)
-
-    def check_cluster(self, state: ClusterState, _: float) -> ClusterDecision[None]:
-        """As `check_job`."""
         self._known(state.answers)
-        return ClusterDecision(None)
+        return Decision(None)
 
     def begin(self, job: Job, check: Callable[[], object]) -> Decision[bool]:
         """For an effect that no transaction of the writer can hold: it follows, and then `end`. Answers whether it was begun before, by a
@@ -88,13 +97,6 @@ class Once(Generic[A]):
         """Raises AnsweredBefore if another request with this key has ended meanwhile."""
         self._known(job.answers)
         return Decision(answer, (self._kept(self.view(answer).model_dump_json()),))
-
-    def _decide(self, answers: KeptAnswers, decide: Callable[[], D]) -> D:
-        self._known(answers)
-        decided: D = decide()
-        body = self.view(decided.answer).model_dump_json()
-        kept: tuple[KeptAnswer | DropAnswer, ...] = (self._kept(body), *answers.surplus(self.request.wall_time))
-        return replace(decided, changes=(*decided.changes, *kept))
 
     def _known(self, answers: KeptAnswers) -> KeptAnswer | None:
         """One without an answer yet. Raises AnsweredBefore, IdempotencyKeyReused."""

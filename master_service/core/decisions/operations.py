@@ -13,7 +13,8 @@ Decisions only; the files are read by control/operation_runner.py.
 from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, DropOperation, Event
-from master_service.core.decisions import resize, rollback
+from master_service.core.decisions import resize
+from master_service.core.decisions.recovery import rollback
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from master_service.core.state.operations import KEPT, end, fields_of
@@ -39,7 +40,7 @@ def ask(job: Job, asked: Operation, *, keyed: bool = False) -> Decision[Operatio
     if (known := _known(job, asked)) is not None:
         return Decision(known)
     if asked.kind in READS_FILES:
-        asked = asked.model_copy(update={"step": find_checkpoint(job, asked.checkpoint_id).step})
+        asked = asked.with_fields(step=find_checkpoint(job, asked.checkpoint_id).step)
     waiting = len(job.operations.running(asked.kind))
     match asked.kind:
         case OperationKind.CREATE_CHECKPOINT:
@@ -109,7 +110,7 @@ def not_begun(job: Job) -> list[Operation]:
 
 def mark_begun(job: Job, step: int) -> Decision[None]:
     """A pause for checkpoint number `step` begins, in the same transaction."""
-    changes = [asked.model_copy(update={"step": step}) for asked in not_begun(job)]
+    changes = [asked.with_fields(step=step) for asked in not_begun(job)]
     return Decision(None, tuple(changes))
 
 
@@ -147,7 +148,7 @@ def tick(job: Job, now: float, stamp: str) -> Decision[None]:
                 continue
             decision += end(operation, OperationState.FAILED, reason, stamp, code=DeadlineExceeded.code)
         elif operation in making and requested_s > ASK_AGAIN_S * (2**operation.attempt - 1):
-            again = operation.model_copy(update={"attempt": operation.attempt + 1, "step": None})
+            again = operation.with_fields(attempt=operation.attempt + 1, step=None)
             message = f"still no checkpoint {requested_s:.0f} s after it was asked for: asked again"
             decision += Decision(None, (again,), (Event("checkpoint_asked", message, fields_of(again)),))
     return decision
@@ -165,8 +166,8 @@ def begin_next(job: Job) -> Decision[None]:
     ]
     if not left or job.operations.making():
         return Decision(None)
-    first = left[0].model_copy(update={"after": "", "joined": ""})
-    others = [other.model_copy(update={"after": "", "joined": first.operation_id}) for other in left[1:]]
+    first = left[0].with_fields(after="", joined="")
+    others = [other.with_fields(after="", joined=first.operation_id) for other in left[1:]]
     return Decision(None, (first, *others), (_checkpoint_asked(first),))
 
 
@@ -185,7 +186,7 @@ def verified(job: Job, operation_id: str, error: CheckpointUnusable | None, stam
     if ref is None or job.state.phase.final:
         return _advance_restoration(job, operation, stamp) if ref else _deleted(operation, stamp)
     back = rollback.back_to(job.spec, job.state, job.slots, ref, operation.cause)
-    begun = operation.model_copy(update={"timeline": job.state.generation + 1})
+    begun = operation.with_fields(timeline=job.state.generation + 1)
     return Decision(None, (begun,)) + back
 
 
@@ -226,7 +227,7 @@ def _advance_creation(job: Job, operation: Operation, stamp: str) -> Decision[No
         if paused or latest.operation == operation.operation_id or (latest.final and is_here):
             place = saved_point(job.spec.mode, latest.step)
             what = "the last step's: nothing is left to train" if latest.final else f"of {place}"
-            made = operation.model_copy(update={"checkpoint_id": latest.uuid, "step": latest.step})
+            made = operation.with_fields(checkpoint_id=latest.uuid, step=latest.step)
             return end(made, OperationState.DONE, f"the checkpoint is there, {what}", stamp)
     if state.phase.final:
         reason = f"the job is {state.phase} before the checkpoint was there"
@@ -239,7 +240,7 @@ def _advance_joined(job: Job, operation: Operation, stamp: str) -> Decision[None
     maker = job.operations.records.get(operation.joined)
     if maker is None or maker.state is not OperationState.DONE:
         return Decision(None)
-    made = operation.model_copy(update={"checkpoint_id": maker.checkpoint_id, "step": maker.step})
+    made = operation.with_fields(checkpoint_id=maker.checkpoint_id, step=maker.step)
     return end(made, maker.state, maker.reason, stamp)
 
 
@@ -296,8 +297,8 @@ def _advance_resize(job: Job, operation: Operation, stamp: str) -> Decision[None
     if saving is None:
         return resize.advance(job, operation, stamp)
     asked = ask(job, saving, keyed=True)
-    begun = operation.resize.model_copy(update={"saving": asked.answer.operation_id}) if operation.resize else None
-    return Decision(None, (operation.model_copy(update={"resize": begun}),)) + asked
+    begun = operation.resize.with_fields(saving=asked.answer.operation_id) if operation.resize else None
+    return Decision(None, (operation.with_fields(resize=begun),)) + asked
 
 
 def _check_possible(job: Job, what: str) -> None:
@@ -331,9 +332,9 @@ def _ask_for_checkpoint(job: Job, asked: Operation, *, keyed: bool) -> Decision[
         msg = f"{len(waiting)} requests for a checkpoint wait, at most {MAX_RUNNING} are taken"
         raise Conflict(msg, hint="wait for the first of these operations", operation=waiting[0].operation_id)
     if to_come:
-        return _begin(job, asked.model_copy(update={"joined": to_come[0].operation_id}))
+        return _begin(job, asked.with_fields(joined=to_come[0].operation_id))
     making = (*job.operations.making(), *waiting)[0]
-    return _begin(job, asked.model_copy(update={"after": making.operation_id}))
+    return _begin(job, asked.with_fields(after=making.operation_id))
 
 
 def _checkpoint_asked(asked: Operation) -> Event:

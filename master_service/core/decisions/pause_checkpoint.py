@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, DropCut, DropPause, Event, Fields, PutCut, PutPause
 from master_service.core.decisions.evaluations import evaluation
-from master_service.core.decisions.rollback import has_parameters, holders, slots_fit
+from master_service.core.decisions.recovery.lost import has_parameters, holders, slots_fit
+from master_service.core.state import phases
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from shared.records import JobSpec, JobState, Mode, Phase, SlotMap, TrainerList
@@ -39,9 +40,8 @@ def begin(job: Job, uuid: str, lease: int, cause: str) -> Decision[Saving | None
     asked = job.operations.making()
     saving = Saving(uuid=uuid, step=state.saved + 1, operation=asked[0].operation_id if asked else "")
     reason = f"checkpoint {saving.step} is taken: {cause}"
-    update = {"phase": Phase.CHECKPOINTING, "saving": saving, "saved": saving.step, "reason": reason}
     pause = Pause(uuid=uuid, generation=state.generation, reason=cause)
-    return Decision(saving, (state.model_copy(update=update), PutPause(pause, lease)))
+    return Decision(saving, (phases.checkpointing(state, saving, reason), PutPause(pause, lease)))
 
 
 def still_training(state: JobState, trainers: TrainerList, members: Members) -> list[str]:
@@ -60,8 +60,8 @@ def cut(job: Job, *, without_late: bool = False) -> Decision[bool]:
     if late and not without_late:
         return Decision(False)
     generation = state.generation + 1
-    saving = saving.model_copy(update={"cut": True, "left_out": late, **evaluation.marks_of_cut(job)})
-    cutting = state.model_copy(update={"saving": saving, "generation": generation})
+    saving = evaluation.marked(job, saving.with_fields(cut=True, left_out=late))
+    cutting = state.with_fields(saving=saving, generation=generation)
     names = tuple(trainer for trainer in job.trainers.names if trainer not in late)
     listed = (TrainerList(generation=generation, names=names),) if late else ()
     message = f"checkpoint {saving.step} is taken without {', '.join(late[:4])}{' and others' if len(late) > 4 else ''}: did not pause"
@@ -84,7 +84,7 @@ def finish(job: Job, seconds: float) -> Decision[bool]:
         return Decision(False)
     if still_copying(job) or _missing(job):
         return Decision(False)
-    place = _cut_of(state, saving, job.trainers.names).model_copy(update={"copied": True})
+    place = _cut_of(state, saving, job.trainers.names).with_fields(copied=True)
     reason = f"checkpoint {saving.step} is copied"
     message = f"checkpoint {saving.step}: training stood still for {seconds:.2f} s"
     fields: Fields = {"step": saving.step, "seconds": round(seconds, 3)}
@@ -130,9 +130,8 @@ def _running(state: JobState, trainers: TrainerList, members: Members, reason: s
     left_out = state.saving.left_out if state.saving else ()
     back = tuple(trainer for trainer in left_out if trainer in members.trainers)
     generation = state.generation + bool(back)
-    update = {"phase": Phase.RUNNING, "saving": None, "reason": reason, "generation": generation}
     listed = (TrainerList(generation=generation, names=(*trainers.names, *back)),) if back else ()
-    return state.model_copy(update=update), *listed
+    return phases.training_continues(state, generation, reason), *listed
 
 
 def _missing(job: Job) -> list[int]:

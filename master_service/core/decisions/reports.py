@@ -25,7 +25,7 @@ def current_metrics(job: Job, batch: MetricBatch) -> MetricBatch:
     times = batch.times if batch.times is not None and batch.times.timeline == job.state.timeline else None
     if times is not None and not 0 <= times.step < most_steps(job):
         raise InvalidArgument(f"{batch.trainer} reports step {times.step}: the job has at most {most_steps(job)} steps")
-    return batch.model_copy(update={"steps": current, "times": times})
+    return batch.with_fields(steps=current, times=times)
 
 
 def warnings_told(job: Job, warnings: Sequence[str]) -> Decision[None]:

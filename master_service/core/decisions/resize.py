@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, DesirePservers, DropMigration, Event
 from master_service.core.decisions import migration as migrations
-from master_service.core.decisions import rollback
-from master_service.core.decisions.migration import counted, handed_of, move, obstacle, placed, progressed
+from master_service.core.decisions.migration import handed_of, measured, move, obstacle, placed
+from master_service.core.decisions.recovery import lost, rollback
 from master_service.core.placement import slot_moves as moves
 from master_service.core.state.job import Job
 from master_service.core.state.operations import end
@@ -92,7 +92,7 @@ def checked(job: Job, asked: Operation) -> Operation:
         msg = f"the job is being resized already ({running.operation_id}: {sentence(running)})"
         raise Conflict(msg, hint="wait for its end, or cancel it", operation=running.operation_id)
     trainers = resize.trainers if resize.trainers_asked else None
-    return asked.model_copy(update={"resize": wanted(job, trainers, resize.pservers, resize.strategy)})
+    return asked.with_fields(resize=wanted(job, trainers, resize.pservers, resize.strategy))
 
 
 def is_same(operation: Operation, trainers: int | None, pservers: int | None, strategy: Strategy) -> bool:
@@ -227,7 +227,7 @@ def _begin(job: Job, operation: Operation) -> Decision[None]:
     resize, spec, slots = operation.resize, job.spec, job.slots
     assert resize is not None
     changes: list[Change] = [
-        progressed(operation, phase=ResizePhase.STARTING),
+        operation.with_fields(resize=resize.with_fields(phase=ResizePhase.STARTING)),
         _numbers(spec, resize.trainers, resize.pservers),
     ]
     if job.given is None:
@@ -246,7 +246,7 @@ def _start(job: Job, operation: Operation, stamp: str) -> Decision[None]:
         return _finish(job, operation, stamp) if state.phase is Phase.RUNNING else Decision(None)
     if state.phase is not Phase.RUNNING or state.absent or slots is None or migrations.unclaimed(job, resize):
         return Decision(None)
-    if rollback.why_incomplete(job.spec, state, slots, job.members):
+    if lost.why_incomplete(job.spec, state, slots, job.members):
         return Decision(None)
     groups = migrations.planned(job, resize.pservers)
     if not groups:
@@ -264,19 +264,18 @@ def _start(job: Job, operation: Operation, stamp: str) -> Decision[None]:
     joining = {
         name: incarnation
         for name, incarnation in members.items()
-        if not rollback.has_parameters(state, job.members, int(name))
+        if not lost.has_parameters(state, job.members, int(name))
     }
-    planned = progressed(
-        operation,
+    progress = resize.with_fields(
         phase=ResizePhase.MIGRATING,
         attempt=attempt,
         groups=resize.groups_moved + len(groups),
         slots=sum(len(group.slots) for group in groups) if attempt == 1 else resize.slots,
         bytes=sum(group.bytes for group in groups) if attempt == 1 else resize.bytes,
     )
-    changes: tuple[Change, ...] = (planned, migration)
+    changes: tuple[Change, ...] = (operation.with_fields(resize=progress), migration)
     if joining:
-        changes = (*changes, state.model_copy(update={"joined": {**state.joined, **joining}}))
+        changes = (*changes, state.with_fields(joined={**state.joined, **joining}))
     message = f"{len(groups)} groups of slots move between parameter servers {', '.join(map(str, involved[:8]))}"
     event = Event(
         "migration_begun", message, {"operation": operation.operation_id, "groups": len(groups), "attempt": attempt}
@@ -296,8 +295,10 @@ def _restart(job: Job, operation: Operation, groups: tuple[Group, ...], stamp: s
         return give_up(job, operation, f"there is no checkpoint to restart from: {saving.reason}", stamp)
     owners = moves.planned_owners(layout, slots, resize.pservers, sum(migrations.rows_bytes(job).values()))
     size, count = sum(group.bytes for group in groups), sum(len(group.slots) for group in groups)
-    begun = progressed(operation, phase=ResizePhase.MIGRATING, bytes=size, slots=count, groups=len(groups))
-    begun = begun.model_copy(update={"timeline": job.state.generation + 1})
+    begun = operation.with_fields(
+        resize=resize.with_fields(phase=ResizePhase.MIGRATING, bytes=size, slots=count, groups=len(groups))
+    )
+    begun = begun.with_fields(timeline=job.state.generation + 1)
     back = rollback.back_to(job.spec, job.state, slots, ref, f"the job is resized ({sentence(operation)})")
     return Decision(None, (begun,)) + back + Decision(None, placed(slots, owners, resize.pservers))
 
@@ -311,7 +312,9 @@ def _migrate(job: Job, operation: Operation, stamp: str) -> Decision[None]:
     resize, migration, slots, state = operation.resize, job.migration, job.slots, job.state
     assert resize is not None
     if migration is None or slots is None or (why := obstacle(job, migration)):
-        again = progressed(operation, phase=ResizePhase.STARTING, bytes_before=resize.bytes_moved)
+        again = operation.with_fields(
+            resize=resize.with_fields(phase=ResizePhase.STARTING, bytes_before=resize.bytes_moved)
+        )
         message = (
             f"the migration is planned again: {why if migration is not None and slots is not None else 'it is gone'}"
         )
@@ -331,7 +334,7 @@ def _migrate(job: Job, operation: Operation, stamp: str) -> Decision[None]:
         each.forgotten == sum(group.source == index for group in migration.groups) for index, each in handed.items()
     )
     if moved == len(migration.groups) and forgotten:
-        return _finish(job, counted(operation, handed), stamp)
+        return _finish(job, operation.with_fields(resize=measured(resize, handed)), stamp)
     return Decision(None)
 
 
@@ -341,9 +344,9 @@ def _finish(job: Job, operation: Operation, stamp: str) -> Decision[None]:
     assert resize is not None
     closing: tuple[Change, ...] = (DropMigration(),) if job.migration is not None else ()
     if not migrations.trainers_there(job, resize):
-        waiting = progressed(operation, phase=ResizePhase.STARTING)
+        waiting = operation.with_fields(resize=resize.with_fields(phase=ResizePhase.STARTING))
         return Decision(None, (waiting, *closing)) if closing or waiting != operation else Decision(None)
-    done = progressed(operation, phase=ResizePhase.COMMITTED)
+    done = operation.with_fields(resize=resize.with_fields(phase=ResizePhase.COMMITTED))
     reason = both_in_words(resize.trainers, resize.pservers)
     if resize.groups_moved:
         groups = f"{resize.groups_moved} group{'' if resize.groups_moved == 1 else 's'}"
@@ -379,18 +382,19 @@ def _back_out(
 
 def _end(job: Job, operation: Operation, phase: ResizePhase, reason: str, stamp: str, code: str) -> Decision[None]:
     closing: tuple[Change, ...] = (DropMigration(),) if job.migration is not None else ()
-    ended = progressed(operation, phase=phase)
+    assert operation.resize is not None
+    ended = operation.with_fields(resize=operation.resize.with_fields(phase=phase))
     return Decision(None, closing) + end(ended, OperationState.FAILED, reason, stamp, code=code)
 
 
 def _map_as_it_is(job: Job) -> Decision[None]:
     """Nobody moves slots on: a map that is made for another number than its slots' owners says so, and the job goes back to a checkpoint
-    with a fresh map (rollback.slots_fit). Else it would wait for owners that are not started any more."""
+    with a fresh map (lost.slots_fit). Else it would wait for owners that are not started any more."""
     slots = job.slots
     if slots is None or max(slots.owners) + 1 == slots.wanted:
         return Decision(None)
-    return Decision(None, (slots.model_copy(update={"version": slots.version + 1, "pservers": 0}),))
+    return Decision(None, (slots.with_fields(version=slots.version + 1, pservers=0),))
 
 
 def _numbers(spec: JobSpec, trainers: int, pservers: int) -> JobSpec:
-    return spec.model_copy(update={"trainers": trainers, "pservers": pservers})
+    return spec.with_fields(trainers=trainers, pservers=pservers)

@@ -114,13 +114,13 @@ def _check_loss(job: Job, queue: TaskQueue, task_id: str) -> None:
 
 def _last_attempt(queue: TaskQueue, task_id: str, state: str, cause: str) -> Decision[AskedTask]:
     """Parameter servers may have data of a lane's attempt that is under way: its trainer has to end it first."""
-    spent = {"failures": queue.max_failures - 1}
+    failures = queue.max_failures - 1
     changes: tuple[Change, ...]
     if held := queue.pending.get(task_id):
-        changes = (PutPending(task_id, held.record.model_copy(update=spent)),)
-        asked = AskedTask(task_id, state, failures=spent["failures"])
+        changes = (PutPending(task_id, held.record.with_fields(failures=failures)),)
+        asked = AskedTask(task_id, state, failures=failures)
     else:
-        back = queue.requeued[task_id].model_copy(update=spent)
+        back = queue.requeued[task_id].with_fields(failures=failures)
         changes, asked = (PutRequeued(task_id, back),), AskedTask(task_id, state, back)
     message = f"task {task_id} is discarded if its present attempt fails: {cause}"
     event = Event("task_last_attempt", message, {"task": task_id, "cause": cause})

@@ -21,8 +21,9 @@ from master_service.core.changes import (
     PutRequeued,
     RestartQueue,
 )
-from master_service.core.decisions import lifecycle, pserver_return
+from master_service.core.decisions import lifecycle
 from master_service.core.decisions.evaluations import evaluation, lost_evaluation
+from master_service.core.decisions.recovery import returns
 from master_service.core.queue.task_queue import WAIT_S, Closing, TaskQueue
 from master_service.core.state.job import BESIDE, Job
 from shared.errors import InvalidArgument, StaleAttempt, StaleGeneration, TooLarge, TriremeError
@@ -74,8 +75,8 @@ def acquire(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:
     alone = job.budget.counts.has_died_at(task.epoch, task.task_id)
     if not state.timeline and not alone:
         return decision
-    task = task.model_copy(update={"timeline": state.timeline, "alone": alone})
-    return replace(decision, answer=decision.answer.model_copy(update={"task": task}))
+    task = task.with_fields(timeline=state.timeline, alone=alone)
+    return replace(decision, answer=decision.answer.with_fields(task=task))
 
 
 def _acquire_shared(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:
@@ -142,7 +143,7 @@ def complete(job: Job, task_id: str, report: CompleteTask) -> Decision[None]:
     closing = queue.finish(task_id, report.attempt, report.trainer, report.epoch)
     if not closing.changes:
         return Decision(None)
-    if queue.kind is TaskKind.TRAIN and pserver_return.is_outdated(job.state, report.generation):
+    if queue.kind is TaskKind.TRAIN and returns.is_outdated(job.state, report.generation):
         return _put_back(queue, task_id, "a parameter server came back from a checkpoint meanwhile")
     changes = closing.changes
     if job.budget.counts.has_died_at(queue.epoch, task_id):
@@ -173,7 +174,7 @@ def fail_task(job: Job, task_id: str, report: FailTask) -> Decision[UserFailure 
     if not closing.changes:
         return Decision(None)
     where = report.failure.task or queue.streams.describe(task_id)
-    failure = report.failure.model_copy(update={"trainer": report.failure.trainer or report.trainer, "task": where})
+    failure = report.failure.with_fields(trainer=report.failure.trainer or report.trainer, task=where)
     ended = Decision(failure) + ended_badly(job, queue, task_id, cause, closing, failure)
     if evaluation.gives_up(queue.kind, failure):
         return ended  # no error of the script
@@ -380,7 +381,7 @@ def _look(job: Job, ask: AcquireTask) -> TaskAnswer:
         return TaskAnswer(answer="wait", reason=reason, retry_after_s=WAIT_S)
     held = queue.pending.get(task_id)
     task = streams.task(task_id, held.record.attempt if held else 1, ask.epoch, lane, ask.index)
-    task = task.model_copy(update={"timeline": job.state.timeline})
+    task = task.with_fields(timeline=job.state.timeline)
     return TaskAnswer(answer="task", task=task, stream_length=task.stream_length)
 
 

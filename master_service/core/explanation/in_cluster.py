@@ -17,7 +17,7 @@ def explain_unled(state: ClusterState, job: ClusterJob, wall_time: float, last: 
     """`wall_time`: seconds since 1970. `last`: the job's state as its last term left it."""
     cause = _cause(state, job, wall_time)
     if job.standing is Standing.FAILED:
-        cause = cause.model_copy(update={"details": (*cause.details, *failure_details(last))})
+        cause = cause.with_fields(details=(*cause.details, *failure_details(last)))
     return explanation_of(job.job, *_of_tasks(state, job, cause))
 
 

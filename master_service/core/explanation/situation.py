@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from master_service.core.decisions import rollback
+from master_service.core.decisions.recovery import lost, rollback
 from master_service.core.state.job import Job
 from shared.records import Strategy, UserFailure
 from shared.records.checkpoints import saved_point
@@ -67,7 +67,7 @@ class Situation:
         return listed(shown)
 
     def missing_pservers(self) -> list[int]:
-        needed = rollback.holders(self.job.spec, self.job.slots)
+        needed = lost.holders(self.job.spec, self.job.slots)
         return [index for index in needed if index not in self.job.members.pservers]
 
     @property

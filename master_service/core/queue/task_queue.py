@@ -204,7 +204,7 @@ class TaskQueue:
         if ended not in held.others or held.failures + 1 >= self.max_failures:
             return self.give_up(task_id, cause, reported=True)
         left = tuple(each for each in held.others if each != ended)
-        rest = held.model_copy(update={"failures": held.failures + 1, "others": left})
+        rest = held.with_fields(failures=held.failures + 1, others=left)
         return Closing((PutPending(task_id, rest, ended),))
 
     def give_up(self, task_id: str, cause: str, *, reported: bool = False, spent: bool = False) -> Closing:

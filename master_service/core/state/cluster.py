@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import TypeVar
 
-from master_service.core.changes import DropAnswer, DropEvents, Event, PutEvents
+from master_service.core.changes import Decision, DropAnswer, DropEvents, PutEvents
 from master_service.core.state.answers import KeptAnswers
 from master_service.core.state.event_log import EventLog
 from shared.errors import NotFound
 from shared.records.cluster import Assignment, ClusterJob, Drain, JobSchedule, Kind, PoolMember, Source, TaskRun
 from shared.records.operations import KeptAnswer
 
-Answer_co = TypeVar("Answer_co", covariant=True)
+A = TypeVar("A")
 Place = tuple[Kind, str]  # kind and id of a pool member
 
 
@@ -93,13 +93,7 @@ ClusterChange = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterDecision(Generic[Answer_co]):
-    """As a Decision, about the cluster: nothing has happened before it is written."""
-
-    answer: Answer_co
-    changes: tuple[ClusterChange, ...] = ()
-    events: tuple[Event, ...] = ()
+ClusterDecision = Decision[A, ClusterChange]
 
 
 @dataclass

@@ -304,7 +304,7 @@ class Job:
             case RestartQueue(kind):
                 self.queues[kind].apply(change, now)
             case NextEpoch(epoch):
-                self.meta = self.meta.model_copy(update={"epoch": epoch})
+                self.meta = self.meta.with_fields(epoch=epoch)
                 self.training.apply(change, now)
             case _:
                 self.queue_of(change.task_id).apply(change, now)

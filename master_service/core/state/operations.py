@@ -71,7 +71,7 @@ class Operations:
 
 def end(operation: Operation, state: OperationState, reason: str, stamp: str, *, code: str = "") -> Decision[None]:
     reason = shortened(reason, MESSAGE_CHARACTERS)
-    ended = operation.model_copy(update={"state": state, "reason": reason, "error_code": code, "end_time": stamp})
+    ended = operation.with_fields(state=state, reason=reason, error_code=code, end_time=stamp)
     name = "operation_done" if state is OperationState.DONE else "operation_failed"
     message = f"{operation.kind.value.lower().replace('_', ' ')}: {reason}"
     return Decision(None, (ended,), (Event(name, message, fields_of(ended)),))

@@ -239,7 +239,7 @@ class Committer:
             raise GivenUp(obstacle)
         found = [view.parts[index] for index in stored.writers(pending.layout, pending.slots)]
         parts = [must_read(CheckpointPart, kv.key, kv.value) for kv in found]
-        ref = ref.model_copy(update={"on": built_on(parts)})
+        ref = ref.with_fields(on=built_on(parts))
         if unkept := [uuid for uuid in ref.on if not is_kept(uuid, view.latest, view.state.damaged)]:
             raise GivenUp(f"checkpoint {pending.uuid} builds on {unkept}, which are not kept any more")
         manifest = pending.manifest(
@@ -251,7 +251,7 @@ class Committer:
             timestamp=clock.timestamp(),
         )
         name = await self.offload(writer.write_manifest, self._spec.storage, manifest)
-        ref = ref.model_copy(update={"manifest": name})
+        ref = ref.with_fields(manifest=name)
         needed = await self._needed(pending, ref, view)  # also of parts that were begun while the manifest was written
         new = CheckpointLatest(
             uuid=pending.uuid,

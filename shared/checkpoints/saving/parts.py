@@ -151,7 +151,7 @@ class Checkpointer:
             self._check(timeline)
             message = self._message(snapshot.version, error)
             self._problem.begin("part", message)
-            failed = started.model_copy(update={"error": message})
+            failed = started.with_fields(error=message)
             await self._fenced(timeline, lambda: [self._started(pending.uuid, failed)])
             return
         snapshot.release()
@@ -204,7 +204,7 @@ class Checkpointer:
         while True:
             latest = self.committer.seen.latest
             on = self._copies.may_build_on(latest)
-            record = started.model_copy(update={"on": on})
+            record = started.with_fields(on=on)
             begun = Put(self._keys.checkpoint_begun(uuid), record.to_bytes())
             await self._fenced(started.timeline, partial(self._beginning, begun, uuid, record))
             if not on or self.committer.seen.latest == latest:

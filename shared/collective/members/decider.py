@@ -92,7 +92,7 @@ class Decider:
 
     async def _acquired(self, lease: Lease) -> int:
         """The token of the lock; 0: its holder is gone, or the time is over; try again."""
-        value = self._own().record.model_copy(update={"lease": lease.id}).to_bytes()
+        value = self._own().record.with_fields(lease=lease.id).to_bytes()
         taken = await try_acquire(self._etcd, self._keys.collective_lock, value, lease)
         if isinstance(taken, int):
             log.info("deciding", member=self._own().record.member)

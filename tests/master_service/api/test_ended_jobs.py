@@ -8,9 +8,8 @@ from typing import Any
 
 from master_service.core.state.series import SeriesTable, Value
 from master_service.core.state.whole_steps import WholeSteps
-from master_service.storage import series_reader
-from master_service.storage.series_files import encoded, name_of
-from master_service.storage.series_reader import READ_S, SeriesReader
+from master_service.storage import series_files
+from master_service.storage.series_files import READ_S, SeriesReader, encoded, name_of
 from shared.evaluations import Evaluation, EvaluationStatus
 from shared.records import MetricBatch, StepMetrics
 from shared.records.cluster import Standing
@@ -130,7 +129,7 @@ def test_who_asks_at_the_same_time_waits_for_one_read_and_few_jobs_are_read_at_o
         asked = [asyncio.ensure_future(reader.read(str(number % 5), all_files[number % 5])) for number in range(10)]
         await asyncio.sleep(0.5)
         assert [files.reads for files in all_files] == [1, 1, 0, 0, 0]
-        with replaced(series_reader, "MOST_WAITING", 5):
+        with replaced(series_files, "MOST_WAITING", 5):
             problem = await asyncio.gather(reader.read("another", Counted()), return_exceptions=True)
             assert "the metrics of 5 jobs are being read here" in str(problem)
         found = await asyncio.gather(*asked)
@@ -145,7 +144,7 @@ def test_what_was_read_is_kept_in_bounded_memory_and_read_anew_when_there_are_ot
         reader, first, second = SeriesReader(at_once), Counted(), Counted()
         first.contents[name_of(1, 1, everything=False)] = stored(0, 1)
         second.contents[name_of(1, 1, everything=False)] = stored(0)
-        with replaced(series_reader, "MOST_BUCKETS", 3):
+        with replaced(series_files, "MOST_BUCKETS", 3):
             for _ in range(2):
                 await reader.read("first", first)
                 await reader.read("second", second)

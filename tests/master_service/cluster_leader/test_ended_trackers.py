@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from master_service.cluster import ended_trackers as module
-from master_service.cluster.ended_trackers import EndedTrackers
+from master_service.cluster import ended_jobs as module
+from master_service.cluster.ended_jobs import EndedTrackers
 from master_service.core.changes import Event
 from master_service.storage.job_storage import FileStorage
 from shared.records import JobState, Phase

@@ -89,7 +89,7 @@ def no_others() -> Iterator[None]:
 async def wave(leader: ClusterMaster, names: list[str]) -> None:
     """All are submitted, end, and are deleted."""
     for name in names:
-        await leader.create_job(job_of(name, {"max_trainers": 2}, request=name), None)
+        await leader.create_job(job_of(name, {"max_trainers": 2}), None)
     await until(
         lambda: all(leader.state.job(name).standing is Standing.COMPLETED for name in names), "the jobs to end", LIMIT_S
     )

@@ -192,7 +192,7 @@ def test_when_all_have_died_the_job_goes_on_from_its_checkpoint_with_those_that_
             await listed(master, "a")
             await cluster.lose("a")
             state = await rolling_back(master, "at-40")
-            assert state.reason == "the members of before have ended: training continues from step 40"
+            assert state.reason == "all previous members have left: training continues from step 40"
             for trainer in ("c", "d", "e"):
                 await cluster.add_trainer(trainer)
             await asyncio.sleep(2)

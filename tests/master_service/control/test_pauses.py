@@ -6,7 +6,7 @@ import asyncio
 
 from master_service.control.frozen_pservers import SILENT_S
 from master_service.control.pause_runner import ANSWER_S, COPY_LIMIT_S, LOOK_S, seconds_between
-from master_service.core.decisions import queue_restore
+from master_service.core.decisions.recovery.queue import moved_losses, read_cut
 from master_service.leadership.master import Master
 from shared.errors import CheckpointUnusable
 from shared.records import Mode, Phase, Restored, SlotMap, TaskMeta
@@ -308,7 +308,7 @@ def test_members_join_and_leave_while_a_slow_storage_is_read() -> None:
 def test_the_queue_of_a_cut_is_read_from_the_manifest() -> None:
     pending = b'{"attempt":2,"trainer":"t","stream":"0","epoch":1,"index":3,"remaining_s":1.0}'.decode()
     meta = TaskMeta(epoch=1, digest="d", seed=0, tasks=9).to_bytes().decode()
-    cut = queue_restore.read_cut({"meta": meta, "cursor/0": "4", "pending/7": pending, "losses": '{"lost":{"1":5}}'})
+    cut = read_cut({"meta": meta, "cursor/0": "4", "pending/7": pending, "losses": '{"lost":{"1":5}}'})
     assert (cut.epoch, cut.cursor, cut.losses.lost) == (1, 4, {"1": 5})
     assert (cut.open["7"].attempts, cut.open["7"].index) == (2, 3)
 
@@ -325,7 +325,7 @@ def test_losses_move_with_the_blocks_to_other_parameter_servers() -> None:
         (4, {"1": 5, "3": 5}, {"0": 2, "2": 2}),
         (3, {"0": 5, "1": 5, "2": 5}, {"0": 2, "1": 2, "2": 2}),
     ):
-        moved = queue_restore.moved_losses(losses, manifest, SlotMap(version=2, owners=spread(128, pservers)))
+        moved = moved_losses(losses, manifest, SlotMap(version=2, owners=spread(128, pservers)))
         assert (moved.lost, moved.skipped) == (lost, skipped), pservers
 
 
@@ -339,5 +339,5 @@ def test_losses_of_rows_move_with_slots_that_have_no_block() -> None:
             slots=SlotMap(version=1, owners=(0,) * 128),
             layout=LAYOUT.model_copy(update={"segments": one_block, "tables": tables}),
         )
-        moved = queue_restore.moved_losses(Losses(lost={"0": 5}), manifest, SlotMap(version=2, owners=spread(128, 2)))
+        moved = moved_losses(Losses(lost={"0": 5}), manifest, SlotMap(version=2, owners=spread(128, 2)))
         assert moved.lost == lost

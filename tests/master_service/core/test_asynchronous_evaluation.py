@@ -38,6 +38,13 @@ SETTINGS = {
 }  # fmt: skip
 
 
+def marks_of(job: Job) -> dict[str, int]:
+    """What a cut made now says of evaluations."""
+    return evaluation.marked(job, Saving(uuid="", step=1)).model_dump(
+        include={"evaluation", "minibatches"}, exclude_defaults=True
+    )
+
+
 class Trained:
     """A job of 2 epochs of 4 tasks of 2 minibatches; an evaluation has one task."""
 
@@ -74,7 +81,7 @@ class Trained:
 
     def commit(self, step: int) -> CheckpointRef:
         """A checkpoint of a cut made now."""
-        marks = evaluation.marks_of_cut(self.job)
+        marks = marks_of(self.job)
         ref = CheckpointRef(uuid=f"u{step}", step=step, timeline=self.job.state.timeline, manifest="m", **marks)
         self.kept.insert(0, ref)
         latest = CheckpointLatest(
@@ -93,9 +100,9 @@ class Trained:
 def test_an_evaluation_is_due_once_so_many_minibatches_are_trained_and_the_one_before_it_is_over():
     trained = Trained()
     trained.train(1)
-    assert evaluation.marks_of_cut(trained.job) == {}
+    assert marks_of(trained.job) == {}
     trained.train(1)
-    assert evaluation.marks_of_cut(trained.job) == {"evaluation": 1, "minibatches": 4}
+    assert marks_of(trained.job) == {"evaluation": 1, "minibatches": 4}
     trained.commit(1)
     assert trained.do(evaluation.begin(trained.job))
     trained.train(3)
@@ -104,7 +111,7 @@ def test_an_evaluation_is_due_once_so_many_minibatches_are_trained_and_the_one_b
     trained.complete(trained.ask(beside=True), accuracy=0.5)
     done = trained.job.evaluations[1]
     assert (done.step, done.saved, done.checkpoint) == (4, 1, "u1")
-    assert evaluation.marks_of_cut(trained.job) == {"evaluation": 2, "minibatches": 10}
+    assert marks_of(trained.job) == {"evaluation": 2, "minibatches": 10}
 
 
 def test_minibatches_of_tasks_under_way_count_as_far_as_trainers_have_told():
@@ -114,7 +121,7 @@ def test_minibatches_of_tasks_under_way_count_as_far_as_trainers_have_told():
     assert isinstance(task, Task)
     report = TaskProgress(trainer="t1", attempt=1, minibatches=1)
     tasks.report_progress(trained.job, task.task_id, report).sign_of_life(task.task_id, 1, 0.0)
-    assert evaluation.marks_of_cut(trained.job) == {"evaluation": 1, "minibatches": 3}
+    assert marks_of(trained.job) == {"evaluation": 1, "minibatches": 3}
 
 
 def test_by_epoch_one_is_due_when_an_epoch_is_over():
@@ -122,7 +129,7 @@ def test_by_epoch_one_is_due_when_an_epoch_is_over():
     trained.train(3)
     assert evaluation.due(trained.job) == 0
     trained.train(1)
-    assert evaluation.marks_of_cut(trained.job) == {"evaluation": 1, "minibatches": 8}
+    assert marks_of(trained.job) == {"evaluation": 1, "minibatches": 8}
 
 
 def test_the_cut_of_a_pause_is_marked_whatever_it_was_taken_for():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from master_service.core.changes import DesirePservers
-from master_service.core.decisions.rollback import back_to
+from master_service.core.decisions.recovery.rollback import back_to
 from shared.records import JobSpec, JobState, SlotMap, Strategy
 from shared.records.checkpoints import CheckpointRef
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from master_service.core.changes import Decision, Event, ForgetParameters
-from master_service.core.decisions import rollback
 from master_service.core.decisions.collective.members import begins_without_some, give_up_loading, still_loading
 from master_service.core.decisions.membership import missing, only_joins, reconcile, storage_events
+from master_service.core.decisions.recovery import rollback
 from master_service.core.queue.file_table import FileTable
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
@@ -189,8 +189,8 @@ def test_a_trainer_that_cannot_write_checkpoints_is_told_once():
 @pytest.mark.parametrize(
     ("says", "cause"),
     [
-        ({}, "the members of before have ended: training continues from step 40"),
-        ({"c": None}, "the members of before have ended: training continues from step 40"),
+        ({}, "all previous members have left: training continues from step 40"),
+        ({"c": None}, "all previous members have left: training continues from step 40"),
         ({"a": None, "b": Holding(timeline=3)}, "no trainer has the parameters any more: the job goes back to step 40"),
     ],
 )

@@ -83,12 +83,9 @@ def test_a_schedule_that_cannot_run_is_refused(fields, words):
     assert state == state_of()
 
 
-def test_a_request_creates_one_schedule():
+def test_a_name_has_one_schedule():
     state = state_of()
-    made = created(state, request="r")
-    assert job_schedules.create(state, nightly(request="r"), SCRIPT, EIGHT + DAY).answer == made
-    with pytest.raises(Conflict, match="created schedule n before; now cron differs"):
-        created(state, request="r", cron="1 1 * * *")
+    created(state)
     with pytest.raises(Conflict, match="schedule n exists already"):
         created(state)
 

@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 
 from master_service.core.changes import Decision
 from master_service.core.decisions.membership import rebalance
-from master_service.core.placement.lane_shares import ALIGNING_COSTS, aligned, cut, runs_of, slowest_s
-from master_service.core.placement.lanes import WORTH_MOVING, new_list, step_s
+from master_service.core.placement.lanes import (
+    ALIGNING_COSTS,
+    WORTH_MOVING,
+    aligned,
+    cut,
+    new_list,
+    runs_of,
+    slowest_s,
+    step_s,
+)
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.state import speeds as speeds_module
 from master_service.core.state.job import Job

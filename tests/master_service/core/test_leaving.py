@@ -59,7 +59,7 @@ def test_a_parameter_server_that_was_told_to_leave_is_not_called_lost(registered
 
 
 def test_a_job_without_any_member_of_before_continues_and_says_that_they_have_ended() -> None:
-    ended = "the members of before have ended: training continues from step 40"
+    ended = "all previous members have left: training continues from step 40"
     nobody = Members(layout_revision=10, init_done=True)
     assert reason_after(nobody) == ended
     new = replace(nobody, trainers=trainers("c"), pservers=pservers(0, 1), pserver_revisions={0: 98, 1: 99})

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from master_service.core.changes import Change, Decision, DesirePservers, DropMigration
-from master_service.core.decisions import membership, operations, resize, rollback
+from master_service.core.decisions import membership, operations, resize
+from master_service.core.decisions.recovery import lost
 from master_service.core.placement import slot_moves as moves
 from master_service.core.queue.file_table import FileTable
 from master_service.core.state.job import Job
@@ -342,7 +343,7 @@ def test_a_job_started_again_while_slots_move_waits_for_no_owner_of_before(
     take(job, membership.reconcile(job.spec, job.state, job.trainers, job.slots, job.members))
     assert job.state.phase is Phase.ROLLING_BACK
     assert job.slots.serving == tuple(range(pservers))
-    assert rollback.holders(job.spec, job.slots) == tuple(range(pservers))
+    assert lost.holders(job.spec, job.slots) == tuple(range(pservers))
 
 
 def test_a_restart_asks_for_a_checkpoint_first() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from master_service.core.decisions.cluster import submission
-from master_service.core.decisions.cluster.retention import due
+from master_service.core.decisions.cluster import lifecycle
+from master_service.core.decisions.cluster.lifecycle import due_for_deletion
 from shared.errors import Conflict, InvalidArgument
 from shared.records.cluster import Standing
 from shared.records.job_spec import Mode
@@ -21,30 +21,30 @@ def ended(name: str, seconds_ago: float, standing: Standing = Standing.COMPLETED
 def test_jobs_go_once_their_retention_is_over_the_longest_ended_first():
     jobs = [ended("a", 100, Standing.FAILED), ended("b", 50), ended("c", 200, Standing.CANCELLED), active("d")]
     state = state_of(*jobs, job_of("e"), job_of("f", standing=Standing.PAUSED))
-    assert due(state, WALL, 60.0) == ["c", "a"]
-    assert due(state, WALL, 10.0) == ["c", "a", "b"]
-    assert due(state, WALL, None) == []
+    assert due_for_deletion(state, WALL, 60.0) == ["c", "a"]
+    assert due_for_deletion(state, WALL, 10.0) == ["c", "a", "b"]
+    assert due_for_deletion(state, WALL, None) == []
 
 
 def test_a_job_that_another_waits_for_and_one_with_post_tasks_stay():
     spec = spec_of(job="p", mode=Mode.ASYNC, post_tasks=("publish",))
     state = state_of(ended("a", 100), job_of("b", after=("a",)), ended("p", 100, spec=spec))
-    assert due(state, WALL, 60.0) == []
+    assert due_for_deletion(state, WALL, 60.0) == []
 
 
 def test_a_deletion_that_was_begun_is_due_whatever_the_retention_is_and_the_job_is_closed():
     state = state_of(ended("a", 1), ended("f", 1, Standing.FAILED))
     for name in "af":
-        for change in submission.begin_delete(state, name).changes:
+        for change in lifecycle.begin_delete(state, name).changes:
             state.apply(change, 0.0)
-    assert due(state, WALL, None) == ["a", "f"]
+    assert due_for_deletion(state, WALL, None) == ["a", "f"]
     with pytest.raises(Conflict, match="is being deleted"):
-        submission.resume(state, "f")
+        lifecycle.resume(state, "f")
     with pytest.raises(InvalidArgument, match="comes after job a, which does not exist"):
-        submission.create(state, job_of("b", after=("a",)), None, "now")
-    assert submission.begin_delete(state, "a").changes == ()
+        lifecycle.create(state, job_of("b", after=("a",)), None, "now")
+    assert lifecycle.begin_delete(state, "a").changes == ()
 
 
 def test_keys_go_only_after_the_deletion_was_begun():
     with pytest.raises(Conflict, match="was not begun"):
-        submission.delete(state_of(ended("a", 1)), "a")
+        lifecycle.delete(state_of(ended("a", 1)), "a")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from master_service.core.decisions.cluster.standing import finish
-from master_service.core.decisions.scheduling.pool_numbers import follow_resize
+from master_service.core.decisions.cluster.lifecycle import finish, follow_resize
 from master_service.core.state.cluster import ClusterState, DropAssignment, PutAssignment, PutJob
 from shared.records.cluster import Assignment, Standing
 from tests.master_service.core.cluster_jobs import active, job_of, state_of

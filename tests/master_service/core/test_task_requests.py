@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from master_service.core.changes import Decision
-from master_service.core.decisions import queue_restore, task_requests, tasks
+from master_service.core.decisions import task_requests, tasks
+from master_service.core.decisions.recovery.queue import CutQueue, records_since_cut, restore_to_cut
 from master_service.core.queue.checks import violations
 from master_service.core.state.job import Job
 from shared.errors import Conflict, NotFound, NotReady, StaleAttempt
@@ -150,12 +151,12 @@ def test_a_task_that_is_done_since_a_checkpoint_in_which_it_was_discarded_is_los
     first = asked.take()
     asked.skip(first.task_id)
     put = asked.job.training.discarded[0, first.task_id]
-    cut = queue_restore.CutQueue(0, 1, {}, {(0, first.task_id): put.task}, asked.job.losses)
-    assert queue_restore.records_since_cut(asked.job, cut) == 0
+    cut = CutQueue(0, 1, {}, {(0, first.task_id): put.task}, asked.job.losses)
+    assert records_since_cut(asked.job, cut) == 0
     asked.retry(first.task_id)
-    assert queue_restore.records_since_cut(asked.job, cut) == 0
+    assert records_since_cut(asked.job, cut) == 0
     asked.complete(asked.take())
-    assert queue_restore.records_since_cut(asked.job, cut) == 10
-    for change in queue_restore.restore_to_cut(asked.job, cut):
+    assert records_since_cut(asked.job, cut) == 10
+    for change in restore_to_cut(asked.job, cut):
         asked.job.apply(change, 0.0)
     assert asked.job.training.state_of(first.task_id) == "DISCARDED"

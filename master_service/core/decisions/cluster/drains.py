@@ -5,7 +5,7 @@ drain ─► its assignment goes with the next schedule ─► its process leave
 
 from __future__ import annotations
 
-from master_service.core.changes import Event
+from master_service.core.changes import Decision, Event
 from master_service.core.state.cluster import ClusterDecision, ClusterState, DropDrain, Place, PutDrain
 from shared.errors import Conflict
 from shared.records.cluster import Drain
@@ -17,20 +17,20 @@ def drain(state: ClusterState, member: str, stamp: str) -> ClusterDecision[Place
     """Draining it again changes nothing. Raises NotFound, Conflict."""
     place = state.place(member)
     if place in state.drains:
-        return ClusterDecision(place)
+        return Decision(place)
     if len(state.drains) >= MAX_DRAINS:
         msg = f"{len(state.drains)} members are drained, at most {MAX_DRAINS} are kept"
         raise Conflict(msg, hint="`trireme pool undrain` those that are gone for good")
     held = state.assignments.get(place)
     leaves = f": it leaves job {held.job}" if held else ""
     event = Event("member_drained", f"{place[0]} {member} is drained{leaves}", {"member": member})
-    return ClusterDecision(place, (PutDrain(place, Drain(ask_time=stamp)),), (event,))
+    return Decision(place, (PutDrain(place, Drain(ask_time=stamp)),), (event,))
 
 
 def undrain(state: ClusterState, member: str) -> ClusterDecision[Place]:
     """Also of a member that is gone. Raises NotFound."""
     place = state.place(member)
     if place not in state.drains:
-        return ClusterDecision(place)
+        return Decision(place)
     event = Event("member_undrained", f"{place[0]} {member} may get work again", {"member": member})
-    return ClusterDecision(place, (DropDrain(place),), (event,))
+    return Decision(place, (DropDrain(place),), (event,))

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from master_service.core.changes import Event
-from master_service.core.decisions.cluster import submission
+from master_service.core.changes import Decision, Event
+from master_service.core.decisions.cluster import lifecycle
 from master_service.core.state.cluster import (
     ClusterChange,
     ClusterDecision,
@@ -41,45 +41,39 @@ class Due:
 def create(
     state: ClusterState, asked: JobSchedule, source: Source | None, wall_time: float
 ) -> ClusterDecision[JobSchedule]:
-    """`asked`: without times; `wall_time`: seconds since 1970. The same request answers what it created before. Raises
-    InvalidArgument, Conflict."""
-    for known in state.schedules.values():
-        if asked.request and known.request == asked.request:
-            return ClusterDecision(_same(known, asked))
+    """`asked`: without times; `wall_time`: seconds since 1970. Raises InvalidArgument, Conflict."""
     _check(state, asked)
     try:
         first = next_time(asked.cron, asked.time_zone, wall_time)
     except ValueError as error:
         raise InvalidArgument(str(error), cron=asked.cron, time_zone=asked.time_zone) from error
-    made = asked.model_copy(
-        update={
-            "create_time": rfc3339(wall_time),
-            "next_time": rfc3339(first),
-            "last_time": "",
-            "last_job": "",
-            "reason": "",
-        }
+    made = asked.with_fields(
+        create_time=rfc3339(wall_time),
+        next_time=rfc3339(first),
+        last_time="",
+        last_job="",
+        reason="",
     )
     stored: tuple[ClusterChange, ...] = (PutSource(source.digest, source),) if source is not None else ()
     message = f"schedule {made.name} ({made.cron}, {made.time_zone}) runs first at {made.next_time}"
-    return ClusterDecision(made, (*stored, PutSchedule(made)), (_event("schedule_created", message, made),))
+    return Decision(made, (*stored, PutSchedule(made)), (_event("schedule_created", message, made),))
 
 
 def delete(state: ClusterState, name: str) -> ClusterDecision[JobSchedule]:
     """Its jobs stay. Raises NotFound."""
     found = state.schedule(name)
-    drops: tuple[ClusterChange, ...] = (DropSchedule(name), *submission.drop_unused(state, found.source_digest))
-    return ClusterDecision(found, drops, (_event("schedule_deleted", f"schedule {name} was deleted", found),))
+    drops: tuple[ClusterChange, ...] = (DropSchedule(name), *lifecycle.drop_unused(state, found.source_digest))
+    return Decision(found, drops, (_event("schedule_deleted", f"schedule {name} was deleted", found),))
 
 
 def due(state: ClusterState, wall_time: float) -> ClusterDecision[Due]:
     """What the schedule whose time has come first does now. One at a time, so that each transaction is small."""
     waits = [(instant(found.next_time), found.name) for found in state.schedules.values()]
     if not waits:
-        return ClusterDecision(Due(again=False, next_look_s=None))
+        return Decision(Due(again=False, next_look_s=None))
     time, name = min(waits)
     if time > wall_time:
-        return ClusterDecision(Due(again=False, next_look_s=time - wall_time))
+        return Decision(Due(again=False, next_look_s=time - wall_time))
     return _run(state, state.schedules[name], time, wall_time)
 
 
@@ -92,35 +86,35 @@ def _run(state: ClusterState, found: JobSchedule, time: float, wall_time: float)
         following = next_time(found.cron, found.time_zone, wall_time)
     except ValueError as error:  # a time zone that this host does not know
         later = rfc3339(wall_time + LOOK_AGAIN_S)
-        moved = found.model_copy(update={"next_time": later, "reason": str(error)})
+        moved = found.with_fields(next_time=later, reason=str(error))
         event = _event("schedule_failed", f"schedule {found.name}: {error}", found)
-        return ClusterDecision(again, (PutSchedule(moved),), (event,))
-    update = {"next_time": rfc3339(following), "last_time": rfc3339(latest)}
+        return Decision(again, (PutSchedule(moved),), (event,))
+    ran = found.with_fields(next_time=rfc3339(following), last_time=rfc3339(latest))
     stamp = rfc3339(wall_time)
     job = _job_of(found, latest)
     before = state.jobs.get(found.last_job)
     busy = before is not None and not before.standing.final
     if before is not None and busy and found.concurrency == "forbid":
         reason = f"left out at {rfc3339(latest)}: job {before.job} of the time before is still {before.standing}"
-        moved = found.model_copy(update={**update, "reason": reason})
+        moved = ran.with_fields(reason=reason)
         event = _event("schedule_skipped", f"schedule {found.name}: {reason}", found)
-        return ClusterDecision(again, (PutSchedule(moved),), (event,))
+        return Decision(again, (PutSchedule(moved),), (event,))
     try:
-        created = submission.create(state, job, None, stamp)
+        created = lifecycle.create(state, job, None, stamp)
     except CallerError as error:
         reason = f"job {job.job} could not be created: {error.message}"
-        moved = found.model_copy(update={**update, "reason": reason})
+        moved = ran.with_fields(reason=reason)
         event = _event("schedule_failed", f"schedule {found.name}: {reason}", found)
-        return ClusterDecision(again, (PutSchedule(moved),), (event,))
+        return Decision(again, (PutSchedule(moved),), (event,))
     missed = " (times before it were missed)" if latest > time else ""
     reason = f"created job {job.job} for {rfc3339(latest)}{missed}"
     changes, events = created.changes, created.events
     if before is not None and busy:
-        cancelled = submission.cancel(state, before.job, stamp)
+        cancelled = lifecycle.cancel(state, before.job, stamp)
         changes, events = changes + cancelled.changes, events + cancelled.events
-    moved = found.model_copy(update={**update, "last_job": job.job, "reason": reason})
+    moved = ran.with_fields(last_job=job.job, reason=reason)
     events += (_event("schedule_ran", f"schedule {found.name} {reason}", found),)
-    return ClusterDecision(again, (*changes, PutSchedule(moved)), events)
+    return Decision(again, (*changes, PutSchedule(moved)), events)
 
 
 def _job_of(found: JobSchedule, time: float) -> ClusterJob:
@@ -128,20 +122,10 @@ def _job_of(found: JobSchedule, time: float) -> ClusterJob:
     storage = f"{found.spec.storage.rstrip('/')}/{name}"
     return ClusterJob(
         job=name,
-        spec=found.spec.model_copy(update={"job": name, "storage": storage}),
+        spec=found.spec.with_fields(job=name, storage=storage),
         scheduling=found.scheduling,
         source_digest=found.source_digest,
     )
-
-
-def _same(known: JobSchedule, asked: JobSchedule) -> JobSchedule:
-    """Raises Conflict if the same key asked for something else before."""
-    fields = ("name", "cron", "time_zone", "concurrency", "spec", "scheduling", "source_digest")
-    differs = [field for field in fields if getattr(known, field) != getattr(asked, field)]
-    if differs:
-        msg = f"this Idempotency-Key created schedule {known.name} before; now {', '.join(differs)} differs"
-        raise Conflict(msg, hint="use a new key for a new request", schedule=known.name)
-    return known
 
 
 def _check(state: ClusterState, asked: JobSchedule) -> None:
@@ -157,7 +141,7 @@ def _check(state: ClusterState, asked: JobSchedule) -> None:
         if value := getattr(asked.scheduling, field):
             msg = f"jobs of a schedule start at its times: {field} {value} cannot be given"
             raise InvalidArgument(msg, hint=f"leave {field} out", schedule=asked.name)
-    submission.check_scheduling(asked.spec, asked.scheduling)
+    lifecycle.check_scheduling(asked.spec, asked.scheduling)
 
 
 def _event(name: str, message: str, found: JobSchedule) -> Event:

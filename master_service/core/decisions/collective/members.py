@@ -16,10 +16,12 @@ until it knows how far the others are.
 from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, Event, Fields
-from master_service.core.decisions import lifecycle, rollback
+from master_service.core.decisions import lifecycle
 from master_service.core.decisions.lifecycle import fail
-from master_service.core.decisions.rollback import MissingParameters
+from master_service.core.decisions.recovery import rollback
+from master_service.core.decisions.recovery.lost import MissingParameters
 from master_service.core.placement.lanes import LaneSeconds, new_list
+from master_service.core.state import phases
 from master_service.core.state.members import Members
 from shared.records import FailureCause, JobSpec, JobState, Phase, Stage, TrainerList
 
@@ -56,7 +58,7 @@ def why_lost(state: JobState, listed: TrainerList, members: Members) -> MissingP
             f"{members.absence(members.initialiser)}, which gave the parameters their first values"
         )
     if listed.names and not any(name in members.trainers for name in listed.names):
-        return MissingParameters("the members of before have ended", asked=True)
+        return MissingParameters("all previous members have left", asked=True)
     return MissingParameters("no trainer has the parameters any more")
 
 
@@ -145,8 +147,7 @@ def _wait(spec: JobSpec, state: JobState, listed: TrainerList, members: Members,
     fields: Fields = {"trainers": len(members.trainers), "min_members": spec.min_members}
     event = Event("job_waiting", reason, fields)
     if state.phase is Phase.WAITING:
-        return Decision(None, (state.model_copy(update={"reason": reason}),), (event,))
-    generation = state.generation + 1
-    waiting = state.model_copy(update={"phase": Phase.WAITING, "generation": generation, "reason": reason})
-    nobody: Change = new_list(spec, listed, generation, ())
+        return Decision(None, (state.with_fields(reason=reason),), (event,))
+    waiting = phases.short_of_members(state, reason)
+    nobody: Change = new_list(spec, listed, waiting.generation, ())
     return Decision(None, (nobody, waiting), (event,))

@@ -55,6 +55,7 @@ from shared.records import (
     ValidationSums,
 )
 from shared.records.checkpoints import CheckpointRef, history
+from shared.records.pauses import Saving
 from shared.records.step import LanePosition
 
 KEPT = 1000
@@ -72,9 +73,7 @@ def begin(job: Job) -> Decision[bool]:
     ref = next_due(job)
     if ref is None:
         return Decision(False)
-    running = status.model_copy(
-        update={"settled": ref.evaluation - 1, "running": RunningEvaluation(number=ref.evaluation, ref=ref)}
-    )
+    running = status.with_fields(settled=ref.evaluation - 1, running=RunningEvaluation(number=ref.evaluation, ref=ref))
     fields: Fields = {"number": ref.evaluation, "step": ref.evaluated_step}
     place = evaluated_point(job.spec.mode, ref.evaluated_step)
     told = [Event("evaluation_begun", f"evaluation {ref.evaluation} begins: {place}", fields)]
@@ -114,9 +113,11 @@ def due(job: Job) -> int:
     return 0 if waits else status.settled + 1
 
 
-def marks_of_cut(job: Job) -> dict[str, int]:
-    """What the checkpoint of a cut made now says of evaluations. Every cut is marked until one is committed: any of them may be lost."""
-    return {"evaluation": number, "minibatches": job.minibatches_done} if (number := due(job)) else {}
+def marked(job: Job, saving: Saving) -> Saving:
+    """`saving` with what the checkpoint of a cut made now says of evaluations. Every cut is marked until one is committed, since any of
+    them may be lost."""
+    number = due(job)
+    return saving.with_fields(evaluation=number, minibatches=job.minibatches_done) if number else saving
 
 
 def acquire(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:
@@ -286,7 +287,7 @@ def _settled(job: Job, done: Evaluation, event: Event) -> Decision[None]:
         event = replace(event, message=f"{event.message} (the best so far)", fields={**event.fields, "best": True})
     before = status.recent[-1].patience if status.recent else None
     patience = before if done.left_out else patience_after(before, done.metrics, job.spec.stop_early)
-    done = done.model_copy(update={"best": best, "patience": patience})
+    done = done.with_fields(best=best, patience=patience)
     told = [event]
     if patience is not None and patience.over and job.spec.stop_early is not None:
         stop = job.spec.stop_early
@@ -328,11 +329,9 @@ def _stopped(job: Job, step: int, epochs: int, records: int) -> Decision[None]:
     ended = lifecycle.advance_stage(job, (), last=True)
     place = evaluated_point(job.spec.mode, step)
     told = Event("stopped_early", f"training ends at {place}, as stop_early says", {"step": step})
-    numbers = {"trained_records": records, "stopped_step": step, "stopped_epochs": epochs}
-    result = job.state.result.model_copy(update=numbers)
+    result = job.state.result.with_fields(trained_records=records, stopped_step=step, stopped_epochs=epochs)
     states = tuple(
-        change.model_copy(update={"result": result}) if isinstance(change, JobState) else change
-        for change in ended.changes
+        change.with_fields(result=result) if isinstance(change, JobState) else change for change in ended.changes
     )
     return Decision(None, states, (told, *ended.events))
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from master_service.core.changes import Decision
-from master_service.core.decisions import rollback
 from master_service.core.decisions.evaluations import evaluation
+from master_service.core.decisions.recovery import rollback
 from master_service.core.state.job import Job
 from shared.checkpoints.schedule import way_back
 from shared.errors import CheckpointUnusable
@@ -71,6 +71,6 @@ def _redo(job: Job, number: int, cause: str, damaged: str = "") -> Decision[None
     ref, (redone, times) = _way_back(job, number, damaged), job.evaluation.redone
     if ref is None:
         return rollback.back_to_start(job.state, f"{cause}, and no checkpoint before it: training starts over")
-    state = job.state.model_copy(update={"damaged": (*job.state.damaged, damaged)}) if damaged else job.state
-    counted = job.evaluation.model_copy(update={"redone": (number, times + 1 if redone == number else 1)})
+    state = job.state.with_fields(damaged=(*job.state.damaged, damaged)) if damaged else job.state
+    counted = job.evaluation.with_fields(redone=(number, times + 1 if redone == number else 1))
     return Decision(None, (counted,)) + rollback.back_to(job.spec, state, job.slots, ref, cause)

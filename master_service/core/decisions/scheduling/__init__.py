@@ -3,7 +3,7 @@
 jobs ──ready?──► admission (who runs: minimum, priority) ──► shares (how many trainers each) ──► placement (which members)
 """
 
-from master_service.core.decisions.scheduling.demand import needed
+from master_service.core.decisions.scheduling.admission import needed
 from master_service.core.decisions.scheduling.pool_view import lost_places
 from master_service.core.decisions.scheduling.schedule import Schedule, schedule
 

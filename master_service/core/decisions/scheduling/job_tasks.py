@@ -91,29 +91,28 @@ class _Turn:
         elif member is None or ("trainer", run.member) not in self.view.reported:
             self._lose(run)
         elif member.exit_code == 0:
-            self._write(run, TaskState.SUCCEEDED, "", member, failures=run.failures)
+            self._write(run, TaskState.SUCCEEDED, "", member)
         else:
             failures = run.failures + 1
             why = member.trouble or f"exit code {member.exit_code}"
             left = task.retries + 1 - failures
             state = TaskState.WAITING if left > 0 else TaskState.FAILED
-            self._write(run, state, why, member, failures=failures)
+            self._write(run.with_fields(failures=failures), state, why, member)
 
     def _lose(self, run: TaskRun) -> None:
         lost = run.lost + 1
+        run = run.with_fields(lost=lost)
         why = f"member {run.member} was lost in attempt {run.attempt}"
         if lost < MAX_LOST:
-            self._write(run, TaskState.WAITING, why, lost=lost)
+            self._write(run, TaskState.WAITING, why)
         else:
-            self._write(run, TaskState.FAILED, f"{why}; {lost} attempts ended so", lost=lost)
+            self._write(run, TaskState.FAILED, f"{why}; {lost} attempts ended so")
 
-    def _write(
-        self, run: TaskRun, state: TaskState, reason: str, member: PoolMember | None = None, **fields: object
-    ) -> None:
-        told = {"exit_code": member.exit_code, "output": member.output} if member else {}
+    def _write(self, run: TaskRun, state: TaskState, reason: str, member: PoolMember | None = None) -> None:
+        if member is not None:
+            run = run.with_fields(exit_code=member.exit_code, output=member.output)
         end = rfc3339(self.wall_time) if state.over or member else run.end_time
-        written = run.model_copy(update={"state": state, "reason": reason, "end_time": end, **told, **fields})
-        self._put(written)
+        self._put(run.with_fields(state=state, reason=reason, end_time=end))
         why = f": {reason}" if reason else ""
         self._say("job_task_ended", f"{spoken(run.name)} of job {run.job} is {state}{why}", run)
 
@@ -191,15 +190,15 @@ class _Turn:
             attempt=run.attempt + 1,
             limit_s=job.spec.named_tasks[run.name].timeout_s,
         )
-        update = {
-            "state": TaskState.RUNNING,
-            "attempt": run.attempt + 1,
-            "member": member.member,
-            "host": member.host,
-            "incarnation": member.incarnation,
-            "start_time": now,
-        }
-        self._put(run.model_copy(update=update))
+        started = run.with_fields(
+            state=TaskState.RUNNING,
+            attempt=run.attempt + 1,
+            member=member.member,
+            host=member.host,
+            incarnation=member.incarnation,
+            start_time=now,
+        )
+        self._put(started)
         self.turn.changes[place] = PutAssignment(place, held)  # right after its run: both in one transaction
         self.view.idle["trainer"].remove(place)
         self.view.usable["trainer"] -= 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from master_service.core.changes import Event
+from master_service.core.changes import Decision, Event
 from master_service.core.decisions.scheduling.schedule import Schedule
 from master_service.core.state.cluster import (
     ClusterChange,
@@ -54,7 +54,7 @@ class Portions:
                 break
             if not self._is_as_planned(change, state):
                 self.stale = True
-                return ClusterDecision(None)
+                return Decision(None)
             self._left.popleft()
             changes.append(change)
             events += told
@@ -63,7 +63,7 @@ class Portions:
                 self._jobs[change.job.job] = change.job
             elif isinstance(change, PutTaskRun):
                 self._runs[change.run.job, change.run.name] = change.run
-        return ClusterDecision(None, tuple(changes), tuple(events))
+        return Decision(None, tuple(changes), tuple(events))
 
     def _is_as_planned(self, change: ClusterChange, state: ClusterState) -> bool:
         match change:

@@ -108,13 +108,13 @@ class _Making:
     # -------------------------------------------------------------- jobs
 
     def _cancel(self, job: ClusterJob, why: str) -> None:
-        end = {"standing": Standing.CANCELLED, "reason": why, "end_time": rfc3339(self.wall_time)}
-        self.jobs[job.job] = job.model_copy(update=end)
+        end = rfc3339(self.wall_time)
+        self.jobs[job.job] = job.with_fields(standing=Standing.CANCELLED, reason=why, end_time=end)
         self._say("job_cancelled", f"job {job.job} is CANCELLED: {why}", job)
 
     def _fail(self, job: ClusterJob, why: str) -> None:
-        end = {"standing": Standing.FAILED, "reason": why, "end_time": rfc3339(self.wall_time)}
-        self.jobs[job.job] = job.model_copy(update=end)
+        end = rfc3339(self.wall_time)
+        self.jobs[job.job] = job.with_fields(standing=Standing.FAILED, reason=why, end_time=end)
         self._say("job_failed", f"job {job.job} is FAILED: {why}", job)
 
     def _preempt(self, admission: Admission) -> None:
@@ -124,24 +124,24 @@ class _Making:
                 f"gives its members to job {claimant} of priority {first.scheduling.priority}; "
                 f"its own is {job.scheduling.priority}"
             )
-            self.jobs[name] = job.model_copy(update={"preempted_by": claimant, "reason": why})
+            self.jobs[name] = job.with_fields(preempted_by=claimant, reason=why)
             self._say("job_preempted", f"job {name} {why}", job)
 
     def _start(self, job: ClusterJob) -> ClusterJob:
-        update = {
-            "standing": Standing.ACTIVE,
-            "epoch": job.epoch + 1,
-            "start_time": rfc3339(self.wall_time),
-            "reason": "",
-            "preempted_by": "",
-        }
-        started = self.jobs[job.job] = job.model_copy(update=update)
+        started = job.with_fields(
+            standing=Standing.ACTIVE,
+            epoch=job.epoch + 1,
+            start_time=rfc3339(self.wall_time),
+            reason="",
+            preempted_by="",
+        )
+        self.jobs[job.job] = started
         return started
 
     def _explain(self, job: ClusterJob, why: str) -> None:
         job = self.jobs.get(job.job, job)
         if job.reason != why:
-            self.jobs[job.job] = job.model_copy(update={"reason": why})
+            self.jobs[job.job] = job.with_fields(reason=why)
 
     def _explain_all(self, admission: Admission) -> None:
         for job, why in reasons.of_waiting(self.view, admission):

@@ -98,14 +98,14 @@ def test_a_schedule_is_the_job_and_its_times(script):
         script, {}, schedule={"cron": "0 6 * * 1", "time_zone": "Europe/Berlin", "concurrency": None}
     )
     body = request_body(request, merge([from_flags({})]), Inspection({}, DATA, None), Scheduling(priority=7))
-    asked = CreateSchedule.model_validate(body | schedule_of(request)).to_schedule("s3://bucket/jobs", "once")
+    asked = CreateSchedule.model_validate(body | schedule_of(request)).to_schedule("s3://bucket/jobs")
     assert (asked.name, asked.cron, asked.time_zone, asked.concurrency) == (
         "my-model",
         "0 6 * * 1",
         "Europe/Berlin",
         "forbid",
     )
-    assert (asked.spec.storage, asked.scheduling.priority, asked.request) == ("s3://bucket/jobs", 7, "once")
+    assert (asked.spec.storage, asked.scheduling.priority) == ("s3://bucket/jobs", 7)
     assert asked.source_digest == asked.spec.script.split(":")[1].split("/")[0]
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from master_service.core.changes import RestartQueue
 from master_service.core.decisions.lifecycle import cause_of, fail, start_again, train_longer
-from master_service.store.start_again import renew
-from master_service.store.start_again import start_again as write_start_again
+from master_service.store.between_runs import renew
+from master_service.store.between_runs import start_again as write_start_again
 from shared.checkpoints.writer import write_manifest
 from shared.errors import Conflict, DatasetError, StorageUnreachable
 from shared.etcd import Etcd

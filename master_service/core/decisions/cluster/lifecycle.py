@@ -1,19 +1,23 @@
-"""Requests about a cluster's jobs: create, pause, resume, cancel, delete. Decisions only.
+"""The life of a cluster's jobs: what their users ask for (create, pause, resume, cancel, delete), what becomes of a job whose term has
+ended, when it is forgotten, and the places that it has after a resize. Decisions only.
 
-QUEUED and PAUSED jobs change at once. An ACTIVE job is asked (`wanted`): who leads it stops it with a checkpoint first and then
-writes where it is. Asking again for what is so already changes nothing.
+QUEUED and PAUSED jobs change at once. An ACTIVE job is asked (`wanted`): its leader stops it with a checkpoint first and then
+writes where it is (`finish`). Asking again for what is so already changes nothing.
+
+createResize -> the job's spec has other numbers -> `follow_resize`: ClusterJob has them, too -> the schedule gives places, or takes them
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from master_service.core.changes import Event
+from master_service.core.changes import Decision, Event, Fields
 from master_service.core.state.cluster import (
     ClusterChange,
     ClusterDecision,
     ClusterState,
+    DropAssignment,
     DropJob,
     DropSource,
     PutJob,
@@ -22,18 +26,34 @@ from master_service.core.state.cluster import (
 )
 from master_service.core.state.job_tasks import run_of, unfinished
 from shared.errors import Conflict, InvalidArgument
-from shared.records.cluster import RESERVED, ClusterJob, Scheduling, Source, Standing, TaskState, spoken
+from shared.records.cluster import (
+    RESERVED,
+    ClusterJob,
+    Scheduling,
+    Source,
+    Standing,
+    TaskState,
+    Wanted,
+    in_words,
+    spoken,
+)
 from shared.records.job_spec import JobSpec, Mode
+from shared.times import instant
 
 MAX_OPEN = 1000  # jobs that are not final
 MAX_JOBS = 10_000  # final ones, too
+EVENTS = {
+    Standing.COMPLETED: "job_completed",
+    Standing.FAILED: "job_failed",
+    Standing.PAUSED: "job_paused",
+    Standing.QUEUED: "job_queued",
+    Standing.CANCELLED: "job_cancelled",
+}
+STOPPED = {"run": Standing.QUEUED, "pause": Standing.PAUSED, "cancel": Standing.CANCELLED}  # by what was asked for last
 
 
 def create(state: ClusterState, asked: ClusterJob, source: Source | None, stamp: str) -> ClusterDecision[ClusterJob]:
-    """Answers the job: the one that the same request (`asked.request`, if it is not empty) created before, or the new one.
-    `asked`: with spec, scheduling, source_digest and request. Raises InvalidArgument, Conflict."""
-    if (known := _known(state, asked)) is not None:
-        return ClusterDecision(known)
+    """Answers the new job. `asked`: with spec, scheduling and source_digest. Raises InvalidArgument, Conflict."""
     _check_name(state, asked.job)
     _check_counts(state.jobs)
     check_scheduling(asked.spec, asked.scheduling)
@@ -43,7 +63,6 @@ def create(state: ClusterState, asked: ClusterJob, source: Source | None, stamp:
         spec=asked.spec,
         scheduling=asked.scheduling,
         source_digest=asked.source_digest,
-        request=asked.request,
         number=1 + max((job.number for job in state.jobs.values()), default=0),
         reason="was just submitted",
         create_time=stamp,
@@ -58,7 +77,7 @@ def pause(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
     job = state.job(name)
     match job.standing:
         case Standing.PAUSED:
-            return ClusterDecision(job)
+            return Decision(job)
         case Standing.QUEUED:
             return _change(_moved(job, Standing.PAUSED, "paused by its user", wanted="pause"), "job_paused")
         case Standing.ACTIVE:
@@ -78,10 +97,10 @@ def resume(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
     match job.standing:
         case Standing.PAUSED | Standing.FAILED:
             resumed = _moved(job, Standing.QUEUED, "resumed by its user", wanted="run")
-            decision = _change(resumed.model_copy(update={"end_time": ""}), "job_resumed")
+            decision = _change(resumed.with_fields(end_time=""), "job_resumed")
             return replace(decision, changes=decision.changes + _tasks_again(state, job))
         case Standing.QUEUED:
-            return ClusterDecision(job)
+            return Decision(job)
         case Standing.ACTIVE:
             if job.wanted == "cancel":
                 raise Conflict(f"job {name} is being cancelled: it cannot be resumed", job=name)
@@ -97,10 +116,10 @@ def cancel(state: ClusterState, name: str, stamp: str) -> ClusterDecision[Cluste
         return _cancel_tasks(state, job, names, stamp)
     match job.standing:
         case Standing.CANCELLED:
-            return ClusterDecision(job)
+            return Decision(job)
         case Standing.QUEUED | Standing.PAUSED:
             ended = _moved(job, Standing.CANCELLED, "cancelled by its user", wanted="cancel")
-            return _change(ended.model_copy(update={"end_time": stamp}), "job_cancelled")
+            return _change(ended.with_fields(end_time=stamp), "job_cancelled")
         case Standing.ACTIVE:
             return _wanted(job, "cancel", "job_cancel_asked")
         case Standing.COMPLETED | Standing.FAILED:
@@ -111,7 +130,7 @@ def begin_delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
     """From now on the job is not resumed, and no job may come after it: its files are deleted. Raises NotFound, Conflict."""
     job = state.job(name)
     if job.wanted == "delete":
-        return ClusterDecision(job)
+        return Decision(job)
     if not job.standing.final:
         msg = f"job {name} is {job.standing}: only jobs that are COMPLETED, FAILED or CANCELLED can be deleted"
         raise Conflict(msg, hint=f"`trireme cancel {name}` first", job=name, standing=str(job.standing))
@@ -124,7 +143,7 @@ def begin_delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
         raise Conflict(
             msg, hint="delete it once that one has started, or cancel that one", job=name, after=waiting[:20]
         )
-    return _change(job.model_copy(update={"wanted": "delete"}), "job_delete_asked", f"job {name} is being deleted")
+    return _change(job.with_fields(wanted="delete"), "job_delete_asked", f"job {name} is being deleted")
 
 
 def delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
@@ -134,30 +153,12 @@ def delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
     if job.wanted != "delete":
         raise Conflict(f"the deletion of job {name} was not begun", job=name)
     drops: tuple[ClusterChange, ...] = (DropJob(name), *drop_unused(state, job.source_digest))
-    return ClusterDecision(job, drops, (Event("job_deleted", f"job {name} was deleted", {"job": name}),))
+    return Decision(job, drops, (Event("job_deleted", f"job {name} was deleted", {"job": name}),))
 
 
 def drop_unused(state: ClusterState, digest: str) -> tuple[DropSource, ...]:
     """A job or schedule with this script is about to go: the script, too, if nothing else runs it."""
     return (DropSource(digest),) if digest and state.uses_source(digest) <= 1 else ()
-
-
-def _known(state: ClusterState, asked: ClusterJob) -> ClusterJob | None:
-    """The job that the same request created before. Raises Conflict if it asked for something else."""
-    if not asked.request:
-        return None
-    for job in state.jobs.values():
-        if job.request == asked.request:
-            differs = [
-                field
-                for field in ("job", "spec", "scheduling", "source_digest")
-                if getattr(job, field) != getattr(asked, field)
-            ]
-            if differs:
-                msg = f"this Idempotency-Key created job {job.job} before; now {', '.join(differs)} differs"
-                raise Conflict(msg, hint="use a new key for a new request", job=job.job)
-            return job
-    return None
 
 
 def _check_name(state: ClusterState, name: str) -> None:
@@ -239,32 +240,34 @@ def _waits_for(job: ClusterJob, name: str) -> bool:
 
 def _cancel_tasks(state: ClusterState, job: ClusterJob, names: list[str], stamp: str) -> ClusterDecision[ClusterJob]:
     runs = state.task_runs.get(job.job, {})
-    update = {"state": TaskState.CANCELLED, "reason": "cancelled by its user", "end_time": stamp}
-    changes = tuple(PutTaskRun(run_of(job, runs, name).model_copy(update=update)) for name in names)
+    asked = [run_of(job, runs, name) for name in names]
+    changes = tuple(
+        PutTaskRun(run.with_fields(state=TaskState.CANCELLED, reason="cancelled by its user", end_time=stamp))
+        for run in asked
+    )
     message = f"{len(names)} tasks of job {job.job} are cancelled"
-    return ClusterDecision(job, changes, (Event("job_tasks_cancelled", message, {"job": job.job}),))
+    return Decision(job, changes, (Event("job_tasks_cancelled", message, {"job": job.job}),))
 
 
 def _tasks_again(state: ClusterState, job: ClusterJob) -> tuple[PutTaskRun, ...]:
     """A job that FAILED is tried again: failed pre-tasks, too, and all post-tasks once more after its next end."""
     if job.standing is not Standing.FAILED:
         return ()
-    again = {"state": TaskState.WAITING, "failures": 0, "lost": 0, "reason": ""}
     return tuple(
-        PutTaskRun(run.model_copy(update=again))
+        PutTaskRun(run.with_fields(state=TaskState.WAITING, failures=0, lost=0, reason=""))
         for run in state.task_runs.get(job.job, {}).values()
         if run.state.over and (run.name.startswith("post-") or run.state is not TaskState.SUCCEEDED)
     )
 
 
-def _moved(job: ClusterJob, standing: Standing, reason: str, *, wanted: str) -> ClusterJob:
-    return job.model_copy(update={"standing": standing, "reason": reason, "wanted": wanted})
+def _moved(job: ClusterJob, standing: Standing, reason: str, *, wanted: Wanted) -> ClusterJob:
+    return job.with_fields(standing=standing, reason=reason, wanted=wanted)
 
 
-def _wanted(job: ClusterJob, wanted: str, event: str) -> ClusterDecision[ClusterJob]:
+def _wanted(job: ClusterJob, wanted: Wanted, event: str) -> ClusterDecision[ClusterJob]:
     if job.wanted == wanted:
-        return ClusterDecision(job)
-    return _change(job.model_copy(update={"wanted": wanted}), event, f"job {job.job} is asked to {wanted}")
+        return Decision(job)
+    return _change(job.with_fields(wanted=wanted), event, f"job {job.job} is asked to {wanted}")
 
 
 def _ended(job: ClusterJob, what: str) -> Conflict:
@@ -275,4 +278,74 @@ def _ended(job: ClusterJob, what: str) -> Conflict:
 
 def _change(job: ClusterJob, event: str, message: str = "") -> ClusterDecision[ClusterJob]:
     message = message or f"job {job.job} is {job.standing}: {job.reason}"
-    return ClusterDecision(job, (PutJob(job),), (Event(event, message, {"job": job.job}),))
+    return Decision(job, (PutJob(job),), (Event(event, message, {"job": job.job}),))
+
+
+def finish(state: ClusterState, name: str, standing: Standing, reason: str, stamp: str) -> ClusterDecision[None]:
+    """Done, failed, or left as its users or the schedule wanted. `standing`: where it is now. Nothing changes if the job is not ACTIVE any more: another term has done it."""
+    job = state.jobs.get(name)
+    if job is None or job.standing is not Standing.ACTIVE:
+        return Decision(None)
+    if (
+        standing in (Standing.PAUSED, Standing.QUEUED) and standing is not STOPPED[job.wanted]
+    ):  # asked for while it stopped
+        standing, reason = STOPPED[job.wanted], f"asked to {job.wanted} while it stopped"
+    ended = stamp if standing.final else ""
+    left = job.with_fields(standing=standing, reason=reason, end_time=ended, preempted_by="")
+    fields: Fields = {"job": name, "epoch": job.epoch}
+    event = Event(EVENTS[standing], f"job {name} is {standing}: {reason}", fields)
+    return Decision(None, (PutJob(left),), (event,))
+
+
+def due_for_deletion(state: ClusterState, wall_time: float, retention_s: float | None) -> list[str]:
+    """Names of jobs whose retention is over, or whose deletion was begun; longest ended first. `wall_time`: seconds since 1970;
+    `retention_s`: how long a job is kept after its end, None: for ever. A job that another one waits for stays, and
+    so does one with post-tasks that are not over."""
+    waited_for = {
+        name
+        for job in state.jobs.values()
+        if job.epoch == 0 and not job.standing.final
+        for name in job.scheduling.after
+    }
+
+    def is_due(job: ClusterJob) -> bool:
+        if not job.standing.final or job.wanted == "delete":
+            return job.standing.final
+        if retention_s is None or not job.end_time or instant(job.end_time) + retention_s > wall_time:
+            return False
+        return job.job not in waited_for and not unfinished(job, state.task_runs.get(job.job, {}))
+
+    return [job.job for job in sorted(state.jobs.values(), key=lambda job: (job.end_time, job.job)) if is_due(job)]
+
+
+def follow_resize(
+    state: ClusterState, name: str, live: JobSpec, pservers: int, holders: Collection[str], *, asked: bool
+) -> ClusterDecision[bool]:
+    """The pool follows the numbers of members that the job has now. `live`: the job's spec as its leader has it. `pservers`: how many the job needs now; those that a resize takes away count until
+    their slots have moved, so that one that dies before is replaced. `asked`: a resize asked for its number of trainers, which may be the first one.
+    `holders`: the members of the pool whose parameter server has an index. Places of parameter servers that have none are taken back
+    once there are more than wanted. Answers whether anything changes."""
+    job = state.jobs.get(name)
+    if job is None or job.standing.final:
+        return Decision(False)
+    resized, fields = job, Fields(job=name)
+    if pservers != job.pservers_wanted:
+        resized, fields["pservers"] = resized.with_fields(pservers=pservers), pservers
+    # without a resize in force the job may have more than its spec says: also after one that was cancelled
+    trainers = live.trainers if asked or live.trainers != job.spec.trainers else None
+    if trainers != job.trainers:
+        resized = resized.with_fields(trainers=trainers)
+        fields |= {"trainers": trainers} if trainers is not None else {}
+    if resized is not job:
+        count = "any number of trainers" if trainers is None else in_words("trainer", trainers)
+        servers = f" and {in_words('pserver', pservers)}" if pservers else ""
+        message = f"job {name} has places for {count}{servers} now"
+        return Decision(True, (PutJob(resized),), (Event("job_resized", message, fields),))
+    places = state.assigned_to(name, "pserver")
+    surplus = len(places) - job.pservers_wanted
+    without = [place for place in places if place[1] not in holders]
+    if surplus <= 0 or not without or len(places) - len(without) < job.pservers_wanted:
+        return Decision(False)
+    drops = tuple(DropAssignment(place) for place in without[:surplus])
+    event = Event("places_freed", f"job {name} gives {in_words('pserver', len(drops))} back", {"job": name})
+    return Decision(True, drops, (event,))

@@ -1,6 +1,9 @@
-"""Trackers of jobs that have ended get what they lack, and the end: also if the leader that saw the end died, or they were away.
+"""What a leader does for jobs that have ended: their trackers get what they lack, and what nobody needs any more is deleted.
 
-One job at a time. What cannot be done within LIMIT_S is tried again later, each time twice as late, ATTEMPTS times.
+EndedTrackers   one job at a time, also if the leader that saw its end died, or a tracker was away. What cannot be done within LIMIT_S is
+                tried again later, each time twice as late, ATTEMPTS times
+Retention       jobs whose retention is over, or whose deletion a leader has begun and not finished: one at a time, each in a transaction
+                of its own, after its files. One whose files cannot be deleted is tried again later
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Protocol
 
 from master_service.control.tracking import finish, result_of
 from master_service.core.changes import Event
+from master_service.core.decisions.cluster.lifecycle import due_for_deletion
 from master_service.core.state.cluster import ClusterState
 from master_service.storage.job_storage import JobStorage
 from master_service.trackers.memory import Memory
@@ -22,11 +26,12 @@ from shared.records.cluster import ClusterJob
 from shared.runtime import clock, telemetry
 
 LOOK_S = 2.0
+RETENTION_LOOK_S = 5.0
 LIMIT_S = 60.0
-AGAIN_S = 60.0
+AGAIN_S = 60.0  # after something that failed
 ATTEMPTS = 8
 
-log = telemetry.logger("ended_trackers")
+log = telemetry.logger("ended_jobs")
 
 
 class Cluster(Protocol):
@@ -39,6 +44,7 @@ class Cluster(Protocol):
     def leads(self, name: str) -> bool: ...
     def permitted_s(self) -> float: ...
     async def state_of(self, name: str) -> JobState: ...
+    async def delete_job(self, name: str) -> ClusterJob: ...
 
 
 @dataclass(slots=True)
@@ -108,3 +114,33 @@ class EndedTrackers:
             self._over.add(name)
             message = f"trackers of job {name} did not get its end: {cause}. Its stored metrics have everything"
             self._tell([Event("tracker_given_up", message, {"job": name})])
+
+
+class Retention:
+    """`retention_s`: of all jobs of the cluster; None: only deletions that were begun are finished."""
+
+    def __init__(self, cluster: Cluster, retention_s: float | None) -> None:
+        self._cluster, self._retention_s = cluster, retention_s
+        self._failed: dict[str, float] = {}
+
+    def __repr__(self) -> str:
+        return f"<Retention of {self._retention_s} s>"
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(RETENTION_LOOK_S)
+            now = clock.monotonic()
+            self._failed = {job: when for job, when in self._failed.items() if now - when < AGAIN_S}
+            for name in due_for_deletion(self._cluster.state, clock.wall_time(), self._retention_s):
+                if name not in self._failed:
+                    await self._delete(name)
+
+    async def _delete(self, name: str) -> None:
+        try:
+            await self._cluster.delete_job(name)
+            log.info("job_deleted", job=name)
+        except (CallerError, PeerError) as error:
+            # its members leave, its user was faster, or its files cannot be deleted
+            self._failed[name] = clock.monotonic()
+            log.warning("job_not_deleted", job=name, cause=error.message)

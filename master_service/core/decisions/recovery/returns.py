@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from master_service.core.changes import Decision, Event, Fields
 from master_service.core.decisions.lifecycle import fail
-from master_service.core.decisions.rollback import (
+from master_service.core.decisions.recovery.lost import (
     another_number,
-    go_back,
     has_parameters,
     holders,
     slots_fit,
     who_is_missing,
     why_incomplete,
 )
+from master_service.core.decisions.recovery.rollback import go_back
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from shared.records import FailureCause, JobSpec, JobState, PserverMember, SlotMap, Stage, TrainerList
@@ -69,7 +69,7 @@ def handle_missing(
     returns = "its successor loads" if f"pserver-{new[0]}" in members.left else "it comes back from"
     message = f"{members.absence(f'pserver-{new[0]}')}; {returns} its newest checkpoint, the others go on"
     event = Event("pserver_lost", message, {"pserver": new[0], "absent": len(absent)})
-    return Decision(None, (state.model_copy(update={"absent": absent, "reason": message}),), (event,))
+    return Decision(None, (state.with_fields(absent=absent, reason=message),), (event,))
 
 
 def _back_whole(state: JobState, whole: list[int]) -> Decision[None]:
@@ -77,7 +77,7 @@ def _back_whole(state: JobState, whole: list[int]) -> Decision[None]:
     absent = tuple(index for index in state.absent if index not in whole)
     message = f"pserver-{whole[0]} is back with its parameters: its lease had run out, nothing is lost"
     event = Event("pserver_back", message, {"pserver": whole[0], "lost_minibatches": 0, "absent": len(absent)})
-    return Decision(None, (state.model_copy(update={"absent": absent, "reason": message}),), (event,))
+    return Decision(None, (state.with_fields(absent=absent, reason=message),), (event,))
 
 
 def is_back(state: JobState, member: PserverMember) -> bool:
@@ -113,16 +113,16 @@ def record_return(job: Job, member: PserverMember, lost: int, before: tuple[int,
     generation = state.generation + 1
     absent = tuple(index for index in state.absent if index != member.index)
     message = f"pserver-{member.index} is back from checkpoint {restored.checkpoint[:8]}: it lacks {lost:,} minibatches of closed tasks"
-    update = {
-        "generation": generation,
-        "mended": generation,
-        "mends": {**state.mends, str(member.index): member.incarnation},
-        "absent": absent,
-        "reason": message,
-    }
+    back = state.with_fields(
+        generation=generation,
+        mended=generation,
+        mends={**state.mends, str(member.index): member.incarnation},
+        absent=absent,
+        reason=message,
+    )
     losses = job.losses.with_lost(member.index, before[0] + lost, before[1])
     fields: Fields = {"pserver": member.index, "lost_minibatches": lost}
     events = [Event("pserver_back", message, {**fields, "checkpoint": restored.checkpoint, "generation": generation})]
     if restored.damaged:
         events.insert(0, Event("checkpoint_unusable", restored.damaged, {"pserver": member.index}))
-    return Decision(True, (state.model_copy(update=update), losses), tuple(events))
+    return Decision(True, (back, losses), tuple(events))

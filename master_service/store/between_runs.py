@@ -79,8 +79,8 @@ def _not_final(spec: JobSpec, latest: CheckpointLatest) -> CheckpointLatest:
                 pass
             else:
                 number = evaluation_of(record, spec.evaluate_every, spec.epochs) or 0
-        kept.append(ref.model_copy(update={"evaluation": number}) if number else ref)
-    return latest.model_copy(update={"kept": tuple(kept), "final": False})
+        kept.append(ref.with_fields(evaluation=number) if number else ref)
+    return latest.with_fields(kept=tuple(kept), final=False)
 
 
 async def _write(

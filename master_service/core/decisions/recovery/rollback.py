@@ -8,8 +8,6 @@ RUNNING --parameters lost--> ROLLING_BACK(timeline, checkpoint) --every pserver 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from master_service.core.changes import (
     Change,
     Decision,
@@ -22,7 +20,15 @@ from master_service.core.changes import (
 )
 from master_service.core.decisions.evaluations import evaluation
 from master_service.core.decisions.lifecycle import fail, next_stage
+from master_service.core.decisions.recovery.lost import (
+    MissingParameters,
+    another_number,
+    slots_fit,
+    survivors,
+    why_incomplete,
+)
 from master_service.core.placement.lanes import new_list
+from master_service.core.state import phases
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from shared.records import (
@@ -32,7 +38,6 @@ from shared.records import (
     JobState,
     Mode,
     Phase,
-    PserverMember,
     SlotMap,
     Stage,
     Strategy,
@@ -42,85 +47,6 @@ from shared.records import (
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef, history, saved_point
 from shared.records.pauses import Losses
 from shared.slots import spread
-
-_NO_ABSENCE: dict[str, object] = {"saving": None, "absent": (), "mended": 0, "mends": {}, "joined": {}}
-
-# -------------------------------------------------------------------- whether, and to where
-
-
-@dataclass(frozen=True, slots=True)
-class MissingParameters:
-    """Why parameters are missing. `asked`: nothing has failed, their holders were told to leave."""
-
-    cause: str
-    asked: bool = False
-
-
-def why_incomplete(
-    spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members, listed: TrainerList | None = None
-) -> MissingParameters | None:
-    """Why parameters are missing; None: they are not. `listed`: the trainers of before, to tell a job that goes on with new members
-    from one that lost some."""
-    if slots is not None and not slots_fit(slots, spec):
-        return another_number(spec, slots)
-    if listed is not None and all_ended(spec, state, listed, slots, members):
-        return MissingParameters("the members of before have ended", asked=True)
-    for index in holders(spec, slots):
-        if not has_parameters(state, members, index):
-            return who_is_missing(members, index)
-        torn = members.pservers[index].torn
-        if torn is not None and torn.timeline == state.timeline:
-            return MissingParameters(torn.cause)
-    return None
-
-
-def another_number(spec: JobSpec, slots: SlotMap) -> MissingParameters:
-    """Of parameter servers than the slot map has."""
-    return MissingParameters(f"the job has {spec.pservers} parameter servers now instead of {slots.wanted}")
-
-
-def who_is_missing(members: Members, index: int) -> MissingParameters:
-    """A pserver without the job's parameters, whether another one has its index already or not."""
-    name = f"pserver-{index}"
-    if name in members.left or index not in members.pservers:
-        return MissingParameters(members.absence(name), asked=name in members.left)
-    return MissingParameters(f"{name} was replaced by an empty one")
-
-
-def all_ended(spec: JobSpec, state: JobState, listed: TrainerList, slots: SlotMap | None, members: Members) -> bool:
-    """Whether nobody of before is there: the job was paused, or its cluster ended."""
-    holding = any(has_parameters(state, members, index) for index in holders(spec, slots))
-    return not holding and not any(name in members.trainers for name in listed.names)
-
-
-def holders(spec: JobSpec, slots: SlotMap | None) -> tuple[int, ...]:
-    """The parameter servers that the job needs: those that have slots. While a resize moves slots, others come or go beside them."""
-    if spec.strategy is Strategy.COLLECTIVE:
-        return ()  # a slot map may be left of a run with parameter servers
-    return slots.serving if slots is not None else tuple(range(spec.pservers))
-
-
-def has_parameters(state: JobState, members: Members, index: int) -> bool:
-    """Whether that pserver has the parameters of the job's timeline, by its own key in etcd."""
-    member = members.pservers.get(index)
-    if member is None:
-        return False
-    if state.joined.get(str(index)) == member.incarnation:
-        return True
-    restored = member.restored
-    if restored is not None and restored.rejoined and restored.timeline == state.timeline:
-        return state.mends.get(str(index)) == member.incarnation and not restored.error
-    if state.checkpoint:
-        return (
-            restored is not None
-            and not restored.error
-            and (restored.timeline, restored.checkpoint) == (state.timeline, state.checkpoint)
-        )
-    return not (member.since or members.pserver_revisions.get(index, 0)) > members.layout_revision > 0
-
-
-def slots_fit(slots: SlotMap, spec: JobSpec) -> bool:
-    return slots.wanted == spec.pservers
 
 
 def go_back(
@@ -158,32 +84,14 @@ def _back_to_best(
 
 def back_to_start(state: JobState, reason: str) -> Decision[None]:
     """All pservers drop what they have, in a new timeline without a checkpoint; `supervise` starts over once they have."""
-    timeline = state.generation + 1
-    update = {
-        "phase": Phase.ROLLING_BACK,
-        "generation": timeline,
-        "timeline": timeline,
-        "checkpoint": "",
-        "reason": reason,
-    }
-    fields: Fields = {"cause": reason, "step": 0, "checkpoint": "", "timeline": timeline}
-    dropping = state.model_copy(update={**update, **_NO_ABSENCE})
+    dropping = phases.rolling_back(state, "", reason)
+    fields: Fields = {"cause": reason, "step": 0, "checkpoint": "", "timeline": dropping.timeline}
     return Decision(None, (dropping,), (Event("rolling_back", reason, fields),))
 
 
 def start_over(spec: JobSpec, state: JobState, slots: SlotMap | None, reason: str) -> Decision[None]:
     """From the very start. No member may hold parameters of the timeline that begins."""
-    restarted = state.model_copy(
-        update={
-            "phase": Phase.WAITING,
-            "stage": Stage.TRAIN,
-            "generation": state.generation + 1,
-            "timeline": state.generation + 1,
-            "checkpoint": "",
-            "reason": reason,
-            **_NO_ABSENCE,
-        }
-    )
+    restarted = phases.started_over(state, reason)
     others = [TaskKind.EXPORT, *([TaskKind.EVALUATE] if spec.evaluation_dataset else [])]
     emptied: list[Change] = [*map(RestartQueue, others), EvaluationSums(), Losses()]
     emptied += evaluation.started_over(spec, restarted)
@@ -193,17 +101,6 @@ def start_over(spec: JobSpec, state: JobState, slots: SlotMap | None, reason: st
         placed = _new_slots(spec, slots)  # a resize may have been moving them: nothing is left that could move
     changes = (restarted, nobody, ForgetParameters(), *placed, *emptied, NextEpoch(0))
     return Decision(None, changes, (Event("started_over", reason, {"cause": reason}),))
-
-
-def survivors(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> list[PserverMember]:
-    """Pservers that still hold parameters while others lost theirs and no checkpoint exists. They have to leave, so that all
-    start empty."""
-    placed = slots if slots is not None and slots_fit(slots, spec) else None
-    lost = members.init_done and bool(why_incomplete(spec, state, placed, members))
-    saved = state.checkpoint or members.latest is not None or members.own
-    if state.phase.final or state.phase is Phase.CHECKPOINTING or saved or not lost:
-        return []  # a checkpoint that is being made may still become the first one
-    return [members.pservers[index] for index in sorted(members.pservers) if has_parameters(state, members, index)]
 
 
 def supervise(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> Decision[None]:
@@ -257,7 +154,7 @@ def fall_back(
     fields: Fields = {"checkpoint": state.checkpoint, "cause": error}
     warning: Decision[None] = Decision(None, (), (Event("checkpoint_unusable", error, fields),))
     damaged = state.checkpoint
-    state = state.model_copy(update={"damaged": (*state.damaged, damaged)})
+    state = state.with_fields(damaged=(*state.damaged, damaged))
     none_left = f"no checkpoint is left that could be loaded; the last one tried: {error}"
     if latest is None:
         return warning + fail(state, none_left, FailureCause.STORAGE)
@@ -292,24 +189,14 @@ def back_to(
     spec: JobSpec, state: JobState, slots: SlotMap | None, ref: CheckpointRef, cause: str, *, asked: bool = False
 ) -> Decision[None]:
     """All pservers load that checkpoint, in a new timeline. `asked`: see MissingParameters."""
-    timeline = state.generation + 1
     follows = "training continues from" if asked else "the job goes back to"
     reason = f"{cause}: {follows} {saved_point(spec.mode, ref.step)}"
-    back = state.model_copy(
-        update={
-            "phase": Phase.ROLLING_BACK,
-            "generation": timeline,
-            "timeline": timeline,
-            "checkpoint": ref.uuid,
-            "reason": reason,
-            **_NO_ABSENCE,
-        }
-    )
+    back = phases.rolling_back(state, ref.uuid, reason)
     fields: Fields = {
         "cause": cause,
         "step": ref.step,
         "checkpoint": ref.uuid,
-        "timeline": timeline,
+        "timeline": back.timeline,
     }
     fits = spec.strategy is Strategy.COLLECTIVE or (slots is not None and slots_fit(slots, spec))
     placed = () if fits else _new_slots(spec, slots)  # without any: the job was a collective one
@@ -348,14 +235,7 @@ def resume(job: Job, epoch: int, step: int, *, records: int, seconds: float) -> 
     generation = state.generation + 1
     place = saved_point(spec.mode, step)
     reason = f"back at {place}" + ("" if trainers else "; waiting for a trainer")
-    running = state.model_copy(
-        update={
-            "phase": Phase.RUNNING,
-            "stage": stage_at(spec, state.stage, epoch),
-            "generation": generation,
-            "reason": reason,
-        }
-    )
+    running = phases.restored(state, stage_at(spec, state.stage, epoch), reason)
     changes: tuple[Change, ...] = (new_list(spec, job.trainers, generation, trainers, job.speeds.lane_s), running)
     message = f"rolled back to {place} in {seconds:.1f} s; {records} records are trained again"
     fields: Fields = {
