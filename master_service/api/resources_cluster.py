@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -19,6 +19,8 @@ from shared.storage import files
 class CreateJob(Record):
     """`source`: the script itself, or `script`: a path or URL that every member can read. `settings`: as in trireme.Config, with the
     dataset. `storage`: where its files go (default: below the cluster's storage)."""
+
+    keeps_nulls: ClassVar[bool] = True
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -124,6 +124,8 @@ class ClusterJob(Record):
     last; `delete`: its files are being deleted, then its keys. `reason`: why it is where it is, as a sentence. `trainers`, `pservers`: how many it may have now by a resize (None: as
     `max_trainers` and the spec say). `preempted_by`: the job that it gives its members to; it is stopped and then QUEUED again."""
 
+    keeps_nulls: ClassVar[bool] = True
+
     job: Id
     spec: JobSpec
     scheduling: Scheduling = Scheduling()
@@ -215,6 +217,8 @@ class JobSchedule(Record):
     `cron`: minute, hour, day of month, month, day of week, in `time_zone`. `concurrency`: if the job before has not ended, this time is
     left out (forbid), or that job is cancelled (replace). `spec`: of the jobs, but for their name; their files go below
     `spec.storage`. `next_time`: the first time that is not decided yet. `last_time`, `last_job`, `reason`: the last decision."""
+
+    keeps_nulls: ClassVar[bool] = True
 
     name: Id
     cron: str = Field(max_length=200)
