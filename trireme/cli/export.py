@@ -12,15 +12,14 @@ from rich.console import Console
 from shared.checkpoints import stored
 from shared.records import JobSpec
 from shared.records.checkpoints import CheckpointRef, Manifest
-from shared.records.cluster import Source, stored_source
+from shared.records.cluster import stored_source
 from shared.records.job_spec import TRAINING_FILE
 from shared.storage import files
 from trireme.cli import exit_codes
 from trireme.cli.checkpoint import Answer, answer, choose, spec_of
 from trireme.cli.tables.written import write_checkpoint_tables
 from trireme.cli.targets import Target, cluster_of
-from trireme.view.client import JOBS
-from trireme.view.cluster_client import ClusterClient
+from trireme.view.job_address import client_of
 
 
 def export(
@@ -48,8 +47,8 @@ def export(
 
 async def _fetch(cluster: Target, folder: Path, job: str) -> Path:
     """The script that was sent with the job, and its modules, as files."""
-    async with ClusterClient(cluster.address.partition(JOBS)[0], token=cluster.token) as client:
-        found = Source.model_validate(await client.job_source(job))
+    async with client_of(cluster.address, cluster.token) as client:
+        found = await client.get_job_source(job)
     for name, text in {**found.modules, found.file_name: found.text}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")

@@ -10,14 +10,14 @@ from rich.console import Console
 from trireme.cli.cluster.jobs import answer
 from trireme.cli.queries import print_table
 from trireme.cli.targets import checked_name
-from trireme.view.cluster_client import ClusterClient
+from trireme.client import AsyncClient
 
 
 def list_schedules(data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
     """Returns the exit code."""
 
-    async def ask(cluster: ClusterClient) -> dict[str, Any]:
-        return {"schedules": [schedule async for schedule in cluster.schedules()]}
+    async def ask(cluster: AsyncClient) -> dict[str, Any]:
+        return {"schedules": [each.model_dump(mode="json") async for each in cluster.list_schedules()]}
 
     def show(console: Console, document: dict[str, Any]) -> None:
         columns = ("name", "cron", "time_zone", "concurrency", "next_time", "last_job", "reason")
@@ -29,8 +29,8 @@ def list_schedules(data_dir: Path | None, url: str | None, *, as_json: bool) -> 
 def delete(name: str, data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
     """Returns the exit code."""
 
-    async def ask(cluster: ClusterClient) -> dict[str, Any]:
-        return await cluster.delete_schedule(checked_name(name))
+    async def ask(cluster: AsyncClient) -> dict[str, Any]:
+        return (await cluster.delete_schedule(checked_name(name))).model_dump(mode="json")
 
     def show(console: Console, document: dict[str, Any]) -> None:
         console.print(f"schedule {document['name']} is deleted; its jobs go on")

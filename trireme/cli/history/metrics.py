@@ -30,10 +30,10 @@ from trireme.cli.checkpoint import spec_of
 from trireme.cli.history.logs import forget_output
 from trireme.cli.options import Form
 from trireme.cli.targets import job_target
-from trireme.client.waiting import FINAL
+from trireme.client import AsyncClient
+from trireme.client.waiting import has_ended
 from trireme.view.chart import SMALL_ROWS, chart, last_chart, shows_braille, sparkline
-from trireme.view.client import Client
-from trireme.view.job_address import open_client
+from trireme.view.job_address import open_job
 from trireme.view.report import number
 from trireme.view.series import MetricSource, OfMaster, OfStorage, Row
 
@@ -109,12 +109,11 @@ async def find_metrics(job: str | None, data_dir: Path | None, url: str | None, 
     except (Conflict, PeerError):  # a run that has ended, or was stopped
         yield await stored(spec_of(job, data_dir, url), by)
         return
-    async with open_client(target.address, token=target.token) as client:
-        if not isinstance(client, Client):
+    async with open_job(target.address, token=target.token) as (client, name):
+        if not isinstance(client, AsyncClient):
             raise Conflict("jobs without a master keep no metrics by step", hint="`trireme status` tells the loss")
-        view = await client.job()
-        over = (view.get("standing") or view["phase"]) in FINAL
-        yield Found(view["job"], OfMaster(client), over, by)
+        view = await client.get_job(name)
+        yield Found(view.job, OfMaster(client, name), has_ended(view), by)
 
 
 async def stored(spec: JobSpec, by: str) -> Found:

@@ -25,13 +25,14 @@ from shared.errors import (
 )
 from shared.records import JobSpec
 from shared.records.checkpoints import CheckpointRef, Manifest
+from shared.records.operations import Operation
 from shared.runtime import clock, ids
 from shared.storage import files
 from trireme.cli import exit_codes
 from trireme.cli.checkpoint import Answer, answer, choose, spec_of
 from trireme.cli.targets import job_target
-from trireme.view.job_address import AnyClient, open_client
-from trireme.view.operations import Document, call_any_master, wait_for_operation
+from trireme.view.job_address import AnyClient, OpenJob, open_job
+from trireme.view.operations import call_any_master, wait_for_operation
 from trireme.view.progress import say
 
 if TYPE_CHECKING:
@@ -122,12 +123,12 @@ async def _checkpointed(job: str | None, data_dir: Path | None, url: str | None,
     """Ask for a checkpoint and wait until it is there. False: the job is over, or nobody leads it: there will be none."""
     key = ids.new_id("feed")
 
-    def connect() -> AbstractAsyncContextManager[AnyClient]:
+    def connect() -> AbstractAsyncContextManager[OpenJob]:
         target = job_target(job, data_dir, url)
-        return open_client(target.address, token=target.token)
+        return open_job(target.address, token=target.token)
 
-    async def request(client: AnyClient) -> Document:
-        return await client.create_checkpoint(key, cause="asked by trireme table feed")
+    async def request(client: AnyClient, name: str) -> Operation:
+        return await client.create_checkpoint(name, key=key, cause="asked by trireme table feed")
 
     try:
         await wait_for_operation(
