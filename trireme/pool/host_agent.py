@@ -93,7 +93,7 @@ class HostAgent:
             self.places = [Place(member, host, self._reporter(keys, member)) for member in members]
             self.metrics.places, self.metrics.members = self.places, keys.records.values()
             await keys.claim(CLAIM_S)
-            self.metrics.registered = lambda: keys.alive
+            self.metrics.registration = keys
             log.info("registered", host=self.settings.name, url=self.url, **{kind: self._count(kind) for kind in KINDS})
             service.ready()
             forks.prepare()

@@ -1,4 +1,4 @@
-"""`trireme jobs | pool | pause | resume | cancel | delete`: asked of a cluster's leader."""
+"""`trireme jobs | schedules | pool | pause | resume | cancel | delete`: asked of a cluster's leader."""
 
 from __future__ import annotations
 
@@ -150,6 +150,31 @@ def delete(name: str, data_dir: Path | None, url: str | None, *, as_json: bool) 
 
     def show(console: Console, document: dict[str, Any]) -> None:
         console.print(f"job {document['job']} is deleted")
+
+    return answer(ask, show, data_dir, url, as_json=as_json)
+
+
+def list_schedules(data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
+    """Returns the exit code."""
+
+    async def ask(cluster: AsyncClient) -> dict[str, Any]:
+        return {"schedules": [each.model_dump(mode="json") async for each in cluster.list_schedules()]}
+
+    def show(console: Console, document: dict[str, Any]) -> None:
+        columns = ("name", "cron", "time_zone", "concurrency", "next_time", "last_job", "reason")
+        print_table(console, columns, document["schedules"])
+
+    return answer(ask, show, data_dir, url, as_json=as_json)
+
+
+def delete_schedule(name: str, data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
+    """Returns the exit code."""
+
+    async def ask(cluster: AsyncClient) -> dict[str, Any]:
+        return (await cluster.delete_schedule(checked_name(name))).model_dump(mode="json")
+
+    def show(console: Console, document: dict[str, Any]) -> None:
+        console.print(f"schedule {document['name']} is deleted; its jobs go on")
 
     return answer(ask, show, data_dir, url, as_json=as_json)
 
