@@ -48,13 +48,27 @@ class Scheduling(Record):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    min_trainers: int = Field(default=1, ge=1, le=10_000)
-    max_trainers: int | None = Field(default=None, ge=1, le=10_000)
-    priority: int = Field(default=50, ge=0, le=100)
+    min_trainers: int = Field(
+        default=1,
+        ge=1,
+        le=10_000,
+        description="It starts with no fewer trainers, and keeps them unless it is preempted.",
+    )
+    max_trainers: int | None = Field(
+        default=None, ge=1, le=10_000, description="It gets at most so many trainers; null: as many as are of use."
+    )
+    priority: int = Field(default=50, ge=0, le=100, description="Jobs with a higher number get members first.")
     weight: float = Field(default=1.0, gt=0, le=1000)
-    preemptible: bool = False
-    after: tuple[Id, ...] = Field(default=(), max_length=32)
-    not_before_time: str = Field(default="", max_length=64)
+    preemptible: bool = Field(
+        default=False,
+        description="Jobs of a higher priority may take it below min_trainers; then it is QUEUED again with a checkpoint.",
+    )
+    after: tuple[Id, ...] = Field(
+        default=(), max_length=32, description="Names of jobs that must be COMPLETED before this one starts."
+    )
+    not_before_time: str = Field(
+        default="", max_length=64, description="It starts no earlier, RFC 3339; empty: at once."
+    )
 
     @field_validator("not_before_time")
     @classmethod
