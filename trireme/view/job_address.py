@@ -37,8 +37,10 @@ def masterless_address(etcd_url: str, job: str) -> str:
 
 
 def client_of(url: str, token: str = "", timeout_s: float = TIMEOUT_S) -> AsyncClient:
-    """A client of the master at `url`, which raises an error at once if nobody leads there: a command looks up the next leader itself."""
-    return AsyncClient(url.partition(JOBS)[0], token=token, timeout_s=timeout_s, wait_for_leader=False)
+    """A client of the master at `url`. It raises an error at once if nobody leads there, because a command looks up the next leader's
+    address itself; of several addresses (with commas) it asks the one that leads."""
+    masters = url.partition(JOBS)[0]
+    return AsyncClient(masters, token=token, timeout_s=timeout_s, wait_for_leader="," in masters)
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import asynccontextmanager
 
@@ -9,10 +10,11 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from shared.errors import CheckpointUnusable, Conflict, DeadlineExceeded
+from shared.errors import CheckpointUnusable, Conflict, DeadlineExceeded, PeerError
 from shared.records.operations import Operation, OperationKind, OperationState
 from trireme.cli import exit_codes
 from trireme.cli.checkpoint import find_checkpoint
+from trireme.client import AsyncClient
 from trireme.view.job_address import open_job
 from trireme.view.operations import wait_for_operation
 
@@ -75,3 +77,14 @@ async def test_a_checkpoint_is_named_by_step_or_the_beginning_of_its_id():
         assert [await find_checkpoint(client, job, which) for which in ("4", "abc")] == ["def-2", "abc-1"]
         with pytest.raises(Exception, match=r"no checkpoint 5; there are: step 12 \(abc-1\), step 4 \(def-2\)"):
             await find_checkpoint(client, job, "5")
+
+
+async def test_of_several_addresses_the_one_that_answers_is_asked_and_a_single_one_is_not_asked_again():
+    nowhere = "http://127.0.0.1:9"
+    async with master(DONE) as connect, connect() as (client, job):
+        assert isinstance(client, AsyncClient)
+        async with open_job(f"{nowhere},{client.url}/v1/jobs/digits") as (other, name):
+            assert (name, (await other.get_operation(job, "op-1")).step) == ("digits", 7)
+    async with asyncio.timeout(5), open_job(nowhere) as (nobody, name):
+        with pytest.raises(PeerError, match="cannot be reached"):
+            await nobody.get_operation(name, "op-1")
