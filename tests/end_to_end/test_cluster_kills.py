@@ -163,5 +163,5 @@ def test_whoever_is_killed_while_something_is_asked_nothing_is_lost_or_doubled(t
             "c": "CANCELLED",
         }, ended
         for name in ("a", "b"):
-            assert ended[name]["result"]["trained_records"] == EPOCHS * RECORDS
-            assert same_bits(model_of(ended[name]), undisturbed)
+            assert ended[name].result.trained_records == EPOCHS * RECORDS
+            assert same_bits(model_of(ended[name].model_dump(mode="json")), undisturbed)
