@@ -37,7 +37,7 @@ Answer = tuple[dict[str, Any], int]
 
 
 def spec_of(job: str | None, data_dir: Path | None, url: str | None = None) -> JobSpec:
-    """Of a local run, finished or not, or of a job of a cluster, whose files this machine must see. Raises NotFound, PeerError."""
+    """The spec of a local run, finished or not, or of a job of a cluster, whose files this machine must see. Raises NotFound, PeerError."""
     if (cluster := cluster_of(job, data_dir, url)) is not None:
         return asyncio.run(_spec_in(cluster))
     place = data_dir or Path(os.environ.get("TRIREME_DATA_DIR") or DATA_DIR)
@@ -169,7 +169,7 @@ def _verify(spec: JobSpec, which: str | None, *, as_json: bool) -> Answer:
 
 
 def choose(spec: JobSpec, which: str | None) -> CheckpointRef:
-    """By step or the beginning of its uuid; the newest if `which` is None. Raises NotFound."""
+    """The checkpoint with that step, or whose uuid begins so; the newest one if `which` is None. Raises NotFound."""
     refs, _ = stored.found(spec.storage)
     matching = [ref for ref in refs if which is None or str(ref.step) == which]
     matching += [ref for ref in refs if which is not None and ref.uuid.startswith(which)]
@@ -212,7 +212,7 @@ def _run_operation(
     as_json: bool,
 ) -> int:
     def connect() -> AbstractAsyncContextManager[OpenJob]:
-        """To the master that leads now: the launcher writes a new leader's address into the run file."""
+        """Connect to the master that leads now: the launcher writes a new leader's address into the run file."""
         target = job_target(job, data_dir, url)
         return open_job(target.address, token=target.token)
 

@@ -147,7 +147,7 @@ def _no_master(job: str, state: JobState | None, folder: Path | None, why: str) 
 
 
 def _no_sweeper(job: str, state: JobState | None, sweeper: str, why: str) -> Cause:
-    """Of a job without a master: it cannot be read from etcd."""
+    """The cause if a job without a master cannot be read from etcd."""
     who = f"the trainer at {sweeper} sweeps" if sweeper else "no trainer sweeps"
     return Cause(
         code=Code.NO_MASTER,

@@ -63,7 +63,7 @@ async def _ask(show: Show, target: Target, console: Console | None, query: dict[
 
 
 def _local_folder(job: str | None, data_dir: Path | None, url: str | None) -> Path | None:
-    """Of the local run that is meant. Says which job it is if there are several. Raises NotFound."""
+    """The folder of the local run that is meant; says which job it is if there are several. Raises NotFound."""
     folder = local_run(job, data_dir, url)
     if folder is None:
         return None
@@ -125,7 +125,7 @@ def _ended_status(result: dict[str, Any], console: Console | None) -> dict[str, 
 
 
 def _stopped_status(folder: Path, console: Console | None) -> dict[str, Any]:
-    """Of an unfinished job that nobody runs."""
+    """The status of an unfinished job that nobody runs."""
     told = explain_stopped(folder)
     if console:
         print("\n".join([told.summary, *told.details, *(f"hint: {hint}" for hint in told.hints)]))  # noqa: T201

@@ -61,7 +61,7 @@ def scale(
 
 
 async def _ended(connect: Connect, resize: ResizeView, wait_s: float) -> ResizeView:
-    """Once it is committed. Raises its error if it ended otherwise, DeadlineExceeded after `wait_s`."""
+    """The resize once it is committed. Raises its error if it ended otherwise, DeadlineExceeded after `wait_s`."""
     deadline, said, resize_id = clock.monotonic() + wait_s, "", resize.resize_id
     while resize.state is OperationState.RUNNING:
         line = f"{resize.phase}: {resize.reason}"

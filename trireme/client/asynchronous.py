@@ -84,7 +84,7 @@ class AsyncClient(AsyncConnection):
         return await self._send(post(path_of("jobs"), ClusterJobView, key, job))
 
     def list_jobs(self, *, state: Standing | None = None) -> AsyncIterator[ClusterJobView]:
-        """In the order of their submission."""
+        """All jobs, or those with one standing, in the order of their submission."""
         return self._list(
             Listing(path_of("jobs"), ClusterJobPage, lambda page: (page.jobs, page.next_page_token), {"state": state})
         )
@@ -93,18 +93,18 @@ class AsyncClient(AsyncConnection):
         return await self._send(get(path_in(job), JobView))
 
     async def explain_job(self, job: str) -> Explanation:
-        """Why it does not progress, and what to do."""
+        """Why the job does not progress, and what to do."""
         return await self._send(get(path_in(job, "explanation"), Explanation))
 
     async def get_job_source(self, job: str) -> JobSource:
         return await self._send(get(path_of("jobs", job, "source"), JobSource))
 
     async def list_job_tasks(self, job: str) -> JobTaskPage:
-        """Its pre-tasks and post-tasks, and what they printed."""
+        """The job's pre-tasks and post-tasks, and what they printed."""
         return await self._send(get(path_of("jobs", job, "job-tasks"), JobTaskPage))
 
     async def pause_job(self, job: str, *, key: str = "", if_match: str = "") -> ClusterJobView:
-        """It saves a checkpoint and frees its members: `wait_for_job` waits until it has. `if_match`, here and in other calls: the
+        """The job saves a checkpoint and frees its members: `wait_for_job` waits until it has. `if_match`, here and in other calls: the
         `version` of the record that was read; raises PreconditionFailed if it has another one by then."""
         return await self._send(post(path_of("jobs", job, "pause"), ClusterJobView, key, if_match=if_match))
 
@@ -115,7 +115,7 @@ class AsyncClient(AsyncConnection):
         return await self._send(post(path_of("jobs", job, "cancel"), ClusterJobView, key, if_match=if_match))
 
     async def delete_job(self, job: str, *, if_match: str = "") -> ClusterJobView:
-        """Of a job that has ended. NotFound may mean that an attempt whose answer was lost has deleted it."""
+        """Delete a job that has ended. NotFound may mean that an attempt whose answer was lost has deleted it."""
         return await self._send(Call("DELETE", path_of("jobs", job), ClusterJobView, wait_s=30.0, if_match=if_match))
 
     async def wait_for_job(
@@ -145,11 +145,11 @@ class AsyncClient(AsyncConnection):
         return await self._send(get(path_in(job, "tasks", task_id), TaskView))
 
     async def retry_task(self, job: str, task_id: str, *, key: str = "") -> TaskView:
-        """A discarded task of the current epoch is tried again; not in synchronous jobs."""
+        """Try a discarded task of the current epoch again; synchronous jobs cannot."""
         return await self._send(post(path_in(job, "tasks", task_id, "retry"), TaskView, key))
 
     async def skip_task(self, job: str, task_id: str, *, key: str = "") -> TaskView:
-        """It is discarded without more attempts; a synchronous job's once its present attempt fails."""
+        """Discard a task without more attempts; that of a synchronous job once its present attempt fails."""
         return await self._send(post(path_in(job, "tasks", task_id, "skip"), TaskView, key))
 
     async def get_task_summary(self, job: str) -> TaskSummary:
@@ -167,12 +167,12 @@ class AsyncClient(AsyncConnection):
     async def create_checkpoint(
         self, job: str, *, cause: str = "", limit_s: float = 600.0, wait_s: float = 0.0, key: str = ""
     ) -> Operation:
-        """Waits up to `wait_s` (at most 30) seconds for its end; `wait_for_operation` waits longer."""
+        """Begin a checkpoint, and wait up to `wait_s` (at most 30) seconds for its end; `wait_for_operation` waits longer."""
         asked = body_of(CreateCheckpoint, cause=cause, limit_s=limit_s)
         return await self._send(post(path_in(job, "checkpoints"), Operation, key, asked, {"wait_s": wait_s}))
 
     def list_checkpoints(self, job: str) -> AsyncIterator[CheckpointView]:
-        """Those that are kept, the newest first."""
+        """The checkpoints that are kept, the newest first."""
         path = path_in(job, "checkpoints")
         return self._list(Listing(path, CheckpointPage, lambda page: (page.checkpoints, page.next_page_token)))
 
@@ -180,7 +180,7 @@ class AsyncClient(AsyncConnection):
         return await self._send(get(path_in(job, "checkpoints", checkpoint_id), CheckpointDetails))
 
     async def verify_checkpoint(self, job: str, checkpoint_id: str, *, wait_s: float = 0.0, key: str = "") -> Operation:
-        """Every part is read and compared with its checksum."""
+        """Begin to read every part of a checkpoint, and to compare it with its checksum."""
         path = path_in(job, "checkpoints", checkpoint_id, "verify")
         return await self._send(post(path, Operation, key, query={"wait_s": wait_s}))
 
@@ -216,12 +216,12 @@ class AsyncClient(AsyncConnection):
         pservers: int | None = None,
         strategy: Strategy = Strategy.LIVE,
     ) -> ResizePrediction:
-        """What would move; nothing changes."""
+        """What a resize would move; nothing changes."""
         path = path_in(job, "resize-prediction")
         return await self._send(get(path, ResizePrediction, trainers=trainers, pservers=pservers, strategy=strategy))
 
     def list_resizes(self, job: str) -> AsyncIterator[ResizeView]:
-        """Those that run and the last ones that ended, newest first."""
+        """What runs and what ended last, newest first."""
         return self._list(
             Listing(path_in(job, "resizes"), ResizePage, lambda page: (page.resizes, page.next_page_token))
         )
@@ -230,11 +230,11 @@ class AsyncClient(AsyncConnection):
         return await self._send(get(path_in(job, "resizes", resize_id), ResizeView, wait_s=wait_s))
 
     async def cancel_resize(self, job: str, resize_id: str, *, key: str = "") -> ResizeView:
-        """What has moved stays where it is."""
+        """End a resize; what has moved stays where it is."""
         return await self._send(post(path_in(job, "resizes", resize_id, "cancel"), ResizeView, key))
 
     async def wait_for_resize(self, job: str, resize_id: str, *, timeout_s: float = 600.0) -> ResizeView:
-        """Once it is DONE. Raises the error it FAILED with; DeadlineExceeded after `timeout_s` (it goes on)."""
+        """Wait until it is DONE. Raises the error it FAILED with; DeadlineExceeded after `timeout_s` (it goes on)."""
         wait = Wait(f"resize {resize_id}", timeout_s, clock.monotonic())
         while True:
             found = await self.get_resize(job, resize_id, wait_s=wait.left(LONG_POLL_S, clock.monotonic()))
@@ -243,7 +243,7 @@ class AsyncClient(AsyncConnection):
             wait.check(found.reason, clock.monotonic())
 
     def list_operations(self, job: str, *, state: OperationState | None = None) -> AsyncIterator[Operation]:
-        """Those that run and the last ones that ended, newest first."""
+        """What runs and what ended last, newest first."""
         path, query = path_in(job, "operations"), {"state": state}
         return self._list(Listing(path, OperationPage, lambda page: (page.operations, page.next_page_token), query))
 
@@ -251,7 +251,7 @@ class AsyncClient(AsyncConnection):
         return await self._send(get(path_in(job, "operations", operation_id), Operation, wait_s=wait_s))
 
     async def wait_for_operation(self, job: str, operation_id: str, *, timeout_s: float = 600.0) -> Operation:
-        """Once it is DONE. Raises the error it FAILED with; DeadlineExceeded after `timeout_s` (it goes on)."""
+        """Wait until it is DONE. Raises the error it FAILED with; DeadlineExceeded after `timeout_s` (it goes on)."""
         wait = Wait(f"operation {operation_id}", timeout_s, clock.monotonic())
         while True:
             found = await self.get_operation(job, operation_id, wait_s=wait.left(LONG_POLL_S, clock.monotonic()))
@@ -260,11 +260,11 @@ class AsyncClient(AsyncConnection):
             wait.check(found.reason, clock.monotonic())
 
     async def list_events(self, job: str, *, after: int = 0, wait_s: float = 0.0, page_size: int = 100) -> EventPage:
-        """One page; `next_after` is the `after` of the next one. Waits up to `wait_s` (at most 30) seconds for an event."""
+        """One page of events; `next_after` is the `after` of the next page. Waits up to `wait_s` (at most 30) seconds for an event."""
         return await self._send(get(path_in(job, "events"), EventPage, after=after, wait_s=wait_s, page_size=page_size))
 
     async def list_cluster_events(self, *, after: int = 0, wait_s: float = 0.0, page_size: int = 100) -> EventPage:
-        """As `list_events`, of leaders, jobs, members and schedules."""
+        """One page of events of leaders, jobs, members and schedules; the arguments are those of `list_events`."""
         return await self._send(
             get(path_of("cluster", "events"), EventPage, after=after, wait_s=wait_s, page_size=page_size)
         )
@@ -350,12 +350,12 @@ class AsyncClient(AsyncConnection):
         points: int = 500,
         by: str = "step",
     ) -> SeriesPoints:
-        """By step; several steps share a point where there are more of them than `points`. `by="epoch"`: of a synchronous job."""
+        """A metric by step; several steps share a point where there are more of them than `points`. `by="epoch"`: of a synchronous job."""
         path, steps = path_in(job, "metric-series", name), {"from_step": from_step, "to_step": to_step}
         return await self._send(get(path, SeriesPoints, **steps, points=points, by=by))
 
     def list_evaluations(self, job: str) -> AsyncIterator[Evaluation]:
-        """Those that were done while it trained, the newest first."""
+        """The evaluations that were done while the job trained, the newest first."""
         path = path_in(job, "evaluations")
         return self._list(Listing(path, EvaluationPage, lambda page: (page.evaluations, page.next_page_token)))
 
@@ -372,7 +372,7 @@ class AsyncClient(AsyncConnection):
         return await self._send(get(path_of("pool-members", member), PoolMemberView))
 
     async def drain_pool_member(self, member: str, *, key: str = "", if_match: str = "") -> PoolMemberView:
-        """It gets no work until it is undrained."""
+        """Give the member no work until it is undrained."""
         path = path_of("pool-members", member, "drain")
         return await self._send(post(path, PoolMemberView, key, if_match=if_match))
 

@@ -124,7 +124,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
 
     @property
     def etcd_access(self) -> EtcdAccess:
-        """Of the job's etcd."""
+        """How the job's etcd is reached."""
         return self._existing_etcd or self.own_etcd
 
     @property
@@ -168,7 +168,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
         return self.directory.master.url
 
     async def saved_step(self) -> int | None:
-        """Of the newest checkpoint, 0 if only its number in the job is known; None if there is none. Raises PeerError."""
+        """The step of the newest checkpoint, 0 if only its number in the job is known; None if there is none. Raises PeerError."""
         latest = await self.etcd.get(self._keys.latest)
         if latest is not None:
             return must_read(CheckpointLatest, latest.key, latest.value).step

@@ -27,7 +27,7 @@ RETRY_S = 60.0  # at most, after a launcher has failed
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of the places of one kind that the launcher has. `least` are there from the start."""
+    """How many places of one kind the launcher may have. `least` are there from the start."""
 
     least: int
     most: int
@@ -92,7 +92,7 @@ class PoolSize:
     _again: dict[Kind, float] = field(default_factory=dict)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Follow the needs of the jobs until cancelled."""
         while True:
             try:
                 await self._look()
@@ -104,7 +104,7 @@ class PoolSize:
             await asyncio.sleep(LOOK_S)
 
     def _tell(self, of: str, error: TriremeError) -> None:
-        """Once while it stays the same; it is tried again."""
+        """Tell an error once while it stays the same; what failed is tried again."""
         if error.message != self._told.get(of):
             self._told[of] = error.message
             self.on_event(ChildEvent("launcher", "waiting", f"{error.message}{error.hint and f' ({error.hint})'}"))

@@ -65,7 +65,7 @@ class HostAgent:
         return f"<HostAgent {self.settings.name}: {len(self.places)} places>"
 
     async def run(self, stopping: asyncio.Event) -> int:
-        """Until `stopping`, then drain: 0. LEASE_LOST: another agent has taken a place. Raises Conflict, InvalidArgument,
+        """Offer the places until `stopping`, then drain: 0. LEASE_LOST: another agent has taken a place. Raises Conflict, InvalidArgument,
         CallerError, PeerError."""
         settings = self.settings
         async with (

@@ -82,7 +82,7 @@ class PoolRequest:
         return self.tokens.token(TokenRole.ADMIN) if self.tokens is not None else ""
 
     def bounds(self, *, beside: bool) -> dict[Kind, Bounds]:
-        """Of what a launcher has. `beside`: the places from the start are not its own."""
+        """How many places of each kind a launcher may have. `beside`: the places from the start are not its own."""
         trainers, pservers = (0, 0) if beside else (self.trainers, self.pservers)
         return {
             "trainer": Bounds(trainers, trainers + max(0, self.max_trainers - self.trainers)),
@@ -198,7 +198,7 @@ class LocalPool(SupervisedProcesses[None]):
     # ------------------------------------------------------------ children
 
     async def _add_hosts(self, role: Role, places: int) -> str:
-        """For the launcher: an agent with places of one kind; its name in the pool."""
+        """Start an agent with places of one kind for the launcher; returns its name in the pool."""
         counts = {
             "TRIREME_TRAINERS": 0,
             "TRIREME_PSERVERS": 0,
@@ -225,7 +225,7 @@ class LocalPool(SupervisedProcesses[None]):
         return await self._add_child(role, module, {**self._common_settings(), **settings, **self._extra})
 
     def _common_settings(self) -> dict[str, str]:
-        """Of masters and host agents."""
+        """The settings that masters and host agents share."""
         return {
             **self.etcd_access.environment(),
             "TRIREME_HOST": self.request.host,

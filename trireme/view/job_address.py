@@ -25,7 +25,7 @@ Connect: TypeAlias = "Callable[[], AbstractAsyncContextManager[OpenJob]]"
 
 
 def address_of(url: str, job: str | None) -> str:
-    """Of one job of the cluster or the master at `url`; None: of the only one."""
+    """The address of one job of the cluster or the master at `url`; None: of the only job there."""
     if url.startswith(MASTERLESS):
         return without_user(url)
     return f"{url.rstrip('/')}{JOBS}{job}" if job and JOBS not in url else url

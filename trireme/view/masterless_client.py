@@ -103,7 +103,7 @@ class MasterlessClient:
         return view.model_copy(update={"progress": progress.model_copy(update=rates)})
 
     async def explain_job(self, _: str) -> Explanation:
-        """As AsyncClient's. It watches the job for WATCHED_S, because nobody else knows when it last made progress."""
+        """Does what AsyncClient does. The job is watched for WATCHED_S, because nobody else knows when it last made progress."""
         job, began, moved_at = self._view.job, clock.monotonic(), float("-inf")
         first = before = job.records_done
         while clock.monotonic() - began < WATCHED_S and not self._view.job.state.phase.final:
@@ -141,11 +141,11 @@ class MasterlessClient:
             yield checkpoint
 
     async def create_checkpoint(self, _: str, *, key: str, cause: str = "", limit_s: float = 600.0) -> Operation:
-        """As AsyncClient's. Raises Conflict."""
+        """Does what AsyncClient does. Raises Conflict."""
         return await self._operations().create_checkpoint(key, cause or "requested through etcd", limit_s)
 
     async def restore_checkpoint(self, _: str, checkpoint_id: str, *, key: str) -> Operation:
-        """As AsyncClient's. Raises Conflict, NotFound."""
+        """Does what AsyncClient does. Raises Conflict, NotFound."""
         return await self._operations().restore_checkpoint(key, "restore requested through etcd", checkpoint_id)
 
     async def create_resize(self, job: str, **_: Any) -> NoReturn:
@@ -160,7 +160,7 @@ class MasterlessClient:
         raise NotFound(f"job {job} is masterless: it has no resize {resize_id}")
 
     async def get_operation(self, _: str, operation_id: str, *, wait_s: float = 0.0) -> Operation:
-        """As AsyncClient's. Raises NotFound."""
+        """Does what AsyncClient does. Raises NotFound."""
         deadline = clock.monotonic() + wait_s
         while True:
             found = self._operations().get(operation_id)
@@ -175,7 +175,7 @@ class MasterlessClient:
         return OperationRunner(self._writer, self._storage(self._view.job.spec), EventFeed())
 
     async def list_events(self, _: str, *, after: int = 0, wait_s: float = 0.0) -> EventPage:
-        """As AsyncClient's: the log of the job, as etcd holds it. Raises CursorExpired."""
+        """A page of the job's log of events, as etcd holds it. Raises CursorExpired."""
         deadline = clock.monotonic() + wait_s
         while True:
             page = render.events(self._view.job.events, after, PAGE)

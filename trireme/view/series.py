@@ -19,11 +19,11 @@ class MetricSource(Protocol):
     """All raise TriremeError; NotFound if there is no such metric."""
 
     async def summaries(self) -> list[Row]:
-        """In the order of their names."""
+        """What metrics there are, in the order of their names."""
         ...
 
     async def points(self, name: str, first: int = 0, most: int | None = None) -> list[Row]:
-        """From step `first` on; None: all that are kept."""
+        """The points of a metric from step `first` on, `most` of them at most; None: all that are kept."""
         ...
 
     async def epochs(self, name: str, first: int = 0) -> list[Row]:
@@ -32,7 +32,7 @@ class MetricSource(Protocol):
 
 
 class OfMaster:
-    """Of a job that a master leads."""
+    """The metrics of a job that a master leads."""
 
     def __init__(self, client: AsyncClient, job: str) -> None:
         self._client, self._job = client, job
@@ -63,7 +63,7 @@ class OfMaster:
 
 
 class OfStorage:
-    """Of a job that nobody leads."""
+    """The metrics of a job that nobody leads, from its storage."""
 
     def __init__(self, stored: StoredMetrics) -> None:
         self._table, self._steps = stored.table, stored.steps

@@ -203,7 +203,7 @@ def _script_of(script: Path, functions: Iterable[str]) -> dict[str, Any]:
 
 
 async def follow(request: SubmitRequest, name: str) -> int:
-    """Until the job has ended; its exit code."""
+    """Show the job until it has ended; returns its exit code."""
     screen = display()
     try:
         job = await _until_ended(request, name, screen)

@@ -156,7 +156,7 @@ def _tell(screen: JobLines, event: ChildEvent) -> None:
 
 
 def _pid(event: ChildEvent) -> str:
-    """Of a process on another machine it is not known."""
+    """The pid as it is shown; that of a process on another machine is not known."""
     return f", pid {event.pid}" if event.pid else ""
 
 

@@ -115,7 +115,7 @@ class JobProbe:
         return min(info.lowest for info in filled), max(info.highest for info in filled)
 
     async def _serving(self) -> list[PserverMember]:
-        """Who holds the parameters; empty while one of them is away. Raises PeerError."""
+        """The members that hold the parameters; empty while one of them is away. Raises PeerError."""
         if self.directory.spec is None or self.directory.spec.strategy is not Strategy.COLLECTIVE:
             found = self.directory.pservers
             return list(found.values()) if len(found) == self.directory.pservers_desired else []
@@ -176,7 +176,7 @@ class JobProbe:
 
 
 def _as_pserver(trainer: TrainerMember) -> PserverMember:
-    """It answers as a parameter server does."""
+    """The trainer as a parameter server, because it answers the same requests."""
     assert trainer.exchange is not None
     where = {name: getattr(trainer, name) for name in ("incarnation", "host", "pid", "network")}
     return PserverMember(index=0, url=trainer.exchange.url, uds=trainer.exchange.uds, **where)

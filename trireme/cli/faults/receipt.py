@@ -156,7 +156,7 @@ async def _next_task(probe: JobProbe, before: Before) -> float:
 
 
 async def _with_signs(probe: JobProbe, receipt: Receipt, before: Before, victims: Mapping[str, int]) -> Receipt:
-    """With the earliest sign in the launcher's log and the master's events, and with the records that were replayed."""
+    """The receipt with the earliest sign in the launcher's log and the master's events, and with the records that were replayed."""
     deadline = clock.monotonic() + SETTLE_S
     while not (signs := _seen_by_launcher(probe, before, victims)) and clock.monotonic() < deadline:
         if receipt.next_step_s is not None and receipt.next_step_s > SETTLE_S:

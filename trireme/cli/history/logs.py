@@ -134,7 +134,8 @@ def _print_events(events: Iterable[EventRecord], *, as_json: bool) -> None:
 
 
 async def follow_events(target: Callable[[], Target], after: int, *, follow: bool, as_json: bool) -> None:
-    """Also through changes of the master: it is looked up again. Raises PeerError after LOST_S without an answer."""
+    """Print the events of a job, and with `follow` those that come. The master is looked up again when another one leads. Raises
+    PeerError after LOST_S without an answer."""
     heard = clock.monotonic()
     while True:
         try:

@@ -54,7 +54,7 @@ class Found:
     by: str = "step"
 
     async def points(self, name: str, first: int = 0, most: int | None = None) -> list[Row]:
-        """From step `first` on; None: all that are kept. `name` is of the source's list."""
+        """The points of a metric of the source's list from step `first` on, `most` of them at most; None: all that are kept."""
         # the job may have gone back to before its first step since; what is no sum over a step's records, and asynchronous jobs, have no
         # epochs
         with suppress(NotFound):
@@ -64,7 +64,7 @@ class Found:
         return []
 
     def place(self, row: Row) -> int:
-        """As progress counts: epochs from 1."""
+        """The step of a point, or its epoch, counted from 1 as progress counts them."""
         return int(row["step"] if self.by == "step" else row["epoch"] + 1)
 
 
@@ -103,7 +103,7 @@ def metrics(
 
 @asynccontextmanager
 async def find_metrics(job: str | None, data_dir: Path | None, url: str | None, by: str) -> AsyncIterator[Found]:
-    """Of the job that is meant. Raises TriremeError."""
+    """Open the metrics of the job that is meant. Raises TriremeError."""
     try:
         target = job_target(job, data_dir, url)
     except (Conflict, PeerError):  # a run that has ended, or was stopped
@@ -124,7 +124,7 @@ async def stored(spec: JobSpec, by: str) -> Found:
 
 
 async def loss_chart(storage: str) -> str:
-    """Of a job that has ended, for a terminal; "" if there is nothing to draw, or its storage does not answer."""
+    """The chart of the loss of a job that has ended, for a terminal; "" if there is nothing to draw, or its storage does not answer."""
     try:
         source = OfStorage(await read_all(StoredSeries(storage)))
         rows = await source.points(LOSS, most=2 * shutil.get_terminal_size().columns)
@@ -262,7 +262,7 @@ async def _charts(found: Found, summaries: Sequence[Row], named: bool) -> str:
 
 
 def _line_writer(form: Form) -> Write:
-    """Of CSV with a header, or of JSON objects."""
+    """What writes points as CSV with a header, or as JSON objects."""
     if form == "json":
 
         def write_json(name: str, rows: Iterable[Row]) -> None:

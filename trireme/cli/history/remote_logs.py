@@ -29,7 +29,7 @@ _when = attrgetter("time")
 
 
 class RemoteLogs:
-    """Those of a job whose member is meant by `wanted` ("": all), also those that appear later."""
+    """The logs of a job, those that appear later too. `wanted`: the member or members whose logs are meant; "": all."""
 
     def __init__(self, client: AsyncClient, job: str, wanted: str) -> None:
         self._client, self._job, self._wanted = client, job, wanted

@@ -89,7 +89,7 @@ def apply(base: str, deltas: Sequence[str], out: str, *, as_json: bool) -> int:
 
 
 def feed(job: str | None, data_dir: Path | None, url: str | None, out: str, every_s: float, *, as_json: bool) -> int:
-    """Until the job is over. Returns the exit code."""
+    """Write deltas until the job is over. Returns the exit code."""
 
     def work() -> Answer:
         spec, folder, count = spec_of(job, data_dir, url), files.absolute(out), 0
@@ -190,7 +190,8 @@ def write_next(spec: JobSpec, out: str, since: str | None, to: str | None) -> Do
 def _changes(
     spec: JobSpec, ref: CheckpointRef, manifest: Manifest, table: TableSpec, since: tuple[str, int] | None
 ) -> TableDelta | None:
-    """From the deltas of the checkpoint if they reach back so far, else from both checkpoints. None: `since` is not there any more."""
+    """What changed in a table since a checkpoint: from the deltas of the newer one if they reach back so far, else from both.
+    None: `since` is not there any more."""
     import numpy as np  # noqa: PLC0415
 
     from trainer_agent.tables.checkpoint import read_delta, read_table  # noqa: PLC0415  loads torch
