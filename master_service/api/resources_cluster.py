@@ -154,9 +154,7 @@ class ClusterJobPage(Record):
 
 
 class JobTaskView(Record):
-    """A pre- or post-task of a job: `name` is `pre-0`, ... `state`: WAITING, RUNNING, SUCCEEDED, FAILED, CANCELLED; WAITING, too, if it
-    may never run. `attempt`: how often it was started; `failures`: how often it ended badly; `lost`: how often its member was
-    lost. `output`: the end of what the last attempt that ended printed."""
+    """A pre- or post-task of a job, whose name is `pre-0`, ... It is WAITING, too, if it may never run."""
 
     name: str
     command: str

@@ -53,23 +53,23 @@ class Strategy(StrEnum):
 
 
 class Resize(Record):
-    """`trainers`, `pservers`: the numbers asked for, or as before. `trainers_asked`: the number of trainers was asked for, perhaps the
-    same one as before: a cluster had given the job as many as it could use. `before_…`: those before. `attempt`: how often the migration was planned: again
-    after a member of it died, or the job went back to a checkpoint. `groups`, `bytes`, `slots`: of the whole resize as last
-    planned, with what had moved before. `bytes_moved`: payloads that were sent, `bytes_before` of them by
-    attempts that did not end. `longest_pause_s`: how long the pushes of a group
-    had to wait at most. `saving`: the operation of the checkpoint that RESTART needs."""
+    """Other numbers of members. `groups`, `bytes` and `slots` are those of the whole resize as it was planned last, with what had moved
+    before."""
 
     trainers: int
     pservers: int
     before_trainers: int
     before_pservers: int
     trainers_asked: bool = Field(
-        default=False, description="The resize asked for a number of trainers, perhaps the same one as before."
+        default=False,
+        description="The resize asked for a number of trainers, perhaps the same one as before: a cluster had given the job as many as it could use.",
     )
     strategy: Strategy = Strategy.LIVE
     phase: ResizePhase = Field(default=ResizePhase.PLANNED, description="How far the resize is.")
-    attempt: int = Field(default=0, description="How often the migration was planned.")
+    attempt: int = Field(
+        default=0,
+        description="How often the migration was planned: again after a member of it died, or the job went back to a checkpoint.",
+    )
     groups: int = 0
     groups_moved: int = Field(default=0, description="Number of groups that have moved.")
     slots: int = 0
@@ -104,14 +104,7 @@ class ResizePrediction(Record):
 
 
 class Operation(Record):
-    """`checkpoint_id`, `step`: of the checkpoint (CREATE: once it is made). `cause`: who requested it, and why.
-
-    `resize`: its numbers and its progress (RESIZE).
-    `attempt`: how often the checkpoint was requested (CREATE). `timeline`: of the rollback it led to, 0 before (RESTORE).
-    `after`: the operation whose end it waits for before its own checkpoint is requested (CREATE). `joined`: the operation that makes
-    the checkpoint for this one, too (CREATE).
-    `limit_s`: how long it may take; a new master starts this time again. `error_code`: of shared.errors, when FAILED.
-    """
+    """What takes longer than a request: a checkpoint, a restore, a verification, a resize. A new master begins `limit_s` again."""
 
     operation_id: str = Field(description="Id of the operation.")
     kind: OperationKind
@@ -123,7 +116,10 @@ class Operation(Record):
     step: int | None = None
     attempt: int = Field(default=1, description="How often the checkpoint was requested.")
     timeline: int = 0
-    after: str = Field(default="", description="Id of the operation whose end this one waits for; empty: none.")
+    after: str = Field(
+        default="",
+        description="Id of the operation whose end this one waits for before its own checkpoint is requested; empty: none.",
+    )
     joined: str = Field(default="", description="Id of the operation whose checkpoint this one shares; empty: none.")
     resize: Resize | None = Field(default=None, description="Numbers and progress of a resize; null: it is none.")
     limit_s: float
