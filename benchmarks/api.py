@@ -15,7 +15,6 @@ import json
 import multiprocessing
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
@@ -26,8 +25,9 @@ from shared.records.datasets import Npy
 from shared.runtime import clock, telemetry
 from shared.security.token_folder import TokenFolder
 from shared.security.tokens import Role
+from trireme.client import ONLY_JOB
 from trireme.launch.cluster import LocalCluster
-from trireme.view.client import Client
+from trireme.view.job_address import client_of
 
 PATHS = (
     "/v1/job",
@@ -99,8 +99,8 @@ def ask_alone(
 
 
 async def steps_of(url: str, token: str) -> int:
-    async with Client(url, token=token) as client:
-        return int((await client.job())["progress"].get("step") or 0)
+    async with client_of(url, token) as client:
+        return (await client.get_job(ONLY_JOB)).progress.step or 0
 
 
 async def steps_a_second(url: str, token: str, seconds: float) -> float:
@@ -142,9 +142,6 @@ async def measure(given: argparse.Namespace, folder: Path) -> dict[str, object]:
         found = await asyncio.to_thread(told.get)
         asking.join()
         steps = await beside
-        with suppress(Exception):
-            async with Client(url, token=admin) as client:
-                await client.cancel()
     return {"times_s": found, "calm_steps": calm, "beside_steps": steps}
 
 

@@ -30,6 +30,7 @@ import numpy as np
 import psutil
 
 from benchmarks.dispatch import memory_mib
+from master_service.api.resources_cluster import ClusterJobView
 from shared import etcd as etcd_client
 from shared.errors import NotReady, TriremeError
 from shared.etcd import Etcd
@@ -39,9 +40,10 @@ from shared.records.cluster import Source
 from shared.records.datasets import Npy
 from shared.records.job_spec import JobSettings
 from shared.runtime import telemetry
+from trireme.client import AsyncClient, CreateJob
 from trireme.launch.processes import PYTHON_MODULE
 from trireme.pool import cluster_folder
-from trireme.view.cluster_client import ClusterClient
+from trireme.view.job_address import client_of
 
 RECORDS, BATCH = 64, 8
 LOOK_S = 1.0
@@ -103,7 +105,7 @@ class Wave:
 class Cluster:
     """`trireme up`, as `started` made it."""
 
-    def __init__(self, up: subprocess.Popen[bytes], client: ClusterClient, etcd: Etcd) -> None:
+    def __init__(self, up: subprocess.Popen[bytes], client: AsyncClient, etcd: Etcd) -> None:
         self.client, self.etcd = client, etcd
         found = [each for each in psutil.Process(up.pid).children() if "master_service" in " ".join(each.cmdline())]
         assert len(found) == 1, found
@@ -145,10 +147,10 @@ async def started(given: argparse.Namespace, folder: Path) -> AsyncIterator[Clus
                     sys.exit((folder / "up.log").read_text())
                 await asyncio.sleep(LOOK_S)
         etcd = etcd_client.connect([facts.etcd["etcd"]])
-        async with ClusterClient(facts.url, token=facts.token) as client:
+        async with client_of(facts.url, facts.token) as client:
             cluster = Cluster(up, client, etcd)
             async with asyncio.timeout(START_S):
-                while len([each async for each in client.pool_members()]) < given.trainers + given.pservers:
+                while len([each async for each in client.list_pool_members()]) < given.trainers + given.pservers:
                     await asyncio.sleep(LOOK_S)
             yield cluster
         await etcd.close()
@@ -167,9 +169,9 @@ async def measure(given: argparse.Namespace, folder: Path) -> list[Wave]:
         dataset=Npy(data), epochs=epochs, global_batch_size=BATCH, lanes=1, pservers=1, checkpoint_every_epochs=None
     )
     request = {
-        "settings": settings.model_dump(mode="json"),
+        "settings": settings,
         "scheduling": {"max_trainers": 1},
-        "source": Source(file_name="tiny.py", text=text).model_dump(),
+        "source": Source(file_name="tiny.py", text=text),
     }
     async with started(given, folder) as cluster:
         return [await one_wave(cluster, given, number, request, epochs) for number in range(given.waves)]
@@ -181,13 +183,13 @@ async def one_wave(
     names = [f"wave-{number}-job-{each}" for each in range(given.jobs)]
     before, begin = await cluster.look(), time.monotonic()
     peak_mib, peak_keys = before.master_mib, before.keys
-    await asyncio.gather(*(cluster.client.create_job(request | {"name": name}, name) for name in names))
+    await asyncio.gather(*(cluster.client.create_job(CreateJob(**request, name=name), key=name) for name in names))
     rounds = -(-given.jobs // min(given.trainers, given.pservers))
     async with asyncio.timeout(rounds * (given.seconds + JOB_S)):
         while True:
-            jobs = {each["job"]: each async for each in cluster.client.jobs()}
+            jobs = {each.job: each async for each in cluster.client.list_jobs()}
             peak_mib, peak_keys = max(peak_mib, memory_mib(cluster.master)), max(peak_keys, await cluster.keys())
-            if all(jobs[name]["end_time"] for name in names):
+            if all(jobs[name].end_time for name in names):
                 break
             await asyncio.sleep(LOOK_S)
         wrong = [text for name in names if (text := await what_is_wrong(cluster, jobs[name], epochs))]
@@ -199,15 +201,14 @@ async def one_wave(
     return Wave(given.jobs, seconds, before, max(peak_mib, ended.master_mib), peak_keys, ended, after, tuple(wrong))
 
 
-async def what_is_wrong(cluster: Cluster, job: dict[str, Any], epochs: int) -> str:
-    found = await cluster.client.job_named(job["job"])
-    trained = (found["result"] or {}).get("trained_records")
-    if (job["standing"], job["starts"], trained) == ("COMPLETED", 1, epochs * RECORDS):
+async def what_is_wrong(cluster: Cluster, job: ClusterJobView, epochs: int) -> str:
+    trained = (await cluster.client.get_job(job.job)).result.trained_records
+    if (job.standing, job.starts, trained) == ("COMPLETED", 1, epochs * RECORDS):
         return ""
-    return f"{job['job']} is {job['standing']} ({job['reason']}), was started {job['starts']} times, {trained} records"
+    return f"{job.job} is {job.standing} ({job.reason}), was started {job.starts} times, {trained} records"
 
 
-async def delete(client: ClusterClient, name: str) -> None:
+async def delete(client: AsyncClient, name: str) -> None:
     """Its members may be leaving still."""
     while True:
         try:

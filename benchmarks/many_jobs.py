@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from shared.errors import PeerError, TriremeError
 from shared.runtime import clock, telemetry
 from trireme.cli.targets import cluster_target
-from trireme.view.cluster_client import ClusterClient
+from trireme.view.job_address import client_of
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "digits" / "digits.py"
@@ -107,11 +107,11 @@ async def watch(jobs: list[Wanted], folder: Path) -> None:
     """Submit one after the other and look until all have ended. Raises TimeoutError."""
     async with asyncio.timeout(START_S + END_S):
         target = await the_cluster(folder)
-        async with ClusterClient(target.address, token=target.token) as cluster:
+        async with client_of(target.address, target.token) as cluster:
             begin, waiting = clock.monotonic(), list(jobs)
             while any(job.ended_s is None for job in jobs):
                 now = clock.monotonic() - begin
-                seen = {each["job"]: each async for each in cluster.jobs()}
+                seen = {each.job: each.model_dump(mode="json") async for each in cluster.list_jobs()}
                 for job in jobs:
                     if job.name in seen:
                         note(job, seen[job.name], now)
@@ -126,8 +126,8 @@ async def the_cluster(folder: Path) -> Any:
     while True:
         try:
             target = cluster_target(folder, None)
-            async with ClusterClient(target.address, token=target.token) as cluster:
-                members = [member async for member in cluster.pool_members()]
+            async with client_of(target.address, target.token) as cluster:
+                members = [member async for member in cluster.list_pool_members()]
             if members:
                 return target
         except (PeerError, TriremeError):

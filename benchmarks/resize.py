@@ -20,15 +20,17 @@ import time
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from master_service.api.resources import ResizeView
 from shared.records import JobSpec
 from shared.records.datasets import Npy
+from shared.records.operations import Strategy
 from shared.runtime import ids, telemetry
+from trireme.client import ONLY_JOB, AsyncClient
 from trireme.launch.cluster import LocalCluster
-from trireme.view.client import Client
+from trireme.view.job_address import client_of
 
 MIB = 1 << 20
 STATES = 4  # values of two versions, and Adam's two tensors
@@ -125,7 +127,7 @@ async def measure(folder: Path, mib: int, rounds: int) -> list[Row]:
         for _ in range(rounds):
             for strategy in STRATEGIES:
                 rows += [await resized(cluster, times, mib, strategy, *size) for size in SIZES]
-                async with Client(await cluster.master_url(), timeout_s=RESIZE_S) as client:
+                async with client_of(await cluster.master_url(), timeout_s=RESIZE_S) as client:
                     await ended(client, SIZES[0][0], "live")
         return rows
 
@@ -134,12 +136,12 @@ async def resized(cluster: LocalCluster, times: Path, mib: int, strategy: str, b
     await asyncio.sleep(SETTLE_S)
     first = time.monotonic()
     await asyncio.sleep(CALM_S)
-    async with Client(await cluster.master_url(), timeout_s=RESIZE_S) as client:
-        predicted = await client.resize_prediction(pservers=after)
+    async with client_of(await cluster.master_url(), timeout_s=RESIZE_S) as client:
+        predicted = await client.predict_resize(ONLY_JOB, pservers=after)
         begin = time.monotonic()
         found = await ended(client, after, strategy)
         end = time.monotonic()
-    assert found["phase"] == "COMMITTED", found
+    assert found.phase == "COMMITTED", found
     await asyncio.sleep(SETTLE_S)
     calm, during = steps_between(times, first, begin), steps_between(times, begin, end + SETTLE_S)
     median = statistics.median(calm)
@@ -154,21 +156,22 @@ async def resized(cluster: LocalCluster, times: Path, mib: int, strategy: str, b
         longest_beyond_ms=max(during) - median,
         lost_ms=sum(during) - median * len(during),
         longest_before_beyond_ms=max(calm) - median,
-        longest_pause_ms=1000 * found["longest_pause_s"],
+        longest_pause_ms=1000 * found.longest_pause_s,
         seconds=end - begin,
-        groups=found["groups"],
-        moved_mib=found["bytes_moved"] / MIB,
-        predicted_mib=predicted["bytes"] / MIB,
+        groups=found.groups,
+        moved_mib=found.bytes_moved / MIB,
+        predicted_mib=predicted.bytes / MIB,
         fewest_mib=fewest(mib, before, after),
     )
 
 
-async def ended(client: Client, pservers: int, strategy: str) -> dict[str, Any]:
+async def ended(client: AsyncClient, pservers: int, strategy: Strategy) -> ResizeView:
     """The resize once it has ended."""
-    found = await client.create_resize(ids.new_id("benchmark"), pservers=pservers, strategy=strategy)
+    key = ids.new_id("benchmark")
+    found = await client.create_resize(ONLY_JOB, key=key, pservers=pservers, strategy=strategy)
     async with asyncio.timeout(RESIZE_S):
-        while found["state"] == "RUNNING":
-            found = await client.resize(found["resize_id"], 5.0)
+        while found.state == "RUNNING":
+            found = await client.get_resize(ONLY_JOB, found.resize_id, wait_s=5.0)
     return found
 
 

@@ -27,7 +27,7 @@ from shared.records import JobSpec, Phase
 from shared.records.datasets import Npy
 from shared.runtime import telemetry
 from trireme.launch.cluster import LocalCluster
-from trireme.view.client import Client
+from trireme.view.job_address import client_of
 
 SCRIPT = Path(__file__).parent / "scripts" / "stragglers.py"
 RECORDS, BATCH, LANES, TRAINERS = 320, 32, 16, 4
@@ -156,9 +156,8 @@ async def reached(cluster: LocalCluster, step: int) -> tuple[float, int]:
 
 async def steps_done(cluster: LocalCluster) -> int | None:
     with suppress(PeerError):
-        async with Client(await cluster.master_url()) as client:
-            step: int | None = (await client.job())["progress"].get("step")
-            return step
+        async with client_of(await cluster.master_url()) as client:
+            return (await client.get_job(cluster.spec.job)).progress.step
     return None
 
 

@@ -25,9 +25,9 @@ MOST_METRICS = 64
 class Patience(Record):
     """Of stop_early: the value that later ones have to be better than, and how many evaluations were not. `over`: so training ends."""
 
-    value: float
-    worse: int = 0
-    over: bool = False
+    value: float = Field(description="The value that later ones have to be better than.")
+    worse: int = Field(default=0, description="So many evaluations in a row were not better.")
+    over: bool = Field(default=False, description="Whether training ends.")
 
 
 class Evaluation(Record):
@@ -41,9 +41,14 @@ class Evaluation(Record):
     timeline: int
     checkpoint: str
     metrics: Annotated[dict[str, float], Field(max_length=MOST_METRICS)] = Field(default_factory=dict)
-    left_out: str = ""
-    best: BestEvaluation | None = None
-    patience: Patience | None = None
+    left_out: str = Field(default="", description="Why there is no result; empty: there is one.")
+    best: BestEvaluation | None = Field(
+        default=None, description="The best evaluation up to this one; null: the job has no keep_best."
+    )
+    patience: Patience | None = Field(
+        default=None,
+        description="How many evaluations were not better than which value; null: the job has no stop_early.",
+    )
     saved: int = Field(default=0, description="Asynchronous: number of its checkpoint; 0: the job is synchronous.")
 
 

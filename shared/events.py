@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from shared.records.record import Record, shortened
 
 MESSAGE = 1000  # characters
@@ -12,13 +14,15 @@ EventFields = dict[str, str | int | float | bool]
 
 
 class EventRecord(Record):
-    """`event_id` grows by one from event to event, also from one master to the next. `name` is stable, `message` a sentence."""
+    """One event of a job or a cluster."""
 
-    event_id: int
-    event_time: str
-    name: str
-    message: str
-    fields: EventFields
+    event_id: int = Field(
+        description="Number of the event; it grows by one from event to event, also from one master to the next."
+    )
+    event_time: str = Field(description="When it happened, RFC 3339.")
+    name: str = Field(description="Stable name of what happened.")
+    message: str = Field(description="What happened, as a sentence.")
+    fields: EventFields = Field(description="Values of the event, by name.")
 
 
 class EventChunk(Record):

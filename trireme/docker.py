@@ -20,12 +20,13 @@ from shared.errors import InvalidArgument, NotFound, NotLeader, PeerError
 from shared.membership.settings import MemberSettings
 from shared.records.cluster import Kind
 from shared.runtime import service, telemetry
+from trireme.client import AsyncClient
 from trireme.launchers.docker_copy import PROJECT
 from trireme.launchers.docker_engine import DEFAULT, Engine
 from trireme.launchers.docker_launcher import DockerLauncher
 from trireme.launchers.sizing import Bounds, PoolSize
 from trireme.view.child_events import ChildEvent
-from trireme.view.cluster_client import ClusterClient
+from trireme.view.job_address import client_of
 
 REQUEST_TIMEOUT_S = 5.0
 
@@ -100,10 +101,10 @@ class Leader:
         self._url = self._silent = ""
 
     @asynccontextmanager
-    async def connect(self) -> AsyncIterator[ClusterClient]:
+    async def connect(self) -> AsyncIterator[AsyncClient]:
         token = self._settings.own_token()
         url = self._url or self._settings.url
-        async with ClusterClient(url, token=token, timeout_s=REQUEST_TIMEOUT_S) as cluster:
+        async with client_of(url, token, REQUEST_TIMEOUT_S) as cluster:
             try:
                 yield cluster
                 if self._silent:

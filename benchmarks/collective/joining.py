@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 from benchmarks.collective.endless import endless
 from benchmarks.collective.exchange import progress
@@ -32,7 +31,7 @@ from shared.etcd.reading import read_record
 from shared.records import TrainerMember
 from shared.runtime import clock, ids
 from trireme.launch.cluster import LocalCluster
-from trireme.view.client import Client
+from trireme.view.job_address import client_of
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "large_state.py"
 LOOK_S, LIMIT_S = 0.02, 300.0
@@ -197,12 +196,14 @@ async def _counted_in(cluster: LocalCluster, number: int) -> None:
 
 async def _resize(cluster: LocalCluster, trainers: int) -> None:
     key = ids.new_id("join")
-    made: dict[str, Any] = {}
-    while made.get("state", "RUNNING") == "RUNNING":
+    job, made = cluster.spec.job, None
+    while made is None or made.state == "RUNNING":
         with suppress(PeerError, DeadlineExceeded):
-            async with Client(await cluster.master_url()) as client:
+            async with client_of(await cluster.master_url()) as client:
                 made = await (
-                    client.resize(made["resize_id"], 1.0) if made else client.create_resize(key, trainers=trainers)
+                    client.get_resize(job, made.resize_id, wait_s=1.0)
+                    if made
+                    else client.create_resize(job, key=key, trainers=trainers)
                 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -48,13 +48,27 @@ class Scheduling(Record):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    min_trainers: int = Field(default=1, ge=1, le=10_000)
-    max_trainers: int | None = Field(default=None, ge=1, le=10_000)
-    priority: int = Field(default=50, ge=0, le=100)
+    min_trainers: int = Field(
+        default=1,
+        ge=1,
+        le=10_000,
+        description="It starts with no fewer trainers, and keeps them unless it is preempted.",
+    )
+    max_trainers: int | None = Field(
+        default=None, ge=1, le=10_000, description="It gets at most so many trainers; null: as many as are of use."
+    )
+    priority: int = Field(default=50, ge=0, le=100, description="Jobs with a higher number get members first.")
     weight: float = Field(default=1.0, gt=0, le=1000)
-    preemptible: bool = False
-    after: tuple[Id, ...] = Field(default=(), max_length=32)
-    not_before_time: str = Field(default="", max_length=64)
+    preemptible: bool = Field(
+        default=False,
+        description="Jobs of a higher priority may take it below min_trainers; then it is QUEUED again with a checkpoint.",
+    )
+    after: tuple[Id, ...] = Field(
+        default=(), max_length=32, description="Names of jobs that must be COMPLETED before this one starts."
+    )
+    not_before_time: str = Field(
+        default="", max_length=64, description="It starts no earlier, RFC 3339; empty: at once."
+    )
 
     @field_validator("not_before_time")
     @classmethod
@@ -126,6 +140,8 @@ class ClusterJob(Record):
     """One job of a cluster. `epoch` counts its starts: assignments of an older one are no more. `wanted`: what its users asked for
     last; `delete`: its files are being deleted, then its keys. `reason`: why it is where it is, as a sentence. `trainers`, `pservers`: how many it may have now by a resize (None: as
     `max_trainers` and the spec say). `preempted_by`: the job that it gives its members to; it is stopped and then QUEUED again."""
+
+    keeps_nulls: ClassVar[bool] = True
 
     job: Id
     spec: JobSpec
@@ -217,6 +233,8 @@ class JobSchedule(Record):
     `cron`: minute, hour, day of month, month, day of week, in `time_zone`. `concurrency`: if the job before has not ended, this time is
     left out (forbid), or that job is cancelled (replace). `spec`: of the jobs, but for their name; their files go below
     `spec.storage`. `next_time`: the first time that is not decided yet. `last_time`, `last_job`, `reason`: the last decision."""
+
+    keeps_nulls: ClassVar[bool] = True
 
     name: Id
     cron: str = Field(max_length=200)

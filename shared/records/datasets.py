@@ -49,10 +49,12 @@ class Csv(_Dataset):
     """
 
     kind: Literal["csv"] = "csv"
-    column_names: tuple[str, ...] | None = None
+    column_names: tuple[str, ...] | None = Field(
+        default=None, description="Names of the columns of files without a header line; null: the files have one."
+    )
     column_types: ColumnTypes = Field(default_factory=dict)
     columns: tuple[str, ...] | None = None
-    delimiter: str = Field(default=",", pattern=r"^[\t !#-~]$")
+    delimiter: str = Field(default=",", pattern=r"^[\t !#-~]$", description="The character between two fields.")
 
 
 class JsonLines(_Dataset):
@@ -76,8 +78,10 @@ class Bytes(_Dataset):
     """
 
     kind: Literal["bytes"] = "bytes"
-    record_bytes: int = Field(gt=0, lt=2**63)
-    overlap: int = Field(default=0, ge=0, lt=2**63)
+    record_bytes: int = Field(gt=0, lt=2**63, description="Bytes of one record.")
+    overlap: int = Field(
+        default=0, ge=0, lt=2**63, description="Bytes that follow each window and belong to the next one, too."
+    )
 
 
 class Npy(_Dataset):
@@ -89,7 +93,9 @@ class Npy(_Dataset):
     """
 
     kind: Literal["npy"] = "npy"
-    aligned: bool = False
+    aligned: bool = Field(
+        default=False, description="All files have the same number of rows and form one record each, column by column."
+    )
     columns: tuple[str, ...] | None = None
 
 
@@ -156,7 +162,7 @@ class TFRecord(_Dataset):
 
     kind: Literal["tfrecord"] = "tfrecord"
     decode: Literal["example", "bytes"] = "example"
-    lists: tuple[str, ...] = ()
+    lists: tuple[str, ...] = Field(default=(), description="Features that stay lists where they have one value.")
 
 
 class RecordIO(_Dataset):

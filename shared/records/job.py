@@ -44,19 +44,22 @@ class FailureCause(StrEnum):
 
 
 class JobResult(Record):
-    """Filled at the end of a job: metrics of the evaluation, paths of the exported model, counts, lost updates. `best`: the best
-    evaluation, whose parameters are exported, too; null: the job has no keep_best. `stopped_step`: so many steps were done when
-    stop_early ended training, and `stopped_epochs` epochs; null: it did not."""
+    """Filled at the end of a job: metrics of the evaluation, paths of the exported model, counts, lost updates."""
 
     metrics: dict[str, float] = Field(default_factory=dict)
     exports: dict[str, str] = Field(default_factory=dict)
-    discarded_tasks: int = 0
-    discarded_records: int = 0
-    trained_records: int = 0
+    discarded_tasks: int = Field(default=0, description="Number of tasks that were given up.")
+    discarded_records: int = Field(default=0, description="Number of records of tasks that were given up.")
+    trained_records: int = Field(default=0, description="Number of records that were trained, over all epochs.")
     losses: Losses = Field(default_factory=Losses)
     best: BestEvaluation | None = None
-    stopped_step: int | None = None
-    stopped_epochs: int | None = None
+    stopped_step: int | None = Field(
+        default=None,
+        description="So many steps (asynchronous: minibatches) were done when stop_early ended training; null: it did not.",
+    )
+    stopped_epochs: int | None = Field(
+        default=None, description="So many epochs were over then; null: training did not end early."
+    )
 
 
 class JobState(Record):
@@ -95,10 +98,10 @@ class TaskSummary(Record):
     epochs: int
     stage: Stage
     total: int
-    todo: int
-    pending: int
-    done: int
-    discarded: int
+    todo: int = Field(description="Number of tasks that nobody has started.")
+    pending: int = Field(description="Number of tasks that trainers work on.")
+    done: int = Field(description="Number of tasks that are done.")
+    discarded: int = Field(description="Number of tasks that were given up.")
     records_total: int
     records_done: int
     task_records: int = Field(

@@ -53,37 +53,41 @@ class Strategy(StrEnum):
 
 
 class Resize(Record):
-    """`trainers`, `pservers`: the numbers asked for, or as before. `trainers_asked`: the number of trainers was asked for, perhaps the
-    same one as before: a cluster had given the job as many as it could use. `before_…`: those before. `attempt`: how often the migration was planned: again
-    after a member of it died, or the job went back to a checkpoint. `groups`, `bytes`, `slots`: of the whole resize as last
-    planned, with what had moved before. `bytes_moved`: payloads that were sent, `bytes_before` of them by
-    attempts that did not end. `longest_pause_s`: how long the pushes of a group
-    had to wait at most. `saving`: the operation of the checkpoint that RESTART needs."""
+    """Other numbers of members. `groups`, `bytes` and `slots` are those of the whole resize as it was planned last, with what had moved
+    before."""
 
     trainers: int
     pservers: int
     before_trainers: int
     before_pservers: int
-    trainers_asked: bool = False
+    trainers_asked: bool = Field(
+        default=False,
+        description="The resize asked for a number of trainers, perhaps the same one as before: a cluster had given the job as many as it could use.",
+    )
     strategy: Strategy = Strategy.LIVE
-    phase: ResizePhase = ResizePhase.PLANNED
-    attempt: int = 0
+    phase: ResizePhase = Field(default=ResizePhase.PLANNED, description="How far the resize is.")
+    attempt: int = Field(
+        default=0,
+        description="How often the migration was planned: again after a member of it died, or the job went back to a checkpoint.",
+    )
     groups: int = 0
-    groups_moved: int = 0
+    groups_moved: int = Field(default=0, description="Number of groups that have moved.")
     slots: int = 0
     bytes: int = 0
-    bytes_moved: int = 0
-    bytes_before: int = 0
-    longest_pause_s: float = 0.0
-    saving: str = ""
+    bytes_moved: int = Field(default=0, description="Bytes that were sent so far.")
+    bytes_before: int = Field(default=0, description="Those of bytes_moved that attempts sent which did not end.")
+    longest_pause_s: float = Field(
+        default=0.0, description="How many seconds the pushes of a group had to wait at most."
+    )
+    saving: str = Field(default="", description="Id of the operation that makes the checkpoint for it; empty: none.")
 
 
 class MovedBytes(Record):
     """Of one parameter server in a prediction."""
 
-    pserver: int
-    sent: int = 0
-    received: int = 0
+    pserver: int = Field(description="Index of the parameter server.")
+    sent: int = Field(default=0, description="Bytes that it sends.")
+    received: int = Field(default=0, description="Bytes that it receives.")
 
 
 class ResizePrediction(Record):
@@ -96,32 +100,28 @@ class ResizePrediction(Record):
     slots: int = 0
     groups: int = 0
     bytes: int = 0
-    by_pserver: tuple[MovedBytes, ...] = Field(default=())
+    by_pserver: tuple[MovedBytes, ...] = Field(default=(), description="What each parameter server sends and receives.")
 
 
 class Operation(Record):
-    """`checkpoint_id`, `step`: of the checkpoint (CREATE: once it is made). `cause`: who requested it, and why.
+    """What takes longer than a request: a checkpoint, a restore, a verification, a resize. A new master begins `limit_s` again."""
 
-    `resize`: its numbers and its progress (RESIZE).
-    `attempt`: how often the checkpoint was requested (CREATE). `timeline`: of the rollback it led to, 0 before (RESTORE).
-    `after`: the operation whose end it waits for before its own checkpoint is requested (CREATE). `joined`: the operation that makes
-    the checkpoint for this one, too (CREATE).
-    `limit_s`: how long it may take; a new master starts this time again. `error_code`: of shared.errors, when FAILED.
-    """
-
-    operation_id: str
+    operation_id: str = Field(description="Id of the operation.")
     kind: OperationKind
-    state: OperationState = OperationState.RUNNING
+    state: OperationState = Field(default=OperationState.RUNNING, description="RUNNING, DONE or FAILED.")
     cause: str = ""
     reason: str = ""
     error_code: str = ""
     checkpoint_id: str = ""
     step: int | None = None
-    attempt: int = 1
+    attempt: int = Field(default=1, description="How often the checkpoint was requested.")
     timeline: int = 0
-    after: str = ""
-    joined: str = ""
-    resize: Resize | None = None
+    after: str = Field(
+        default="",
+        description="Id of the operation whose end this one waits for before its own checkpoint is requested; empty: none.",
+    )
+    joined: str = Field(default="", description="Id of the operation whose checkpoint this one shares; empty: none.")
+    resize: Resize | None = Field(default=None, description="Numbers and progress of a resize; null: it is none.")
     limit_s: float
     create_time: str = ""
     end_time: str = ""

@@ -53,8 +53,14 @@ class Losses(Record):
     """`tasks/losses`: for each parameter server (its index as text) the minibatches of closed tasks that its blocks never got.
     `lost`: its process came back from an older checkpoint. `skipped`: it could not be reached."""
 
-    lost: dict[str, int] = Field(default_factory=dict)
-    skipped: dict[str, int] = Field(default_factory=dict)
+    lost: dict[str, int] = Field(
+        default_factory=dict,
+        description="By index of a parameter server: minibatches lost because it came back from an older checkpoint.",
+    )
+    skipped: dict[str, int] = Field(
+        default_factory=dict,
+        description="By index of a parameter server: minibatches left out because it could not be reached.",
+    )
 
     def with_lost(self, index: int, lost: int, skipped: int) -> Losses:
         """With new counts for pserver `index` in place of the old ones."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -16,8 +16,12 @@ class Record(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
+    #: Whether null in a field, here or in a record inside, means something else than the field's default.
+    keeps_nulls: ClassVar[bool] = False
+
     def to_bytes(self) -> bytes:
-        return self.model_dump_json(exclude_none=True).encode()
+        """JSON, without the nulls unless the record keeps them."""
+        return self.model_dump_json(exclude_none=not self.keeps_nulls).encode()
 
     def with_fields(self, **fields: Any) -> Self:
         """Return a copy in which `fields` have these values. mypy checks their names and types (tests/tidy/typed_copies.py), so no

@@ -25,11 +25,11 @@ class LanePosition(Record):
     `exhausted`: the lane has no record left in `epoch`.
     """
 
-    lane: int
+    lane: int = Field(description="Number of the lane.")
     epoch: int = 0
     index: int = 0
     offset: int = 0
-    exhausted: bool = False
+    exhausted: bool = Field(default=False, description="The lane has no record left in this epoch.")
 
 
 class CheckpointAsked(Record):

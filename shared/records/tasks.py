@@ -16,15 +16,14 @@ MOST_WARNINGS = 8  # of a report
 
 
 class UserFailure(Record):
-    """An exception of the user's module. `task`: where it happened, as text (`task 7 (file.parquet rows 0-511)`). `fatal`: it
-    ends the job at once, whatever failures the job may still have. Texts that are too long are cut, and say so."""
+    """An exception of the user's module. Texts that are too long are cut, and say so."""
 
-    error_type: Name
-    message: Message
-    traceback: Traceback = ""
-    task: Message = ""
+    error_type: Name = Field(description="Class of the exception.")
+    message: Message = Field(description="Text of the exception; a long one is cut.")
+    traceback: Traceback = Field(default="", description="Traceback of the exception; a long one is cut.")
+    task: Message = Field(default="", description="Where it happened, as text: `task 7 (file.parquet rows 0-511)`.")
     trainer: Name = ""
-    fatal: bool = False
+    fatal: bool = Field(default=False, description="It ends the job at once, whatever failures the job may still have.")
 
 
 class TaskKind(StrEnum):
@@ -81,13 +80,22 @@ class AcquireTask(Record):
     trainer: Id
     request: Id
     generation: Int64
-    stream: Int64 | None = None
+    stream: Int64 | None = Field(default=None, description="The lane whose task is wanted; null: any task that is due.")
     epoch: Int64 = 0
     index: Int64 = 0
-    look: bool = False
-    beside: bool = False
-    stopped: tuple[LanePosition, ...] = Field(default=(), max_length=1024)
-    wait_s: float = Field(default=0.0, ge=0, le=30)
+    look: bool = Field(default=False, description="Only tell which task it is; nothing changes.")
+    beside: bool = Field(
+        default=False,
+        description="A task of the evaluation while the job trains; `epoch`: number of the evaluation that the trainer waits for, 0: none.",
+    )
+    stopped: tuple[LanePosition, ...] = Field(
+        default=(),
+        max_length=1024,
+        description="Positions of all lanes at the version `index`, at which training ends early; empty: it does not.",
+    )
+    wait_s: float = Field(
+        default=0.0, ge=0, le=30, description="If there is no task now, the answer may come so many seconds later."
+    )
 
 
 class TaskAnswer(Record):
@@ -95,10 +103,12 @@ class TaskAnswer(Record):
     index. `exhausted`: the lane has no task at that index in this epoch. `end`: training (stream given) or the whole job
     (stream None) is over."""
 
-    answer: Literal["task", "wait", "skip", "exhausted", "end"]
+    answer: Literal["task", "wait", "skip", "exhausted", "end"] = Field(
+        description="task: a task. wait: none now, ask again. skip: that task is discarded. exhausted: the lane has no such task. end: all done."
+    )
     reason: str = ""
-    retry_after_s: float = 0.0
-    task: Task | None = None
+    retry_after_s: float = Field(default=0.0, description="Ask again after so many seconds.")
+    task: Task | None = Field(default=None, description="The task; null: none.")
     stream_length: int = 0
 
 
@@ -142,8 +152,8 @@ class BestEvaluation(Record):
     number: int
     step: int
     checkpoint: str
-    metric: str
-    value: float
+    metric: str = Field(description="Name of the metric of keep_best.")
+    value: float = Field(description="Value of the metric of keep_best.")
 
 
 class CompleteTask(Record):
@@ -157,21 +167,24 @@ class CompleteTask(Record):
     trainer: str
     attempt: Int64
     records: Int64 = 0
-    sums: dict[str, float] = Field(default_factory=dict)
+    sums: dict[str, float] = Field(default_factory=dict, description="Sums of the evaluation, by name.")
     exports: dict[str, str] = Field(default_factory=dict)
     epoch: Int64 | None = None
     timeline: Int64 | None = None
     generation: Int64 | None = None
-    skipped: Skipped = Field(default_factory=dict)
+    skipped: Skipped = Field(
+        default_factory=dict,
+        description="By index of a parameter server that could not be reached: minibatches it did not get.",
+    )
     best: BestEvaluation | None = None
-    next: TakeNext | None = None
+    next: TakeNext | None = Field(default=None, description="Also take another task; null: do not.")
 
 
 class Completed(Record):
     """`next`: the next task; null if none was requested or none is due now. acquireTask with the same `request` then says
     why."""
 
-    next: Task | None = None
+    next: Task | None = Field(default=None, description="Another task; null: none.")
 
 
 class FailTask(Record):
@@ -179,7 +192,7 @@ class FailTask(Record):
 
     trainer: str
     attempt: Int64
-    failure: UserFailure
+    failure: UserFailure = Field(description="The exception of the user's code.")
     epoch: Int64 | None = None
     timeline: Int64 | None = None
     died_at: Int64 | None = Field(
@@ -240,12 +253,17 @@ class StepMetrics(Record):
     step: Int64
     epoch: Int64
     timeline: Int64 = 0
-    loss_sum: float
+    loss_sum: float = Field(description="Sum of loss times records.")
     records: Int64
     skipped: Int64 = 0
     metrics: MetricValues = Field(default_factory=dict)
-    lr: Annotated[tuple[Finite, ...], Field(max_length=MOST_NAMES)] = ()
-    grad_norm: Finite | None = None
+    lr: Annotated[tuple[Finite, ...], Field(max_length=MOST_NAMES)] = Field(
+        default=(),
+        description="Learning rate of each group of the optimizer in this step; empty: this trainer does not know them.",
+    )
+    grad_norm: Finite | None = Field(
+        default=None, description="Norm of the step's whole gradient, before it is clipped; null: not known."
+    )
 
 
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -257,26 +275,37 @@ class StepTimes(Record):
 
     step: Int64
     timeline: Int64 = 0
-    seconds: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
-    compute: Seconds
-    push: Seconds
-    pull: Seconds
+    seconds: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] = Field(
+        description="Seconds that its steps took together."
+    )
+    compute: Seconds = Field(description="Of them, seconds of forward and backward.")
+    push: Seconds = Field(description="Of them, seconds in which it waited for answers to its pushes.")
+    pull: Seconds = Field(description="Of them, seconds in which it waited for parameters.")
 
 
 class MetricBatch(Record):
-    """`lane_s`: how many seconds a lane's minibatch takes at this trainer; null: not known, or asynchronous. `least_lane_s`: it takes
-    at least so long, which is all that lanes without records tell. `times`: null if it ended no step since its report before. `whole`
-    (synchronous): the owner of lane 0 reports steps of all lanes, in order. `lost_before`: the results of steps before this one are kept
-    nowhere. `store`: the answer waits until the metrics are stored."""
+    """What a trainer reports of its steps."""
 
     trainer: str
-    steps: tuple[StepMetrics, ...]
-    lane_s: LaneSeconds | None = None
-    least_lane_s: LaneSeconds | None = None
-    times: StepTimes | None = None
-    whole: bool = False
-    lost_before: Int64 | None = None
-    store: bool = False
+    steps: tuple[StepMetrics, ...] = Field(description="The trainer's share of each step.")
+    lane_s: LaneSeconds | None = Field(
+        default=None,
+        description="Seconds that a lane's minibatch takes at this trainer; null: not known, or the job is asynchronous.",
+    )
+    least_lane_s: LaneSeconds | None = Field(
+        default=None,
+        description="A lane's minibatch takes at least so many seconds, which is all that lanes without records tell; null: not known.",
+    )
+    times: StepTimes | None = Field(
+        default=None, description="Where the time of its steps went since its report before; null: it ended none."
+    )
+    whole: bool = Field(
+        default=False, description="Synchronous: these are steps of all lanes, in order, told by the owner of lane 0."
+    )
+    lost_before: Int64 | None = Field(
+        default=None, description="The results of steps before this one are kept nowhere; null: none is lost."
+    )
+    store: bool = Field(default=False, description="The answer waits until the metrics are stored.")
     warnings: Annotated[
         tuple[Message, ...],
         Field(
@@ -286,9 +315,10 @@ class MetricBatch(Record):
 
 
 class MetricsTaken(Record):
-    """To the owner of lane 0. `next`: the first step whose metrics are not known in this timeline; null: that is not known yet. `stored`:
-    metrics of steps before this one are stored. `kept`: whether the job has metrics by step at all."""
+    """What the master tells the owner of lane 0 about the metrics that it has."""
 
-    next: Int64 | None = None
-    stored: Int64 = 0
-    kept: bool = True
+    next: Int64 | None = Field(
+        default=None, description="The first step whose metrics are not known; null: that is not known yet."
+    )
+    stored: Int64 = Field(default=0, description="Metrics of steps before this one are stored.")
+    kept: bool = Field(default=True, description="Whether the job has metrics by step at all.")

@@ -19,7 +19,7 @@ from tests.end_to_end.scripts import EVALUATION, RECORDS, write_script
 from tests.equipment.forked import ForkedProcess
 from trireme.cli import exit_codes
 from trireme.cli.targets import job_target
-from trireme.view.client import Client
+from trireme.view.job_address import open_job
 
 LIMIT_S = 150
 AWAY = (PeerError, NotReady, DeadlineExceeded)  # while another master takes over
@@ -60,8 +60,8 @@ def job_when(trireme: Command, name: str, condition: Callable[[dict[str, Any]], 
         while True:
             with suppress(*AWAY, Conflict):
                 target = job_target(name, trireme.folder / ".trireme", None)
-                async with Client(target.address, token=target.token) as client:
-                    while not condition(await client.job()):
+                async with open_job(target.address, token=target.token) as (client, job):
+                    while not condition((await client.get_job(job)).model_dump(mode="json")):
                         await asyncio.sleep(0.1)
                     return
             await asyncio.sleep(0.1)

@@ -22,7 +22,7 @@ from shared.errors import TriremeError
 from tests.equipment.command_lines import command_line
 from tests.equipment.forked import MARK, ForkedProcess, clean_environment, warm_server
 from trireme.cli.targets import job_target
-from trireme.view.job_address import open_client
+from trireme.view.job_address import open_job
 
 TIMEOUT_S = 150
 Running = subprocess.Popen[str] | ForkedProcess
@@ -147,10 +147,10 @@ def wait_for_step(trireme: Command, step: int, data_dir: Path | None = None, job
                 with contextlib.suppress(TriremeError):
                     place = data_dir or trireme.folder / ".trireme"
                     target = job_target(job, place, None)
-                    async with open_client(target.address, token=target.token) as client:
-                        while (at := (await client.job())["progress"].get("step") or 0) < step:
+                    async with open_job(target.address, token=target.token) as (client, name):
+                        while (at := (await client.get_job(name)).progress.step or 0) < step:
                             await asyncio.sleep(0.05)
-                        return int(at)
+                        return at
                 await asyncio.sleep(0.05)
 
     return asyncio.run(reached())

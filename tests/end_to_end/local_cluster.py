@@ -21,7 +21,7 @@ from tests.equipment.replaced import replaced
 from trireme.launch import processes
 from trireme.launch.cluster import LocalCluster
 from trireme.launch.processes import ForkServer, inherited_environment
-from trireme.view.client import Client
+from trireme.view.job_address import client_of
 
 EPOCHS = 10
 STEPS = EPOCHS * RECORDS // 32
@@ -105,10 +105,10 @@ async def reach_step(cluster: LocalCluster, step: int, token: str = "") -> None:
             if cluster.final.done():
                 cluster.final.result()
             with suppress(PeerError, DeadlineExceeded):  # a busy machine
-                async with Client(await cluster.master_url(), token=token) as client:
-                    job = await client.job()
-                assert job["phase"] in {"WAITING", "RUNNING", "CHECKPOINTING", "ROLLING_BACK"}, job
-                if (job["progress"].get("step") or 0) >= step:
+                async with client_of(await cluster.master_url(), token) as client:
+                    job = await client.get_job(cluster.spec.job)
+                assert job.phase in {"WAITING", "RUNNING", "CHECKPOINTING", "ROLLING_BACK"}, job
+                if (job.progress.step or 0) >= step:
                     return
             await asyncio.sleep(0.05)
 

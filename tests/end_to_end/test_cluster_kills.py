@@ -16,14 +16,16 @@ from typing import Any
 import psutil
 import pytest
 
+from master_service.api.resources import JobView
 from shared.errors import Conflict
 from shared.records.job_spec import JobSettings
 from tests.end_to_end.cluster_command import AWAY, model_of, script_in, up
 from tests.end_to_end.command import Command
 from tests.end_to_end.local_cluster import EPOCHS, RECORDS, same_bits, spec_of
+from trireme.client import AsyncClient, CreateJob
 from trireme.pool import cluster_folder
 from trireme.script_source import read_source
-from trireme.view.cluster_client import ClusterClient
+from trireme.view.job_address import client_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.soak, pytest.mark.timeout(400)]
 ANSWER_S, END_S = 60.0, 200.0
@@ -47,13 +49,13 @@ class Disturbed:
     request: dict[str, Any]
     killed: list[str] = field(default_factory=list)
 
-    async def ask(self, call: Callable[[ClusterClient], Awaitable[Any]], limit_s: float = ANSWER_S) -> Any:
+    async def ask(self, call: Callable[[AsyncClient], Awaitable[Any]], limit_s: float = ANSWER_S) -> Any:
         """Until the cluster answers."""
         async with asyncio.timeout(limit_s):
             while True:
                 with contextlib.suppress(*AWAY):
                     found = cluster_folder.must_find(self.trireme.folder / ".trireme")
-                    async with ClusterClient(found.url, token=found.token) as cluster:
+                    async with client_of(found.url, found.token) as cluster:
                         return await call(cluster)
                 await asyncio.sleep(0.1)
 
@@ -75,48 +77,41 @@ class Disturbed:
         return result.result()
 
     async def submit(self, name: str) -> None:
-        made = await self.ask(lambda cluster: cluster.create_job(self.request | {"name": name}, f"key-{name}"))
-        assert made["job"] == name
-        again = await self.ask(lambda cluster: cluster.create_job(self.request | {"name": name}, f"key-{name}"))
-        assert again["create_time"] == made["create_time"], "a repeated key gives the same job"
+        job = CreateJob(**self.request, name=name)
+        made = await self.ask(lambda cluster: cluster.create_job(job, key=f"key-{name}"))
+        assert made.job == name
+        again = await self.ask(lambda cluster: cluster.create_job(job, key=f"key-{name}"))
+        assert again.create_time == made.create_time, "a repeated key gives the same job"
 
     async def resize(self, name: str, **numbers: int) -> None:
-        async def asked(cluster: ClusterClient) -> Any:
-            async with self.of_job(cluster, name) as job:
-                return await job.create_resize(f"key-{name}-{numbers}", **numbers)
+        async def ended(cluster: AsyncClient) -> Any:
+            while (found := await cluster.get_resize(name, made.resize_id, wait_s=1.0)).state == "RUNNING":
+                pass
+            return found
 
-        async def ended(cluster: ClusterClient) -> Any:
-            async with self.of_job(cluster, name) as job:
-                while (found := await job.resize(made["resize_id"], 1.0))["state"] == "RUNNING":
-                    pass
-                return found
-
-        made = await self.ask(asked)
+        made = await self.ask(
+            lambda cluster: cluster.create_resize(name, key=f"key-{name}-{numbers}", **numbers)  # type: ignore[arg-type]
+        )
         done = await self.ask(ended, END_S)
-        assert done["phase"] in {"COMMITTED", "ROLLED_BACK", "FAILED"}, done
-
-    @contextlib.asynccontextmanager
-    async def of_job(self, cluster: ClusterClient, name: str):
-        token = cluster_folder.must_find(self.trireme.folder / ".trireme").token
-        async with ClusterClient(f"{cluster.url}/v1/jobs/{name}", token=token) as job:
-            yield job
+        assert done.phase in {"COMMITTED", "ROLLED_BACK", "FAILED"}, done
 
     async def act(self, name: str, action: Any, standing: set[str]) -> None:
-        async def asked(cluster: ClusterClient) -> None:
+        async def asked(cluster: AsyncClient) -> None:
+            acts = {"pause": cluster.pause_job, "resume": cluster.resume_job, "cancel": cluster.cancel_job}
             try:
-                await cluster.act(name, action)
+                await acts[action](name)
             except Conflict:
-                if (await cluster.job_named(name))["standing"] not in standing:
+                if (await cluster.get_job(name)).standing not in standing:
                     raise
 
         await self.ask(asked)
-        await self.until(name, lambda job: job["standing"] in standing)
+        await self.until(name, lambda job: job.standing in standing)
 
-    async def until(self, name: str, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        job: dict[str, Any] = {}
+    async def until(self, name: str, holds: Callable[[JobView], bool]) -> JobView:
+        job: JobView | None = None
         try:
             async with asyncio.timeout(END_S):
-                while not holds(job := await self.ask(lambda cluster: cluster.job_named(name))):
+                while not holds(job := await self.ask(lambda cluster: cluster.get_job(name))):
                     await asyncio.sleep(0.2)
         except TimeoutError:
             raise AssertionError(f"waited {END_S:g} s for {name}: {job}; killed: {self.killed}") from None
@@ -135,10 +130,10 @@ def request_in(folder: Path) -> dict[str, Any]:
 def test_whoever_is_killed_while_something_is_asked_nothing_is_lost_or_doubled(trireme, undisturbed, seed):
     rng = random.Random(seed)
 
-    def trains(job: dict[str, Any]) -> bool:
-        return (job["progress"].get("step") or 0) >= 2
+    def trains(job: JobView) -> bool:
+        return (job.progress.step or 0) >= 2
 
-    async def scenario() -> dict[str, Any]:
+    async def scenario() -> dict[str, JobView]:
         disturbed = Disturbed(trireme, rng, request_in(trireme.folder))
         await disturbed.meanwhile(disturbed.submit("a"))
         await disturbed.meanwhile(disturbed.submit("b"))
@@ -150,10 +145,10 @@ def test_whoever_is_killed_while_something_is_asked_nothing_is_lost_or_doubled(t
         await disturbed.meanwhile(disturbed.act("b", "resume", {"QUEUED", "ACTIVE"}))
         await disturbed.meanwhile(disturbed.act("c", "cancel", {"CANCELLED"}))
         (trireme.folder / "slow").unlink()
-        ended = {name: await disturbed.until(name, lambda job: job["standing"] in ENDED) for name in ("a", "b", "c")}
+        ended = {name: await disturbed.until(name, lambda job: job.standing in ENDED) for name in ("a", "b", "c")}
 
-        async def listed(cluster: ClusterClient) -> list[str]:
-            return [job["job"] async for job in cluster.jobs()]
+        async def listed(cluster: AsyncClient) -> list[str]:
+            return [job.job async for job in cluster.list_jobs()]
 
         assert await disturbed.ask(listed) == ["a", "b", "c"]
         assert disturbed.killed
@@ -162,11 +157,11 @@ def test_whoever_is_killed_while_something_is_asked_nothing_is_lost_or_doubled(t
     arguments = ("--trainers", 3, "--pservers", 3, "--standbys", 1)
     with up(trireme, *arguments):
         ended = asyncio.run(scenario())
-        assert {name: job["standing"] for name, job in ended.items()} == {
+        assert {name: job.standing for name, job in ended.items()} == {
             "a": "COMPLETED",
             "b": "COMPLETED",
             "c": "CANCELLED",
         }, ended
         for name in ("a", "b"):
-            assert ended[name]["result"]["trained_records"] == EPOCHS * RECORDS
-            assert same_bits(model_of(ended[name]), undisturbed)
+            assert ended[name].result.trained_records == EPOCHS * RECORDS
+            assert same_bits(model_of(ended[name].model_dump(mode="json")), undisturbed)

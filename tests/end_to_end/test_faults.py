@@ -20,7 +20,7 @@ from trainer_agent.data_plane.http import HttpPserver
 from trireme.client import AsyncClient
 from trireme.launch.cluster import LocalCluster
 from trireme.view.child_events import read_events
-from trireme.view.client import Client
+from trireme.view.job_address import client_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
@@ -165,11 +165,12 @@ async def test_members_that_are_asked_to_leave_hand_over_first_and_change_no_bit
         cluster.kill("pserver-1", signal.SIGTERM)
         await rolled_back(cluster, 0)
         assert asyncio.get_running_loop().time() - began < 25
-        async with Client(await cluster.master_url()) as client:
-            checkpoints = [checkpoint async for checkpoint in client.checkpoints()]
-            went_back = [e for e in (await client.events())["events"] if e["name"] == "rolled_back"]
-        assert went_back[0]["fields"]["step"] >= STEPS // 5, "to what was saved as it left"
-        assert {0, went_back[0]["fields"]["step"]} <= {checkpoint["step"] for checkpoint in checkpoints}
+        job = cluster.spec.job
+        async with client_of(await cluster.master_url()) as client:
+            steps = {checkpoint.step async for checkpoint in client.list_checkpoints(job)}
+            went_back = [event for event in (await client.list_events(job)).events if event.name == "rolled_back"]
+        assert went_back[0].fields["step"] >= STEPS // 5, "to what was saved as it left"
+        assert {0, went_back[0].fields["step"]} <= steps
         assert same_bits(await completed(cluster), undisturbed)
         assert cluster.deaths == {"trainer-0": 1, leader: 1, "pserver-1": 1}
     events = read_events(tmp_path / "run")
@@ -231,5 +232,5 @@ async def test_an_asynchronous_job_applies_every_minibatch_exactly_once_though_a
 
 
 async def _leads(cluster: LocalCluster, name: str) -> bool:
-    async with Client(await cluster.master_url()) as client:
-        return (await client.job())["master"]["master_id"].startswith(f"{name}-")
+    async with client_of(await cluster.master_url()) as client:
+        return (await client.get_job(cluster.spec.job)).master.master_id.startswith(f"{name}-")

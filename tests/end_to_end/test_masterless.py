@@ -10,13 +10,14 @@ from asyncio.subprocess import PIPE, STDOUT
 
 import pytest
 
+from master_service.api.resources import JobView
 from shared.records import MasterLock
 from tests.end_to_end.command import command_in
 from tests.end_to_end.local_cluster import END_S, EPOCHS, cluster_of, completed, same_bits, spec_of
 from tests.end_to_end.scripts import RECORDS, write_script
 from trainer_agent.data_plane.http import HttpPserver
 from trireme.launch.cluster import LocalCluster
-from trireme.view.job_address import open_client
+from trireme.view.job_address import open_job
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
@@ -27,11 +28,11 @@ async def sweeper_of(cluster: LocalCluster) -> str:
     return MasterLock.model_validate_json(lock.value).master.rpartition("-")[0] if lock else ""
 
 
-async def reach_step(cluster: LocalCluster, step: int) -> dict:
+async def reach_step(cluster: LocalCluster, step: int) -> JobView:
     """The job as the address in run.json shows it, once it has done that many steps."""
-    async with asyncio.timeout(END_S), open_client(cluster.url, timeout_s=END_S) as client:
-        while ((job := await client.job())["progress"]["step"] or 0) < step:
-            assert job["phase"] in {"WAITING", "RUNNING", "CHECKPOINTING", "ROLLING_BACK"}, job
+    async with asyncio.timeout(END_S), open_job(cluster.url, timeout_s=END_S) as (client, name):
+        while ((job := await client.get_job(name)).progress.step or 0) < step:
+            assert job.phase in {"WAITING", "RUNNING", "CHECKPOINTING", "ROLLING_BACK"}, job
             await asyncio.sleep(0.05)
         return job
 
@@ -53,14 +54,14 @@ async def no_master_was_there(cluster: LocalCluster) -> None:
 
 async def a_checkpoint_on_demand_and_back_to_it(cluster: LocalCluster) -> None:
     """As `trireme checkpoint create` and `restore` ask for it."""
-    async with asyncio.timeout(END_S), open_client(cluster.url, timeout_s=END_S) as client:
-        asked = await client.create_checkpoint("once", cause="a test")
-        made = await client.operation(asked["operation_id"], END_S)
-        assert made["state"] == "DONE", made
-        assert made["checkpoint_id"] in [each["checkpoint_id"] async for each in client.checkpoints()]
-        asked = await client.restore_checkpoint(made["checkpoint_id"], "back")
-        back = await client.operation(asked["operation_id"], END_S)
-        assert (back["state"], back["step"]) == ("DONE", made["step"]), back
+    async with asyncio.timeout(END_S), open_job(cluster.url, timeout_s=END_S) as (client, name):
+        asked = await client.create_checkpoint(name, key="once", cause="a test")
+        made = await client.get_operation(name, asked.operation_id, wait_s=END_S)
+        assert made.state == "DONE", made
+        assert made.checkpoint_id in [each.checkpoint_id async for each in client.list_checkpoints(name)]
+        asked = await client.restore_checkpoint(name, made.checkpoint_id, key="back")
+        back = await client.get_operation(name, asked.operation_id, wait_s=END_S)
+        assert (back.state, back.step) == ("DONE", made.step), back
 
 
 async def a_trainer_that_wants_a_master_is_refused(cluster: LocalCluster) -> None:
@@ -77,7 +78,7 @@ async def test_an_asynchronous_job_applies_every_minibatch_once_though_its_sweep
     spec = spec_of(tmp_path, dispatch="etcd", mode="async", global_batch_size=8, lanes=1)
     async with cluster_of(spec, tmp_path) as cluster:
         job = await reach_step(cluster, 50)
-        assert job["master"]["master_id"].startswith(await sweeper_of(cluster))
+        assert job.master.master_id.startswith(await sweeper_of(cluster))
         await kill_the_sweeper(cluster)
         await completed(cluster)
         await no_master_was_there(cluster)

@@ -9,12 +9,13 @@ from contextlib import suppress
 
 import pytest
 
+from master_service.api.resources import ResizeView
 from shared.errors import DeadlineExceeded, PeerError
 from shared.records import Mode
 from shared.runtime import ids
 from tests.end_to_end.local_cluster import EPOCHS, RECORDS, cluster_of, completed, ended, reach_step, same_bits, spec_of
 from trireme.launch.cluster import LocalCluster
-from trireme.view.client import Client
+from trireme.view.job_address import client_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -24,7 +25,7 @@ SIZES = ((3, 4), (2, 2))  # parameter servers and trainers
 KINDS = ("trainer", "pserver", "pserver", "master")
 
 
-async def resized(cluster: LocalCluster, pservers: int, trainers: int) -> dict:
+async def resized(cluster: LocalCluster, pservers: int, trainers: int) -> ResizeView:
     """The resize once it has ended, whoever leads."""
     key = ids.new_id("test")
 
@@ -32,15 +33,16 @@ async def resized(cluster: LocalCluster, pservers: int, trainers: int) -> dict:
         async with asyncio.timeout(RESIZE_S):
             while True:
                 with suppress(PeerError, DeadlineExceeded):
-                    async with Client(await cluster.master_url()) as client:
+                    async with client_of(await cluster.master_url()) as client:
                         return await invoke(client)
                 await asyncio.sleep(0.1)
 
-    found = await call(lambda client: client.create_resize(key, pservers=pservers, trainers=trainers))
-    name = found["resize_id"]
+    job, numbers = cluster.spec.job, {"pservers": pservers, "trainers": trainers}
+    found = await call(lambda client: client.create_resize(job, key=key, **numbers))
+    name = found.resize_id
     async with asyncio.timeout(RESIZE_S):
-        while found["state"] == "RUNNING":
-            found = await call(lambda client: client.resize(name, 1.0))
+        while found.state == "RUNNING":
+            found = await call(lambda client: client.get_resize(job, name, wait_s=1.0))
     return found
 
 
@@ -73,9 +75,9 @@ def test_a_job_grows_and_shrinks_while_it_trains_and_no_bit_differs(tmp_path, un
     async def main():
         async with cluster_of(spec_of(tmp_path, slow_s=SLOW_S, trainers=1, pservers=1), tmp_path) as cluster:
             grown, shrunk = await disturbed(cluster, None)
-            assert (grown["phase"], shrunk["phase"]) == ("COMMITTED", "COMMITTED"), (grown, shrunk)
-            assert grown["bytes_moved"] == pytest.approx(grown["bytes"], rel=0.2)
-            assert 0 < grown["groups_moved"] == grown["groups"]
+            assert (grown.phase, shrunk.phase) == ("COMMITTED", "COMMITTED"), (grown, shrunk)
+            assert grown.bytes_moved == pytest.approx(grown.bytes, rel=0.2)
+            assert 0 < grown.groups_moved == grown.groups
             async with asyncio.timeout(60):
                 while (alive(cluster, "pserver"), alive(cluster, "trainer")) != (2, 2):
                     await asyncio.sleep(0.1)
@@ -97,7 +99,7 @@ def test_a_process_killed_in_each_resize_costs_no_bit(tmp_path, undisturbed, see
             spec_of(tmp_path, slow_s=SLOW_S, trainers=1, pservers=1), tmp_path, standbys=1
         ) as cluster:
             for resize in await disturbed(cluster, seed):
-                assert resize["phase"] in {"COMMITTED", "ROLLED_BACK", "FAILED"}, resize
+                assert resize.phase in {"COMMITTED", "ROLLED_BACK", "FAILED"}, resize
             return await completed(cluster)
 
     assert same_bits(asyncio.run(main()), undisturbed)
@@ -112,7 +114,7 @@ def test_an_asynchronous_job_trains_each_minibatch_once_whatever_moves(tmp_path,
         async with cluster_of(spec, tmp_path, standbys=1) as cluster:
             await reach_checkpoint(cluster)
             for resize in await disturbed(cluster, seed):
-                assert resize["phase"] in {"COMMITTED", "ROLLED_BACK", "FAILED"}, resize
+                assert resize.phase in {"COMMITTED", "ROLLED_BACK", "FAILED"}, resize
             state = await ended(cluster)
             assert (state.phase, state.result.trained_records) == ("COMPLETED", EPOCHS * RECORDS), state
             if not any(name.startswith("pserver") for name in cluster.deaths):

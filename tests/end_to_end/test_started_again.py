@@ -59,6 +59,6 @@ async def test_initial_parameters_whose_checkpoint_is_damaged_are_made_again_and
         assert same_bits(await completed(cluster), undisturbed)
         assert cluster.deaths["pserver-0"] == 1
         assert "pserver-1" not in cluster.deaths
-        async with cluster.client(END_S) as client:
-            events = [event["name"] for event in (await client.events())["events"]]
+        async with cluster.client(END_S) as (client, job):
+            events = [event.name for event in (await client.list_events(job)).events]
     assert {"checkpoint_unusable", "started_over"} <= set(events)

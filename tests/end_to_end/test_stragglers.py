@@ -10,7 +10,7 @@ import pytest
 
 from shared.records import Mode
 from tests.end_to_end.local_cluster import END_S, cluster_of, completed, reach_step, same_bits, spec_of
-from trireme.view.client import Client
+from trireme.view.job_address import client_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
@@ -79,12 +79,12 @@ async def test_an_asynchronous_epoch_does_not_wait_for_a_trainer_that_is_stopped
         await reach_step(cluster, 20)
         cluster.kill("trainer-1", signal.SIGSTOP)
         try:
-            async with Client(await cluster.master_url()) as client:
+            async with client_of(await cluster.master_url()) as client:
                 await completed(cluster)
-                events = (await client.events())["events"]
+                events = (await client.list_events(spec.job)).events
             assert not cluster.deaths
         finally:
             cluster.kill("trainer-1", signal.SIGCONT)
-    given = [event["message"] for event in events if event["name"] == "task_given_twice"]
+    given = [event.message for event in events if event.name == "task_given_twice"]
     assert given
     assert all(" is late at trainer-1-" in message for message in given), given

@@ -16,7 +16,7 @@ from shared.records import JobSpec, Phase
 from shared.runtime import ids
 from tests.end_to_end.local_cluster import RECORDS, cluster_of, ended, evaluations, reach_step, same_bits, spec_of
 from trireme.launch.cluster import LocalCluster
-from trireme.view.client import Client
+from trireme.view.job_address import client_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 MODEL = """
@@ -110,25 +110,26 @@ async def call(cluster: LocalCluster, invoke):
     async with asyncio.timeout(LIMIT_S):
         while True:
             with suppress(PeerError, DeadlineExceeded):
-                async with Client(await cluster.master_url()) as client:
+                async with client_of(await cluster.master_url()) as client:
                     return await invoke(client)
             await asyncio.sleep(0.1)
 
 
 async def resized(cluster: LocalCluster, pservers: int, strategy: str, **kill: str) -> None:
     """`kill`: whom, as soon as the first group has moved."""
-    key = ids.new_id("test")
-    found = await call(cluster, lambda client: client.create_resize(key, pservers=pservers, strategy=strategy))
-    name, killed = found["resize_id"], not kill
+    job, asked = cluster.spec.job, {"key": ids.new_id("test"), "pservers": pservers, "strategy": strategy}
+    found = await call(cluster, lambda client: client.create_resize(job, **asked))
+    name, killed = found.resize_id, not kill
     async with asyncio.timeout(LIMIT_S):
-        while found["state"] == "RUNNING":
-            found = await call(cluster, lambda client, wait_s=1.0 if killed else 0.05: client.resize(name, wait_s))
-            if not killed and found["phase"] == "MIGRATING" and found["groups_moved"]:
+        while found.state == "RUNNING":
+            wait_s = 1.0 if killed else 0.05
+            found = await call(cluster, lambda client, wait_s=wait_s: client.get_resize(job, name, wait_s=wait_s))
+            if not killed and found.phase == "MIGRATING" and found.groups_moved:
                 cluster.kill(kill["victim"], signal.SIGKILL)
                 killed = True
-    assert found["phase"] == "COMMITTED", found
+    assert found.phase == "COMMITTED", found
     assert killed
-    assert strategy == "restart" or found["groups_moved"], found
+    assert strategy == "restart" or found.groups_moved, found
 
 
 def test_a_resize_moves_rows_live_or_by_restart_and_costs_no_bit(tmp_path, one_of_each):

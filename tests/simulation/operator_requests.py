@@ -89,9 +89,7 @@ async def _create(cluster: SimulatedCluster, key: str) -> Operation:
     if cluster.plan.dispatch is Dispatch.MASTER:
         return await cluster.call_master(lambda m: m.term.operations.create_checkpoint(key, "a request", LIMIT_S))
     async with asyncio.timeout(SEND_LIMIT_S):
-        return Operation.model_validate(
-            await cluster.spectator.create_checkpoint(key, cause="a request", limit_s=LIMIT_S)
-        )
+        return await cluster.spectator.create_checkpoint(cluster.spec.job, key=key, cause="a request", limit_s=LIMIT_S)
 
 
 async def save(cluster: SimulatedCluster) -> None:
@@ -114,7 +112,7 @@ async def _restore(cluster: SimulatedCluster, key: str, which: str) -> Operation
     if cluster.plan.dispatch is Dispatch.MASTER:
         return await cluster.call_master(lambda m: m.term.operations.restore_checkpoint(key, "a request", which))
     async with asyncio.timeout(SEND_LIMIT_S):
-        return Operation.model_validate(await cluster.spectator.restore_checkpoint(which, key))
+        return await cluster.spectator.restore_checkpoint(cluster.spec.job, which, key=key)
 
 
 async def _resize(cluster: SimulatedCluster, key: str, request: OperatorRequest) -> Operation:
@@ -138,7 +136,7 @@ async def wait_for_operations(cluster: SimulatedCluster) -> None:
         left := [o for o in map(cluster.operation, cluster.accepted) if o is not None and o.running]
     ):
         if cluster.plan.dispatch is Dispatch.ETCD:  # no sweeper is left: reading the operation ends it
-            await cluster.spectator.operation(left[0].operation_id)
+            await cluster.spectator.get_operation(cluster.spec.job, left[0].operation_id)
         elif not any(node.alive for node in cluster.nodes.values() if node.kind == "master"):
             return
         await asyncio.sleep(0.5)

@@ -24,6 +24,7 @@ from trireme.cli.faults.chaos import alive
 from trireme.cli.faults.job_probe import STALL_S as PROBE_STALL_S
 from trireme.cli.faults.job_probe import JobProbe
 from trireme.cli.faults.receipt import Before, Receipt, measure, observe
+from trireme.client import ONLY_JOB
 from trireme.launch import run_folder
 
 VERY_SLOWLY_S = 0.4  # a minibatch longer, so that the job does not end before the fault does
@@ -199,9 +200,12 @@ async def _resize(run: Run, fault: Fault, desired: int, probe: JobProbe, before:
     times = []
     for number in (fault.trainers, desired):
         began, key = time.monotonic(), f"soak-{time.monotonic_ns()}"
-        made = await asked(run, lambda client, key=key, number=number: client.create_resize(key, trainers=number))
-        while made["state"] == "RUNNING":
-            made = await asked(run, lambda client, made=made: client.resize(made["resize_id"], wait_s=1.0))
+        made = await asked(
+            run, lambda client, key=key, number=number: client.create_resize(ONLY_JOB, key=key, trainers=number)
+        )
+        while made.state == "RUNNING":
+            name = made.resize_id
+            made = await asked(run, lambda client, name=name: client.get_resize(ONLY_JOB, name, wait_s=1.0))
         times.append(await whole(run, number) - began)
     receipt = await measure(probe, replace(before, versions=None), {f"{desired} trainers": 0})
     note = f"{fault.trainers} trainers after {times[0]:.2f} s, {desired} again after {times[1]:.2f} s"

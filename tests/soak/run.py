@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -32,9 +32,11 @@ from tests.soak.workload import CHARLM, Workload
 from trainer_agent.data_plane.http import HttpPserver
 from trireme.cli.faults.job_probe import JobProbe
 from trireme.cli.targets import token_of_run
+from trireme.client import AsyncClient
 from trireme.launch import run_folder
-from trireme.view.client import Client
+from trireme.view.job_address import client_of
 
+T = TypeVar("T")
 JOB = "soak"
 STEPS_PER_EPOCH = CHARLM.steps_per_epoch
 CHECKPOINT_EVERY_S = 1.0  # asynchronous
@@ -238,13 +240,13 @@ async def until(holds: Callable[[], object], limit_s: float, what: str, check: C
         await asyncio.sleep(POLL_S)
 
 
-async def asked(run: Run, call: Callable[[Client], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+async def asked(run: Run, call: Callable[[AsyncClient], Awaitable[T]]) -> T:
     """Of the master that leads, until it answers."""
     deadline = time.monotonic() + ALIVE_S
     while True:
         run.check()
         with contextlib.suppress(PeerError, DeadlineExceeded, NotReady):
-            async with Client(run.url, token=admin_token(run.folder)) as client:
+            async with client_of(run.url, admin_token(run.folder)) as client:
                 return await call(client)
         if time.monotonic() > deadline:
             raise SoakError(f"no master answered within {ALIVE_S:g} s:\n{run.tail()}")

@@ -8,14 +8,17 @@ import os
 import random
 import signal
 import time
+from collections.abc import Awaitable
 from contextlib import suppress
 
 import pytest
 
+from master_service.api.resources import ResizeView
 from tests.soak.run import POLL_S, Run, SoakError, asked
 from tests.soak.soak import undisturbed
 from tests.soak.verify import check_bits, check_exactly_once, check_records
 from trireme.cli.faults.chaos import alive
+from trireme.client import ONLY_JOB, AsyncClient
 
 pytestmark = [pytest.mark.processes, pytest.mark.soak, pytest.mark.timeout(400)]
 SIZES = ((3, 4), (2, 2))  # parameter servers and trainers
@@ -27,7 +30,7 @@ MIDDLE_S = 1.5
 
 
 async def trains(run: Run, step: int) -> None:
-    while ((await asked(run, lambda client: client.job()))["progress"].get("step") or 0) < step:
+    while ((await asked(run, lambda client: client.get_job(ONLY_JOB))).progress.step or 0) < step:
         await asyncio.sleep(POLL_S)
 
 
@@ -35,17 +38,22 @@ async def resized(run: Run, number: int, rng: random.Random) -> str:
     """The phase in which it ended."""
     pservers, trainers = SIZES[number]
     key = f"resize-{number}"
-    made = await asked(run, lambda client: client.create_resize(key, pservers=pservers, trainers=trainers))
+    numbers = {"pservers": pservers, "trainers": trainers}
+    made = await asked(run, lambda client: client.create_resize(ONLY_JOB, key=key, **numbers))
     await asyncio.sleep(rng.random() * MIDDLE_S)
     role = rng.choice(ROLES)
     victims = [pid for name, pid in alive(run.folder).items() if name.startswith(role)]
     with suppress(ProcessLookupError):
         os.kill(rng.choice(victims), signal.SIGKILL)
     deadline = time.monotonic() + LIMIT_S
-    while (found := await asked(run, lambda client: client.resize(made["resize_id"], 1.0)))["state"] == "RUNNING":
+
+    def look(client: AsyncClient) -> Awaitable[ResizeView]:
+        return client.get_resize(ONLY_JOB, made.resize_id, wait_s=1.0)
+
+    while (found := await asked(run, look)).state == "RUNNING":
         if time.monotonic() > deadline:
             raise SoakError(f"resize {number} did not end within {LIMIT_S:g} s: {found}")
-    return str(found["phase"])
+    return found.phase
 
 
 @pytest.fixture(scope="module")

@@ -54,8 +54,8 @@ FLOORS = {
     "trireme": [
         {"validation", "data", "nn"},
         {"config"},
-        {"settings", "view"},
-        {"client"},
+        {"settings", "client"},
+        {"view"},
         {"plain", "loop", "launch"},
         {"launchers"},
         {"pool", "preflight", "existing_etcd", "containers"},

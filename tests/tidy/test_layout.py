@@ -43,7 +43,7 @@ HOMES = {
     "structlog": ("shared/runtime/telemetry.py",),
     "fsspec": ("shared/storage/files.py", "shared/storage/object_store.py"),
     "s3fs": ("shared/storage/object_store.py",),
-    "httpx": ("trireme/view/client.py", "trireme/client/"),
+    "httpx": ("trireme/client/",),
     "ray": ("trireme/launchers/ray_launcher.py", "trireme/launchers/ray_process.py"),
     "IPython": ("trireme/background/watching.py",),
     "tensorboard": ("master_service/trackers/event_files.py",),
@@ -299,7 +299,7 @@ def test_every_module_opens_with_its_promise():
     "statement", ["import trireme", "import trireme.cli.app", "import trireme.data", "import trireme.client"]
 )
 def test_the_front_door_loads_no_torch(statement):
-    heavy = ("torch", "numpy", "pyarrow", "fastapi", "etcd3", "aiohttp", "sklearn")
+    heavy = ("torch", "numba", "numpy", "pyarrow", "fastapi", "uvicorn", "etcd3", "aiohttp", "sklearn")
     probe = f"import sys; {statement}; print([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=30)
     assert done.stdout.strip() == "[]"

@@ -77,7 +77,9 @@ def test_every_operation_is_named_verb_noun_has_one_tag_and_a_description() -> N
 
 def test_every_property_schema_and_parameter_has_a_description() -> None:
     silent = [f"{name}.{each}" for name, each, value in properties() if not value.get("description")]
-    assert not silent, f"say what these mean, in master_service/api/openapi/properties.py or in their Field: {silent}"
+    assert not silent, (
+        f"say what these mean, in their Field, or in master_service/api/openapi/properties.py if several schemas share them: {silent}"
+    )
     silent = [name for name, schema in schemas().items() if not schema.get("description")]
     assert not silent, f"these classes have no docstring: {silent}"
     for _, path, operation in operations(document()):

@@ -17,7 +17,7 @@ from shared.storage import files
 from trireme.cli.history.metrics import Found, stored
 from trireme.cli.targets import token_of_run
 from trireme.launch import run_folder
-from trireme.view.client import Client
+from trireme.view.job_address import client_of
 from trireme.view.series import OfMaster, Row
 
 ANSWER_S = 60.0
@@ -67,8 +67,8 @@ async def _rows_of(
     facts = run_folder.read_json(folder / run_folder.RUN_FILE) if running else None
     if facts is not None:
         with suppress(Conflict, PeerError):  # it ends just now, or another master is about to lead
-            async with Client(str(facts["url"]), token=token_of_run(folder)) as client:
-                return await _read(Found(spec.job, OfMaster(client), over=False, by=by), names)
+            async with client_of(str(facts["url"]), token_of_run(folder)) as client:
+                return await _read(Found(spec.job, OfMaster(client, spec.job), over=False, by=by), names)
     return await _read(await stored(spec, by), names)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from shared.errors import CheckpointUnusable, NotFound, PeerError, TriremeError
 from shared.evaluations import evaluation_of
 from shared.records import JobSpec
 from shared.records.checkpoints import CheckpointRef, Manifest, PartLink
+from shared.records.operations import Operation
 from shared.runtime import ids
 from shared.storage import files
 from trireme.cli import exit_codes
@@ -28,15 +29,15 @@ from trireme.cli.targets import Target, cluster_of, job_target
 from trireme.launch import resume, run_folder
 from trireme.launch.run_folder import DATA_DIR
 from trireme.validation import allowed_name
-from trireme.view.job_address import AnyClient, open_client
-from trireme.view.operations import Call, Document, call_any_master, wait_for_operation
+from trireme.view.job_address import AnyClient, OpenJob, open_job
+from trireme.view.operations import call_any_master, wait_for_operation
 from trireme.view.progress import say
 
 Answer = tuple[dict[str, Any], int]
 
 
 def spec_of(job: str | None, data_dir: Path | None, url: str | None = None) -> JobSpec:
-    """Of a local run, finished or not, or of a job of a cluster, whose files this machine must see. Raises NotFound, PeerError."""
+    """The spec of a local run, finished or not, or of a job of a cluster, whose files this machine must see. Raises NotFound, PeerError."""
     if (cluster := cluster_of(job, data_dir, url)) is not None:
         return asyncio.run(_spec_in(cluster))
     place = data_dir or Path(os.environ.get("TRIREME_DATA_DIR") or DATA_DIR)
@@ -51,8 +52,8 @@ def spec_of(job: str | None, data_dir: Path | None, url: str | None = None) -> J
 
 
 async def _spec_in(cluster: Target) -> JobSpec:
-    async with open_client(cluster.address, token=cluster.token) as client:
-        spec = JobSpec.model_validate((await client.job())["spec"])
+    async with open_job(cluster.address, token=cluster.token) as (client, job):
+        spec = (await client.get_job(job)).spec
     check_seen(spec)
     return spec
 
@@ -168,7 +169,7 @@ def _verify(spec: JobSpec, which: str | None, *, as_json: bool) -> Answer:
 
 
 def choose(spec: JobSpec, which: str | None) -> CheckpointRef:
-    """By step or the beginning of its uuid; the newest if `which` is None. Raises NotFound."""
+    """The checkpoint with that step, or whose uuid begins so; the newest one if `which` is None. Raises NotFound."""
     refs, _ = stored.found(spec.storage)
     matching = [ref for ref in refs if which is None or str(ref.step) == which]
     matching += [ref for ref in refs if which is not None and ref.uuid.startswith(which)]
@@ -183,8 +184,8 @@ def create(job: str | None, data_dir: Path | None, url: str | None, wait_s: floa
     """Returns the exit code."""
     key = ids.new_id("cli")
 
-    async def request(client: AnyClient) -> Document:
-        return await client.create_checkpoint(key, cause="asked by trireme checkpoint create")
+    async def request(client: AnyClient, name: str) -> Operation:
+        return await client.create_checkpoint(name, key=key, cause="asked by trireme checkpoint create")
 
     return _run_operation(job, data_dir, url, request, wait_s, as_json=as_json)
 
@@ -195,21 +196,27 @@ def restore(
     """`which`: a step, or the beginning of the uuid. Returns the exit code."""
     key = ids.new_id("cli")
 
-    async def request(client: AnyClient) -> Document:
-        return await client.restore_checkpoint(await find_checkpoint(client, which), key)
+    async def request(client: AnyClient, name: str) -> Operation:
+        return await client.restore_checkpoint(name, await find_checkpoint(client, name, which), key=key)
 
     return _run_operation(job, data_dir, url, request, wait_s, as_json=as_json)
 
 
 def _run_operation(
-    job: str | None, data_dir: Path | None, url: str | None, request: Call, wait_s: float, *, as_json: bool
+    job: str | None,
+    data_dir: Path | None,
+    url: str | None,
+    request: Callable[[AnyClient, str], Awaitable[Operation]],
+    wait_s: float,
+    *,
+    as_json: bool,
 ) -> int:
-    def connect() -> AbstractAsyncContextManager[AnyClient]:
-        """To the master that leads now: the launcher writes a new leader's address into the run file."""
+    def connect() -> AbstractAsyncContextManager[OpenJob]:
+        """Connect to the master that leads now: the launcher writes a new leader's address into the run file."""
         target = job_target(job, data_dir, url)
-        return open_client(target.address, token=target.token)
+        return open_job(target.address, token=target.token)
 
-    async def run() -> Document:
+    async def run() -> Operation:
         operation = await call_any_master(connect, request)
         return await wait_for_operation(connect, operation, wait_s, say) if wait_s else operation
 
@@ -218,19 +225,19 @@ def _run_operation(
     except TriremeError as error:
         return exit_codes.report_error(error, as_json=as_json)
     if as_json:
-        print(json.dumps(operation))  # noqa: T201
+        print(json.dumps(operation.model_dump(mode="json")))  # noqa: T201
     else:
-        what = f"step {operation['step']}  {operation['checkpoint_id']}" if operation.get("checkpoint_id") else ""
-        Console(soft_wrap=True).print(f"{operation['state']}  {what}  {operation['operation_id']}", highlight=False)
+        what = f"step {operation.step}  {operation.checkpoint_id}" if operation.checkpoint_id else ""
+        Console(soft_wrap=True).print(f"{operation.state}  {what}  {operation.operation_id}", highlight=False)
     return exit_codes.OK
 
 
-async def find_checkpoint(client: AnyClient, which: str) -> str:
+async def find_checkpoint(client: AnyClient, job: str, which: str) -> str:
     """The checkpoint's id. Raises NotFound, which lists the checkpoints that exist."""
-    kept = [checkpoint async for checkpoint in client.checkpoints()]
+    kept = [checkpoint async for checkpoint in client.list_checkpoints(job)]
     for checkpoint in kept:
-        if which == str(checkpoint["step"]) or checkpoint["checkpoint_id"].startswith(which):
-            return str(checkpoint["checkpoint_id"])
-    steps = ", ".join(f"step {checkpoint['step']} ({checkpoint['checkpoint_id'][:8]})" for checkpoint in kept)
+        if which == str(checkpoint.step) or checkpoint.checkpoint_id.startswith(which):
+            return checkpoint.checkpoint_id
+    steps = ", ".join(f"step {checkpoint.step} ({checkpoint.checkpoint_id[:8]})" for checkpoint in kept)
     msg = f"the job has no checkpoint {which}; there are: {steps or 'none yet'}"
     raise NotFound(msg, hint="`trireme checkpoint list` shows them")

@@ -21,9 +21,9 @@ from shared.records import JobState, MasterAddress, MasterLock, Phase
 from shared.runtime import telemetry
 from trireme.cli import exit_codes
 from trireme.cli.targets import Target, checked_name, target_in_cluster, token_of_run
+from trireme.client.exchange import MASTERLESS, given_token
 from trireme.launch import resume, run_folder
-from trireme.view.client import MASTERLESS
-from trireme.view.job_address import address_of, given_token, open_client
+from trireme.view.job_address import address_of, open_job
 from trireme.view.names import without_tokens
 from trireme.view.stopped_run import explain_ended, explain_stopped, told_by_launcher
 
@@ -75,8 +75,8 @@ async def _by_address(job: str, target: Target) -> Explanation:
 
 async def _asked(target: Target) -> Explanation:
     """What the master there explains. Raises PeerError, Unauthorized."""
-    async with open_client(target.address, token=target.token, timeout_s=MASTER_S) as client:
-        return Explanation.model_validate(await client.explanation())
+    async with open_job(target.address, token=target.token, timeout_s=MASTER_S) as (client, job):
+        return await client.explain_job(job)
 
 
 async def _by_etcd(
@@ -147,7 +147,7 @@ def _no_master(job: str, state: JobState | None, folder: Path | None, why: str) 
 
 
 def _no_sweeper(job: str, state: JobState | None, sweeper: str, why: str) -> Cause:
-    """Of a job without a master: it cannot be read from etcd."""
+    """The cause if a job without a master cannot be read from etcd."""
     who = f"the trainer at {sweeper} sweeps" if sweeper else "no trainer sweeps"
     return Cause(
         code=Code.NO_MASTER,

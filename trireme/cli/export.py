@@ -6,21 +6,23 @@ import asyncio
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from shared.checkpoints import stored
 from shared.records import JobSpec
 from shared.records.checkpoints import CheckpointRef, Manifest
-from shared.records.cluster import Source, stored_source
+from shared.records.cluster import stored_source
 from shared.records.job_spec import TRAINING_FILE
 from shared.storage import files
 from trireme.cli import exit_codes
 from trireme.cli.checkpoint import Answer, answer, choose, spec_of
-from trireme.cli.tables.written import write_checkpoint_tables
 from trireme.cli.targets import Target, cluster_of
-from trireme.view.client import JOBS
-from trireme.view.cluster_client import ClusterClient
+from trireme.view.job_address import client_of
+
+if TYPE_CHECKING:
+    from trainer_agent.tables.files import StoredTable  # loads torch
 
 
 def export(
@@ -48,8 +50,8 @@ def export(
 
 async def _fetch(cluster: Target, folder: Path, job: str) -> Path:
     """The script that was sent with the job, and its modules, as files."""
-    async with ClusterClient(cluster.address.partition(JOBS)[0], token=cluster.token) as client:
-        found = Source.model_validate(await client.job_source(job))
+    async with client_of(cluster.address, cluster.token) as client:
+        found = await client.get_job_source(job)
     for name, text in {**found.modules, found.file_name: found.text}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
@@ -98,3 +100,49 @@ async def _write_model(
             exports["training"] = write_training(url, compute.model, compute.optimizer, lane_zero)
         compute.close()
         return exports
+
+
+def write_checkpoint_tables(
+    storage_url: str, ref: CheckpointRef, manifest: Manifest, directory: str, form: str, *, state: bool = False
+) -> dict[str, str]:
+    """Write the tables of a checkpoint into `tables/` in `directory`; returns kind -> URL of each file. One table at a time: its ids and
+    values are in memory up to three times, and all parts are read for each. Raises CheckpointUnusable, OSError.
+
+    `form`: safetensors (with `state` that of the optimizer, too), npy, parquet or none."""
+    from trainer_agent.tables.checkpoint import read_table  # noqa: PLC0415  loads torch
+    from trainer_agent.tables.files import write_tables  # noqa: PLC0415
+
+    urls: dict[str, str] = {}
+    for spec in manifest.layout.tables if form != "none" else ():
+        table = read_table(storage_url, ref, manifest, spec, state=state and form == "safetensors")
+        match form:
+            case "npy":
+                urls |= _write_npy(table, directory)
+            case "parquet":
+                urls |= _write_parquet(table, directory)
+            case _:
+                urls |= write_tables([table], directory)
+    return urls
+
+
+def _write_npy(table: StoredTable, directory: str) -> dict[str, str]:
+    import numpy as np  # noqa: PLC0415
+
+    urls = {}
+    for what, array in (("ids", table.ids), ("values", table.values)):
+        url = urls[f"table {table.spec.name} {what}"] = files.join(directory, "tables", f"{table.spec.name}.{what}.npy")
+        with files.write_atomic(url) as file:
+            np.save(file, array)
+    return urls
+
+
+def _write_parquet(table: StoredTable, directory: str) -> dict[str, str]:
+    """Columns `id` and `values`, a list of `dim` numbers."""
+    import pyarrow as pa  # noqa: PLC0415
+    from pyarrow import parquet  # noqa: PLC0415
+
+    url = files.join(directory, "tables", f"{table.spec.name}.parquet")
+    values = pa.FixedSizeListArray.from_arrays(pa.array(table.values.reshape(-1)), table.spec.dim)
+    with files.write_atomic(url) as file:
+        parquet.write_table(pa.table({"id": pa.array(table.ids), "values": values}), file)
+    return {f"table {table.spec.name}": url}

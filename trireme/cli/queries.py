@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -19,8 +19,9 @@ from shared.records import Phase, UserFailure
 from shared.runtime import telemetry
 from trireme.cli import exit_codes
 from trireme.cli.targets import Target, job_target, local_run
+from trireme.client.asynchronous import TaskState
 from trireme.launch import resume, run_folder
-from trireme.view.job_address import AnyClient, open_client
+from trireme.view.job_address import AnyClient, open_job
 from trireme.view.names import without_tokens
 from trireme.view.progress import members_text, progress_of
 from trireme.view.report import evaluation_line, failure_lines, loss_rows, summary_text
@@ -57,12 +58,12 @@ def stdout_console() -> Console:
 
 
 async def _ask(show: Show, target: Target, console: Console | None, query: dict[str, Any]) -> dict[str, Any]:
-    async with open_client(target.address, token=target.token) as client:
-        return await show(client, console, **query)
+    async with open_job(target.address, token=target.token) as (client, job):
+        return await show(client, job, console, **query)
 
 
 def _local_folder(job: str | None, data_dir: Path | None, url: str | None) -> Path | None:
-    """Of the local run that is meant. Says which job it is if there are several. Raises NotFound."""
+    """The folder of the local run that is meant; says which job it is if there are several. Raises NotFound."""
     folder = local_run(job, data_dir, url)
     if folder is None:
         return None
@@ -72,10 +73,11 @@ def _local_folder(job: str | None, data_dir: Path | None, url: str | None) -> Pa
     return folder
 
 
-async def show_status(client: AnyClient, console: Console | None) -> dict[str, Any]:
-    job = await client.job()
+async def show_status(client: AnyClient, name: str, console: Console | None) -> dict[str, Any]:
+    view = await client.get_job(name)
+    job = view.model_dump(mode="json")
     if console:
-        progress = progress_of(job, restarts=0)
+        progress = progress_of(view, restarts=0)
         console.print(f"{job['job']}  {job['phase']}  {progress.fraction:.0%}  {without_tokens(job['reason'])}")
         console.print(progress.training())
         members = job["members"]
@@ -85,8 +87,8 @@ async def show_status(client: AnyClient, console: Console | None) -> dict[str, A
         )
         if line := evaluation_line(job.get("evaluation"), job["spec"]["mode"]):
             console.print(line)
-        for name, text in loss_rows(job["losses"]):
-            console.print(f"{name}  {text}")
+        for cause, text in loss_rows(job["losses"]):
+            console.print(f"{cause}  {text}")
         if (result := job["result"])["discarded_tasks"]:
             told = f"{result['discarded_tasks']} tasks, {result['discarded_records']:,} records"
             console.print(f"discarded  {told}")
@@ -95,9 +97,10 @@ async def show_status(client: AnyClient, console: Console | None) -> dict[str, A
     return job
 
 
-async def show_tasks(client: AnyClient, console: Console | None, state: str | None = None) -> dict[str, Any]:
-    summary = await client.task_summary()
-    tasks = [task async for task in client.tasks(state.upper() if state else None)]
+async def show_tasks(client: AnyClient, job: str, console: Console | None, state: str | None = None) -> dict[str, Any]:
+    summary = (await client.get_task_summary(job)).model_dump(mode="json")
+    wanted = cast("TaskState | None", state.upper() if state else None)  # the master checks it
+    tasks = [task.model_dump(mode="json") async for task in client.list_tasks(job, state=wanted)]
     if console:
         counts = "  ".join(f"{name} {summary[name]:,}" for name in ("todo", "pending", "done", "discarded"))
         steps = f"  ({summary['steps_per_epoch']:,} steps an epoch)" if summary["steps_per_epoch"] else ""
@@ -107,8 +110,8 @@ async def show_tasks(client: AnyClient, console: Console | None, state: str | No
     return {"summary": summary, "tasks": tasks}
 
 
-async def show_members(client: AnyClient, console: Console | None) -> dict[str, Any]:
-    members = [member async for member in client.members()]
+async def show_members(client: AnyClient, job: str, console: Console | None) -> dict[str, Any]:
+    members = [member.model_dump(mode="json") async for member in client.list_members(job)]
     if console:
         more = ("has_parameters",) if any(member.get("has_parameters") is not None for member in members) else ()
         print_table(console, ("member_id", "kind", "url", "host", "pid", "lanes", *more, "tasks"), members)
@@ -122,7 +125,7 @@ def _ended_status(result: dict[str, Any], console: Console | None) -> dict[str, 
 
 
 def _stopped_status(folder: Path, console: Console | None) -> dict[str, Any]:
-    """Of an unfinished job that nobody runs."""
+    """The status of an unfinished job that nobody runs."""
     told = explain_stopped(folder)
     if console:
         print("\n".join([told.summary, *told.details, *(f"hint: {hint}" for hint in told.hints)]))  # noqa: T201

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from master_service.api.resources import ResizeView
 from shared.errors import DeadlineExceeded, TriremeError, from_map
+from shared.records.operations import OperationState, ResizePrediction
 from shared.runtime import clock, ids
 from trireme.cli import exit_codes
 from trireme.cli.targets import job_target
-from trireme.view.job_address import AnyClient, Connect, open_client
-from trireme.view.operations import LONG_POLL_S, Document, call_any_master
+from trireme.view.job_address import AnyClient, Connect, OpenJob, open_job
+from trireme.view.operations import LONG_POLL_S, call_any_master
 from trireme.view.progress import say
 
 POLL_S = 0.5
@@ -35,14 +38,14 @@ def scale(
     """`asked`: the body of createResize. `dry_run`: predictResize instead. Returns the exit code."""
     key = ids.new_id("cli")
 
-    def connect() -> AbstractAsyncContextManager[AnyClient]:
+    def connect() -> AbstractAsyncContextManager[OpenJob]:
         target = job_target(job, data_dir, url)
-        return open_client(target.address, token=target.token)
+        return open_job(target.address, token=target.token)
 
-    async def run() -> Document:
+    async def run() -> ResizePrediction | ResizeView:
         if dry_run:
-            return await call_any_master(connect, lambda client: client.resize_prediction(**asked))
-        begun = await call_any_master(connect, lambda client: client.create_resize(key, **asked))
+            return await call_any_master(connect, lambda client, name: client.predict_resize(name, **asked))
+        begun = await call_any_master(connect, lambda client, name: client.create_resize(name, key=key, **asked))
         return await _ended(connect, begun, wait_s) if wait_s else begun
 
     try:
@@ -50,47 +53,50 @@ def scale(
     except TriremeError as error:
         return exit_codes.report_error(error, as_json=as_json)
     if as_json:
-        print(json.dumps(found))  # noqa: T201
+        print(json.dumps(found.model_dump(mode="json")))  # noqa: T201
     else:
-        text = _prediction(found) if dry_run else f"{found['phase']}  {found['reason']}  {found['resize_id']}"
+        text = f"{found.phase}  {found.reason}  {found.resize_id}" if isinstance(found, ResizeView) else _told(found)
         Console(soft_wrap=True).print(text, highlight=False)
     return exit_codes.OK
 
 
-async def _ended(connect: Connect, resize: Document, wait_s: float) -> Document:
-    """Once it is committed. Raises its error if it ended otherwise, DeadlineExceeded after `wait_s`."""
-    deadline, said, name = clock.monotonic() + wait_s, "", resize["resize_id"]
-    while resize["state"] == "RUNNING":
-        line = f"{resize['phase']}: {resize['reason']}"
-        if resize["groups"]:
-            line += f"; {resize['bytes_moved'] / MIB:.1f} of {resize['bytes'] / MIB:.1f} MiB moved"
+async def _ended(connect: Connect, resize: ResizeView, wait_s: float) -> ResizeView:
+    """The resize once it is committed. Raises its error if it ended otherwise, DeadlineExceeded after `wait_s`."""
+    deadline, said, resize_id = clock.monotonic() + wait_s, "", resize.resize_id
+    while resize.state is OperationState.RUNNING:
+        line = f"{resize.phase}: {resize.reason}"
+        if resize.groups:
+            line += f"; {resize.bytes_moved / MIB:.1f} of {resize.bytes / MIB:.1f} MiB moved"
         if line != said:
             say(line)
             said = line
         left = deadline - clock.monotonic()
         if left <= 0:
-            msg = f"resize {name} is still running after {wait_s:g} s: {resize['reason']}"
+            msg = f"resize {resize_id} is still running after {wait_s:g} s: {resize.reason}"
             hint = "it goes on; `trireme explain` may tell why it takes long; wait longer with --wait-s"
-            raise DeadlineExceeded(msg, hint=hint, operation=name)
-        wait = min(left, LONG_POLL_S if resize["phase"] == "PLANNED" else POLL_S)
-        resize = await call_any_master(connect, lambda client, wait=wait: client.resize(name, wait))  # type: ignore[misc]
-    if resize["state"] == "FAILED":
-        raise from_map(
-            {"code": resize.get("error_code"), "message": f"{resize['phase']}: {resize['reason']}", "details": resize}
-        )
+            raise DeadlineExceeded(msg, hint=hint, operation=resize_id)
+        poll_s = min(left, LONG_POLL_S if resize.phase == "PLANNED" else POLL_S)
+        resize = await call_any_master(connect, partial(_look, resize_id, poll_s))
+    if resize.state is OperationState.FAILED:
+        details = resize.model_dump(mode="json")
+        raise from_map({"code": resize.error_code, "message": f"{resize.phase}: {resize.reason}", "details": details})
     return resize
 
 
-def _prediction(found: Document) -> str:
-    trainers = f"{found['before_trainers']} to {found['trainers']} trainers"
-    if not found["before_pservers"] and not found["pservers"]:
+async def _look(resize_id: str, wait_s: float, client: AnyClient, job: str) -> ResizeView:
+    return await client.get_resize(job, resize_id, wait_s=wait_s)
+
+
+def _told(found: ResizePrediction) -> str:
+    trainers = f"{found.before_trainers} to {found.trainers} trainers"
+    if not found.before_pservers and not found.pservers:
         return f"{trainers}: who comes fetches the parameters from the others, which train on"
     head = (
-        f"{found['before_pservers']} to {found['pservers']} parameter servers, {trainers}: "
-        f"{found['slots']} slots in {found['groups']} groups would move, {found['bytes'] / MIB:.1f} MiB"
+        f"{found.before_pservers} to {found.pservers} parameter servers, {trainers}: "
+        f"{found.slots} slots in {found.groups} groups would move, {found.bytes / MIB:.1f} MiB"
     )
     rows = [
-        f"  pserver-{each['pserver']}  sends {each['sent'] / MIB:.1f} MiB, receives {each['received'] / MIB:.1f} MiB"
-        for each in found["by_pserver"]
+        f"  pserver-{each.pserver}  sends {each.sent / MIB:.1f} MiB, receives {each.received / MIB:.1f} MiB"
+        for each in found.by_pserver
     ]
     return "\n".join([head, *rows])

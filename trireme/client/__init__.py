@@ -27,10 +27,12 @@ from shared.records.job_spec import JobSettings
 from shared.records.operations import Strategy
 from shared.security.tls import Tls
 from trireme.client.asynchronous import AsyncClient
+from trireme.client.exchange import ONLY_JOB
 from trireme.client.synchronous import Client
 from trireme.client.waiting import EventGap
 
 __all__ = [
+    "ONLY_JOB",
     "AsyncClient",
     "CallerError",
     "Client",

@@ -16,8 +16,7 @@ from pydantic import BaseModel
 from shared.errors import TriremeError
 from shared.runtime import clock
 from shared.security.tls import Tls
-from trireme.client.exchange import AGENT, Attempts, Call, Listing, Masters
-from trireme.view.job_address import given_token
+from trireme.client.exchange import AGENT, Attempts, Call, Listing, Masters, given_token
 
 TIMEOUT_S = 15.0
 
@@ -36,17 +35,24 @@ class AsyncConnection:
         token: str | None = None,
         timeout_s: float = TIMEOUT_S,
         tls: Tls | None = None,
+        wait_for_leader: bool = True,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._masters = Masters(urls)
         self._timeout_s = timeout_s
+        self._wait_for_leader = wait_for_leader
         given = given_token() if token is None else token
         headers = {"User-Agent": AGENT} | ({"Authorization": f"Bearer {given}"} if given else {})
         trusted = (tls or Tls.from_environment()).client() or True
         self._http = httpx.AsyncClient(headers=headers, verify=trusted, trust_env=False, transport=transport)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._masters.url}>"
+        return f"<{type(self).__name__} {self.url}>"
+
+    @property
+    def url(self) -> str:
+        """The address that calls go to now."""
+        return self._masters.url
 
     async def __aenter__(self) -> Self:
         return self
@@ -69,7 +75,8 @@ class AsyncConnection:
                 return
 
     async def _send(self, call: Call[R]) -> R:
-        attempts = Attempts(self._masters, call, self._timeout_s, clock.monotonic())
+        now = clock.monotonic()
+        attempts = Attempts(self._masters, call, self._timeout_s, now, wait_for_leader=self._wait_for_leader)
         while True:
             try:
                 return call.read(await self._http.send(attempts.request(self._http, clock.monotonic())))

@@ -6,22 +6,38 @@ Call --send--> answer --read--> record
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from shared.errors import BadFrame, DeadlineExceeded, InvalidArgument, NotLeader, PeerError, TriremeError
+from shared.errors import (
+    BadFrame,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotLeader,
+    NotReady,
+    PeerError,
+    TriremeError,
+    Unauthorized,
+    from_map,
+)
+from shared.records import Record
 from shared.runtime import ids
 from shared.security.hidden import without_user
-from trireme.view.client import MASTERLESS, error_of
 
+MASTERLESS = "etcd+"  # etcd+http://HOST:PORT/JOB is the address of a job without a master
+#: Stands for the job's name in calls to a master that has one job only. No job can have this name.
+ONLY_JOB = "_"
 PAUSE_S = 0.2
 CONNECT_S = 2.0
 LONGEST_PAUSE_S = 5.0
+PAGE = 500
 AGENT = "trireme-client"
 
 R = TypeVar("R", bound=BaseModel)
@@ -38,7 +54,7 @@ class Call(Generic[R]):
     path: str
     answer: type[R]
     query: Mapping[str, Any] = field(default_factory=dict)
-    body: BaseModel | None = None
+    body: Record | None = None
     key: str = ""
     wait_s: float = 0.0
     if_match: str = ""
@@ -54,7 +70,7 @@ class Call(Generic[R]):
         content = None
         if self.body is not None:
             headers["Content-Type"] = "application/json"
-            content = self.body.model_dump_json(exclude_none=True)
+            content = self.body.to_bytes()
         limits = httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
         return client.build_request(
             self.method, f"{url}{self.path}", params=query, headers=headers, content=content, timeout=limits
@@ -78,7 +94,7 @@ def post(
     path: str,
     answer: type[R],
     key: str,
-    body: BaseModel | None = None,
+    body: Record | None = None,
     query: Mapping[str, Any] | None = None,
     if_match: str = "",
 ) -> Call[R]:
@@ -100,6 +116,23 @@ def path_of(*names: str) -> str:
     return "/".join(("/v1", *(quote(name, safe="") for name in names)))
 
 
+def path_in(job: str, *names: str) -> str:
+    """The path of what belongs to a job. `job` may be ONLY_JOB. Raises as path_of does."""
+    if job != ONLY_JOB:
+        return path_of("jobs", job, *names)
+    return path_of("job", *names) if names in ((), ("explanation",)) else path_of(*names)
+
+
+def body_of(kind: type[R], **values: Any) -> R:
+    """The body of a request. Raises InvalidArgument for a value that no master takes."""
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        told = "; ".join(f"{'.'.join(map(str, each['loc']))} = {each['input']!r}: {each['msg']}" for each in problems)
+        raise InvalidArgument(told) from error
+
+
 @dataclass(frozen=True, slots=True)
 class Listing(Generic[P, T]):
     """A list in pages. `split`: the items of a page, and the token of the next one (empty: it was the last)."""
@@ -110,7 +143,7 @@ class Listing(Generic[P, T]):
     query: Mapping[str, Any] = field(default_factory=dict)
 
     def call(self, page_token: str) -> Call[P]:
-        return Call("GET", self.path, self.page, {**self.query, "page_token": page_token or None})
+        return Call("GET", self.path, self.page, {"page_size": PAGE, **self.query, "page_token": page_token or None})
 
 
 class Masters:
@@ -139,10 +172,13 @@ class Masters:
 
 
 class Attempts(Generic[R]):
-    """One call until it is answered, for at most `timeout_s` (and the time that the master may wait)."""
+    """One call until it is answered, for at most `timeout_s` (and the time that the master may wait). `wait_for_leader`: as in
+    AsyncClient."""
 
-    def __init__(self, masters: Masters, call: Call[R], timeout_s: float, now: float) -> None:
-        self._masters, self._call = masters, call
+    def __init__(
+        self, masters: Masters, call: Call[R], timeout_s: float, now: float, *, wait_for_leader: bool = True
+    ) -> None:
+        self._masters, self._call, self._wait_for_leader = masters, call, wait_for_leader
         self._deadline = now + timeout_s + call.wait_s
         self._url = masters.url
 
@@ -159,10 +195,43 @@ class Attempts(Generic[R]):
 
     def failed(self, error: TriremeError, now: float) -> float:
         """How long to wait before the next attempt, in seconds. Raises `error` if there is none."""
-        if not error.retryable:
+        if not error.retryable or not (self._wait_for_leader or isinstance(error, NotReady)):
             raise error
         self._masters.failed(self._url, error)
         pause_s = min(float(error.details.get("retry_after_s") or ids.jitter(PAUSE_S)), LONGEST_PAUSE_S)
         if now + pause_s >= self._deadline:
             raise error
         return pause_s
+
+
+def error_of(response: httpx.Response) -> TriremeError:
+    """The error that an answer is. `details` also has the answer's `request_id` (of the master's log), `errors` (each value that is
+    wrong), a `code` that this version does not know, and `retry_after_s`."""
+    try:
+        problem = response.json()
+    except ValueError:
+        problem = None
+    if isinstance(problem, dict) and "code" in problem:
+        error = from_map({"message": problem.get("detail", ""), **problem})
+        error.details.update({name: problem[name] for name in ("request_id", "errors") if problem.get(name)})
+        if error.code != problem["code"]:
+            error.details["code"] = problem["code"]
+    elif response.status_code == Unauthorized.status:
+        error = Unauthorized(f"{response.url} refused the token; give the job's token in TRIREME_TOKEN")
+    else:
+        error = PeerError(f"{response.url} answered {response.status_code} {response.reason_phrase}")
+    if (after := response.headers.get("Retry-After", "")).isdecimal():
+        error.details["retry_after_s"] = int(after)
+    return error
+
+
+def given_token() -> str:
+    """TRIREME_TOKEN, else the content of the file TRIREME_TOKEN_FILE, else "". Raises InvalidArgument if that cannot be read."""
+    path = os.environ.get("TRIREME_TOKEN_FILE", "")
+    if (token := os.environ.get("TRIREME_TOKEN", "")) or not path:
+        return token
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        msg = f"the token file {path} (TRIREME_TOKEN_FILE) cannot be read: {error}"
+        raise InvalidArgument(msg) from error

@@ -56,46 +56,50 @@ from shared.records.cluster import Standing
 from shared.records.operations import Operation, OperationState, ResizePrediction, Strategy
 from shared.runtime import clock
 from trireme.client.connection import Connection
-from trireme.client.exchange import Call, Listing, get, path_of, post
+from trireme.client.exchange import Call, Listing, body_of, get, path_in, path_of, post
 from trireme.client.waiting import LONG_POLL_S, POLL_S, EventGap, Wait, has_ended, result_of
 
 TaskState = Literal["TODO", "PENDING", "REQUEUED", "DONE", "DISCARDED"]
 
 
 class Client(Connection):
-    """`urls`: of a master or a cluster's leader, of several ones separated by commas. `token`: None: TRIREME_TOKEN, or the content of
-    TRIREME_TOKEN_FILE. `tls`: the authority that is trusted, and the own certificate; None: the TRIREME_TLS_* variables. `timeout_s`: how long a call may take, with its repetitions: it is sent again, with the same Idempotency-Key,
-    while a master takes over or none can be reached. Each call raises the TriremeError of the master's answer, PeerError if nobody
-    can be reached, DeadlineExceeded if nobody answers. `with` closes it."""
+    """Each call raises the TriremeError of the master's answer, PeerError if nobody can be reached, DeadlineExceeded if nobody
+    answers. `with` closes the client. `job` in a call is a job's name, or ONLY_JOB at a master that has only one.
 
-    # ---------------------------------------------------------------- jobs
+    `urls`: the address of a master or a cluster's leader, or several addresses separated by commas.
+    `token`: None takes TRIREME_TOKEN, or the content of TRIREME_TOKEN_FILE.
+    `timeout_s`: how many seconds a call may take, with its repetitions.
+    `tls`: the authority that is trusted, and the own certificate; None takes the TRIREME_TLS_* variables.
+    `wait_for_leader`: a call is sent again, with the same Idempotency-Key, while no master leads or none can be reached. False: that
+    error is raised at once, and a call is sent again only while the master that was asked takes over.
+    """
 
     def create_job(self, job: CreateJob, *, key: str = "") -> ClusterJobView:
         """Queue a job in a cluster. The same `key` (Idempotency-Key) is the same job, here and in all other calls."""
         return self._send(post(path_of("jobs"), ClusterJobView, key, job))
 
     def list_jobs(self, *, state: Standing | None = None) -> Iterator[ClusterJobView]:
-        """In the order of their submission."""
+        """All jobs, or those with one standing, in the order of their submission."""
         return self._list(
             Listing(path_of("jobs"), ClusterJobPage, lambda page: (page.jobs, page.next_page_token), {"state": state})
         )
 
     def get_job(self, job: str) -> JobView:
-        return self._send(get(path_of("jobs", job), JobView))
+        return self._send(get(path_in(job), JobView))
 
     def explain_job(self, job: str) -> Explanation:
-        """Why it does not progress, and what to do."""
-        return self._send(get(path_of("jobs", job, "explanation"), Explanation))
+        """Why the job does not progress, and what to do."""
+        return self._send(get(path_in(job, "explanation"), Explanation))
 
     def get_job_source(self, job: str) -> JobSource:
         return self._send(get(path_of("jobs", job, "source"), JobSource))
 
     def list_job_tasks(self, job: str) -> JobTaskPage:
-        """Its pre-tasks and post-tasks, and what they printed."""
+        """The job's pre-tasks and post-tasks, and what they printed."""
         return self._send(get(path_of("jobs", job, "job-tasks"), JobTaskPage))
 
     def pause_job(self, job: str, *, key: str = "", if_match: str = "") -> ClusterJobView:
-        """It saves a checkpoint and frees its members: `wait_for_job` waits until it has. `if_match`, here and in other calls: the
+        """The job saves a checkpoint and frees its members: `wait_for_job` waits until it has. `if_match`, here and in other calls: the
         `version` of the record that was read; raises PreconditionFailed if it has another one by then."""
         return self._send(post(path_of("jobs", job, "pause"), ClusterJobView, key, if_match=if_match))
 
@@ -106,7 +110,7 @@ class Client(Connection):
         return self._send(post(path_of("jobs", job, "cancel"), ClusterJobView, key, if_match=if_match))
 
     def delete_job(self, job: str, *, if_match: str = "") -> ClusterJobView:
-        """Of a job that has ended. NotFound may mean that an attempt whose answer was lost has deleted it."""
+        """Delete a job that has ended. NotFound may mean that an attempt whose answer was lost has deleted it."""
         return self._send(Call("DELETE", path_of("jobs", job), ClusterJobView, wait_s=30.0, if_match=if_match))
 
     def wait_for_job(
@@ -129,55 +133,55 @@ class Client(Connection):
         self, job: str, *, state: TaskState | None = None, kind: TaskKind = TaskKind.TRAIN, page_size: int = 500
     ) -> Iterator[TaskView]:
         """Tasks of the current epoch (DISCARDED: of all), page by page as they are consumed."""
-        path, query = path_of("jobs", job, "tasks"), {"state": state, "kind": kind, "page_size": page_size}
+        path, query = path_in(job, "tasks"), {"state": state, "kind": kind, "page_size": page_size}
         return self._list(Listing(path, TaskPage, lambda page: (page.tasks, page.next_page_token), query))
 
     def get_task(self, job: str, task_id: str) -> TaskView:
-        return self._send(get(path_of("jobs", job, "tasks", task_id), TaskView))
+        return self._send(get(path_in(job, "tasks", task_id), TaskView))
 
     def retry_task(self, job: str, task_id: str, *, key: str = "") -> TaskView:
-        """A discarded task of the current epoch is tried again; not in synchronous jobs."""
-        return self._send(post(path_of("jobs", job, "tasks", task_id, "retry"), TaskView, key))
+        """Try a discarded task of the current epoch again; synchronous jobs cannot."""
+        return self._send(post(path_in(job, "tasks", task_id, "retry"), TaskView, key))
 
     def skip_task(self, job: str, task_id: str, *, key: str = "") -> TaskView:
-        """It is discarded without more attempts; a synchronous job's once its present attempt fails."""
-        return self._send(post(path_of("jobs", job, "tasks", task_id, "skip"), TaskView, key))
+        """Discard a task without more attempts; that of a synchronous job once its present attempt fails."""
+        return self._send(post(path_in(job, "tasks", task_id, "skip"), TaskView, key))
 
     def get_task_summary(self, job: str) -> TaskSummary:
         """Counts of the current stage."""
-        return self._send(get(path_of("jobs", job, "task-summary"), TaskSummary))
+        return self._send(get(path_in(job, "task-summary"), TaskSummary))
 
     def list_members(self, job: str) -> Iterator[MemberView]:
         return self._list(
-            Listing(path_of("jobs", job, "members"), MemberPage, lambda page: (page.members, page.next_page_token))
+            Listing(path_in(job, "members"), MemberPage, lambda page: (page.members, page.next_page_token))
         )
 
     def get_member(self, job: str, member_id: str) -> MemberView:
-        return self._send(get(path_of("jobs", job, "members", member_id), MemberView))
+        return self._send(get(path_in(job, "members", member_id), MemberView))
 
     def create_checkpoint(
         self, job: str, *, cause: str = "", limit_s: float = 600.0, wait_s: float = 0.0, key: str = ""
     ) -> Operation:
-        """Waits up to `wait_s` (at most 30) seconds for its end; `wait_for_operation` waits longer."""
-        asked = CreateCheckpoint(cause=cause, limit_s=limit_s)
-        return self._send(post(path_of("jobs", job, "checkpoints"), Operation, key, asked, {"wait_s": wait_s}))
+        """Begin a checkpoint, and wait up to `wait_s` (at most 30) seconds for its end; `wait_for_operation` waits longer."""
+        asked = body_of(CreateCheckpoint, cause=cause, limit_s=limit_s)
+        return self._send(post(path_in(job, "checkpoints"), Operation, key, asked, {"wait_s": wait_s}))
 
     def list_checkpoints(self, job: str) -> Iterator[CheckpointView]:
-        """Those that are kept, the newest first."""
-        path = path_of("jobs", job, "checkpoints")
+        """The checkpoints that are kept, the newest first."""
+        path = path_in(job, "checkpoints")
         return self._list(Listing(path, CheckpointPage, lambda page: (page.checkpoints, page.next_page_token)))
 
     def get_checkpoint(self, job: str, checkpoint_id: str) -> CheckpointDetails:
-        return self._send(get(path_of("jobs", job, "checkpoints", checkpoint_id), CheckpointDetails))
+        return self._send(get(path_in(job, "checkpoints", checkpoint_id), CheckpointDetails))
 
     def verify_checkpoint(self, job: str, checkpoint_id: str, *, wait_s: float = 0.0, key: str = "") -> Operation:
-        """Every part is read and compared with its checksum."""
-        path = path_of("jobs", job, "checkpoints", checkpoint_id, "verify")
+        """Begin to read every part of a checkpoint, and to compare it with its checksum."""
+        path = path_in(job, "checkpoints", checkpoint_id, "verify")
         return self._send(post(path, Operation, key, query={"wait_s": wait_s}))
 
     def restore_checkpoint(self, job: str, checkpoint_id: str, *, wait_s: float = 0.0, key: str = "") -> Operation:
         """The whole job goes back to that step and continues from there."""
-        path = path_of("jobs", job, "checkpoints", checkpoint_id, "restore")
+        path = path_in(job, "checkpoints", checkpoint_id, "restore")
         return self._send(post(path, Operation, key, query={"wait_s": wait_s}))
 
     def create_resize(
@@ -193,8 +197,9 @@ class Client(Connection):
         key: str = "",
     ) -> ResizeView:
         """Other numbers of members while it trains; None: as many as now. `wait_for_resize` waits for its end."""
-        asked = CreateResize(trainers=trainers, pservers=pservers, strategy=strategy, cause=cause, limit_s=limit_s)
-        return self._send(post(path_of("jobs", job, "resizes"), ResizeView, key, asked, {"wait_s": wait_s}))
+        wanted = {"trainers": trainers, "pservers": pservers, "strategy": strategy}
+        body = body_of(CreateResize, **wanted, cause=cause, limit_s=limit_s)
+        return self._send(post(path_in(job, "resizes"), ResizeView, key, body, {"wait_s": wait_s}))
 
     def predict_resize(
         self,
@@ -204,25 +209,25 @@ class Client(Connection):
         pservers: int | None = None,
         strategy: Strategy = Strategy.LIVE,
     ) -> ResizePrediction:
-        """What would move; nothing changes."""
-        path = path_of("jobs", job, "resize-prediction")
+        """What a resize would move; nothing changes."""
+        path = path_in(job, "resize-prediction")
         return self._send(get(path, ResizePrediction, trainers=trainers, pservers=pservers, strategy=strategy))
 
     def list_resizes(self, job: str) -> Iterator[ResizeView]:
-        """Those that run and the last ones that ended, newest first."""
+        """What runs and what ended last, newest first."""
         return self._list(
-            Listing(path_of("jobs", job, "resizes"), ResizePage, lambda page: (page.resizes, page.next_page_token))
+            Listing(path_in(job, "resizes"), ResizePage, lambda page: (page.resizes, page.next_page_token))
         )
 
     def get_resize(self, job: str, resize_id: str, *, wait_s: float = 0.0) -> ResizeView:
-        return self._send(get(path_of("jobs", job, "resizes", resize_id), ResizeView, wait_s=wait_s))
+        return self._send(get(path_in(job, "resizes", resize_id), ResizeView, wait_s=wait_s))
 
     def cancel_resize(self, job: str, resize_id: str, *, key: str = "") -> ResizeView:
-        """What has moved stays where it is."""
-        return self._send(post(path_of("jobs", job, "resizes", resize_id, "cancel"), ResizeView, key))
+        """End a resize; what has moved stays where it is."""
+        return self._send(post(path_in(job, "resizes", resize_id, "cancel"), ResizeView, key))
 
     def wait_for_resize(self, job: str, resize_id: str, *, timeout_s: float = 600.0) -> ResizeView:
-        """Once it is DONE. Raises the error it FAILED with; DeadlineExceeded after `timeout_s` (it goes on)."""
+        """Wait until it is DONE. Raises the error it FAILED with; DeadlineExceeded after `timeout_s` (it goes on)."""
         wait = Wait(f"resize {resize_id}", timeout_s, clock.monotonic())
         while True:
             found = self.get_resize(job, resize_id, wait_s=wait.left(LONG_POLL_S, clock.monotonic()))
@@ -231,15 +236,15 @@ class Client(Connection):
             wait.check(found.reason, clock.monotonic())
 
     def list_operations(self, job: str, *, state: OperationState | None = None) -> Iterator[Operation]:
-        """Those that run and the last ones that ended, newest first."""
-        path, query = path_of("jobs", job, "operations"), {"state": state}
+        """What runs and what ended last, newest first."""
+        path, query = path_in(job, "operations"), {"state": state}
         return self._list(Listing(path, OperationPage, lambda page: (page.operations, page.next_page_token), query))
 
     def get_operation(self, job: str, operation_id: str, *, wait_s: float = 0.0) -> Operation:
-        return self._send(get(path_of("jobs", job, "operations", operation_id), Operation, wait_s=wait_s))
+        return self._send(get(path_in(job, "operations", operation_id), Operation, wait_s=wait_s))
 
     def wait_for_operation(self, job: str, operation_id: str, *, timeout_s: float = 600.0) -> Operation:
-        """Once it is DONE. Raises the error it FAILED with; DeadlineExceeded after `timeout_s` (it goes on)."""
+        """Wait until it is DONE. Raises the error it FAILED with; DeadlineExceeded after `timeout_s` (it goes on)."""
         wait = Wait(f"operation {operation_id}", timeout_s, clock.monotonic())
         while True:
             found = self.get_operation(job, operation_id, wait_s=wait.left(LONG_POLL_S, clock.monotonic()))
@@ -248,13 +253,11 @@ class Client(Connection):
             wait.check(found.reason, clock.monotonic())
 
     def list_events(self, job: str, *, after: int = 0, wait_s: float = 0.0, page_size: int = 100) -> EventPage:
-        """One page; `next_after` is the `after` of the next one. Waits up to `wait_s` (at most 30) seconds for an event."""
-        return self._send(
-            get(path_of("jobs", job, "events"), EventPage, after=after, wait_s=wait_s, page_size=page_size)
-        )
+        """One page of events; `next_after` is the `after` of the next page. Waits up to `wait_s` (at most 30) seconds for an event."""
+        return self._send(get(path_in(job, "events"), EventPage, after=after, wait_s=wait_s, page_size=page_size))
 
     def list_cluster_events(self, *, after: int = 0, wait_s: float = 0.0, page_size: int = 100) -> EventPage:
-        """As `list_events`, of leaders, jobs, members and schedules."""
+        """One page of events of leaders, jobs, members and schedules; the arguments are those of `list_events`."""
         return self._send(get(path_of("cluster", "events"), EventPage, after=after, wait_s=wait_s, page_size=page_size))
 
     def follow_events(
@@ -283,7 +286,7 @@ class Client(Connection):
 
     def list_logs(self, job: str) -> Iterator[LogView]:
         """Logs of the job's members on the master's host, those of dead members too."""
-        path, query = path_of("jobs", job, "logs"), {"page_size": 1000}
+        path, query = path_in(job, "logs"), {"page_size": 1000}
         return self._list(Listing(path, LogPage, lambda page: (page.logs, page.next_page_token), query))
 
     def get_log(
@@ -298,7 +301,7 @@ class Client(Connection):
     ) -> LogLines:
         """The last `tail` lines; with `after` what was written since, for which it waits up to `wait_s` (at most 30) seconds.
         `next_after` and `next_before` of the answer lead to the rest."""
-        path, place = path_of("jobs", job, "logs", log), {"after": after, "before": before}
+        path, place = path_in(job, "logs", log), {"after": after, "before": before}
         return self._send(get(path, LogLines, **place, tail=tail, wait_s=wait_s))
 
     def follow_log(self, job: str, log: str, *, after: int | None = None, tail: int = 100) -> Iterator[LogLine]:
@@ -316,12 +319,12 @@ class Client(Connection):
 
     def list_metrics(self, job: str, *, metric: str = "step_loss") -> Iterator[MetricPoint]:
         """`step_loss` or `epoch_loss`, the oldest first."""
-        path, query = path_of("jobs", job, "metrics"), {"metric": metric, "page_size": 1000}
+        path, query = path_in(job, "metrics"), {"metric": metric, "page_size": 1000}
         return self._list(Listing(path, MetricPage, lambda page: (page.points, page.next_page_token), query))
 
     def list_metric_series(self, job: str) -> Iterator[SeriesSummary]:
         """The metrics that are kept by step: `loss`, what the script logs, `lr`, `time.*`, `evaluation.*`, ..."""
-        path = path_of("jobs", job, "metric-series")
+        path = path_in(job, "metric-series")
         return self._list(Listing(path, SeriesPage, lambda page: (page.series, page.next_page_token)))
 
     def query_metric(
@@ -334,13 +337,13 @@ class Client(Connection):
         points: int = 500,
         by: str = "step",
     ) -> SeriesPoints:
-        """By step; several steps share a point where there are more of them than `points`. `by="epoch"`: of a synchronous job."""
-        path, steps = path_of("jobs", job, "metric-series", name), {"from_step": from_step, "to_step": to_step}
+        """A metric by step; several steps share a point where there are more of them than `points`. `by="epoch"`: of a synchronous job."""
+        path, steps = path_in(job, "metric-series", name), {"from_step": from_step, "to_step": to_step}
         return self._send(get(path, SeriesPoints, **steps, points=points, by=by))
 
     def list_evaluations(self, job: str) -> Iterator[Evaluation]:
-        """Those that were done while it trained, the newest first."""
-        path = path_of("jobs", job, "evaluations")
+        """The evaluations that were done while the job trained, the newest first."""
+        path = path_in(job, "evaluations")
         return self._list(Listing(path, EvaluationPage, lambda page: (page.evaluations, page.next_page_token)))
 
     # ---------------------------------------------------------------- cluster, pool, schedules, version
@@ -349,15 +352,14 @@ class Client(Connection):
         return self._send(get(path_of("pool"), PoolView))
 
     def list_pool_members(self) -> Iterator[PoolMemberView]:
-        return self._list(
-            Listing(path_of("pool-members"), PoolMemberPage, lambda page: (page.members, page.next_page_token))
-        )
+        path = path_of("pool-members")
+        return self._list(Listing(path, PoolMemberPage, lambda page: (page.members, page.next_page_token)))
 
     def get_pool_member(self, member: str) -> PoolMemberView:
         return self._send(get(path_of("pool-members", member), PoolMemberView))
 
     def drain_pool_member(self, member: str, *, key: str = "", if_match: str = "") -> PoolMemberView:
-        """It gets no work until it is undrained."""
+        """Give the member no work until it is undrained."""
         path = path_of("pool-members", member, "drain")
         return self._send(post(path, PoolMemberView, key, if_match=if_match))
 
@@ -368,9 +370,8 @@ class Client(Connection):
         return self._send(post(path_of("schedules"), ScheduleView, key, schedule))
 
     def list_schedules(self) -> Iterator[ScheduleView]:
-        return self._list(
-            Listing(path_of("schedules"), SchedulePage, lambda page: (page.schedules, page.next_page_token))
-        )
+        path = path_of("schedules")
+        return self._list(Listing(path, SchedulePage, lambda page: (page.schedules, page.next_page_token)))
 
     def get_schedule(self, schedule: str) -> ScheduleView:
         return self._send(get(path_of("schedules", schedule), ScheduleView))

@@ -41,8 +41,7 @@ from trireme.launch.restarts import RestartPolicy
 from trireme.launch.run_folder import sockets
 from trireme.launch.supervision import GRACE_S, SupervisedProcesses
 from trireme.view.child_events import ChildEvent
-from trireme.view.client import Client
-from trireme.view.job_address import AnyClient, masterless_address
+from trireme.view.job_address import OpenJob, client_of, masterless_address
 from trireme.view.masterless_client import MasterlessClient
 
 HOST = "127.0.0.1"
@@ -125,7 +124,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
 
     @property
     def etcd_access(self) -> EtcdAccess:
-        """Of the job's etcd."""
+        """How the job's etcd is reached."""
         return self._existing_etcd or self.own_etcd
 
     @property
@@ -141,14 +140,14 @@ class LocalCluster(SupervisedProcesses[JobState]):
         return self.directory.master.url if self.directory.master else ""
 
     @asynccontextmanager
-    async def client(self, timeout_s: float) -> AsyncIterator[AnyClient]:
+    async def client(self, timeout_s: float) -> AsyncIterator[OpenJob]:
         """A client of the leading master, or of etcd in a masterless job. Raises DeadlineExceeded."""
         if self._masterless_client is not None:
-            yield self._masterless_client
+            yield self._masterless_client, self.spec.job
             return
         token = self._tokens.token(Role.ADMIN) if self._tokens is not None else ""
-        async with Client(await self.master_url(timeout_s), token=token, timeout_s=timeout_s) as client:
-            yield client
+        async with client_of(await self.master_url(timeout_s), token, timeout_s) as client:
+            yield client, self.spec.job
 
     async def master_url(self, timeout_s: float = START_TIMEOUT_S) -> str:
         """Raises DeadlineExceeded if no master leads within `timeout_s`, ClusterError if the job can never end."""
@@ -169,7 +168,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
         return self.directory.master.url
 
     async def saved_step(self) -> int | None:
-        """Of the newest checkpoint, 0 if only its number in the job is known; None if there is none. Raises PeerError."""
+        """The step of the newest checkpoint, 0 if only its number in the job is known; None if there is none. Raises PeerError."""
         latest = await self.etcd.get(self._keys.latest)
         if latest is not None:
             return must_read(CheckpointLatest, latest.key, latest.value).step

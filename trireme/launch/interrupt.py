@@ -112,14 +112,13 @@ class InterruptHandler:
     async def _save_and_stop(self, cluster: LocalCluster) -> None:
         try:
             async with asyncio.timeout(CHECKPOINT_S):
-                async with cluster.client(MASTER_S) as client:
-                    operation = await client.create_checkpoint(
-                        ids.new_id("interrupt"), cause="Ctrl-C", limit_s=CHECKPOINT_S
-                    )
+                async with cluster.client(MASTER_S) as (client, job):
+                    key = ids.new_id("interrupt")
+                    operation = await client.create_checkpoint(job, key=key, cause="Ctrl-C", limit_s=CHECKPOINT_S)
                 done = await wait_for_operation(
                     lambda: cluster.client(MASTER_S), operation, CHECKPOINT_S, lambda _: None
                 )
-            self.say(f"saved {saved_point(cluster.spec.mode, done['step'])}; stopping")
+            self.say(f"saved {saved_point(cluster.spec.mode, done.step or 0)}; stopping")
         except (TriremeError, TimeoutError) as error:
             cause = str(error) or f"not within {CHECKPOINT_S:g} s"
             self.say(f"no checkpoint was saved ({cause}); the job can resume from the one before; stopping")

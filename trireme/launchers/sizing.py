@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
+from master_service.api.resources_cluster import PoolKind, PoolMemberView, PoolView
 from shared.errors import PeerError, TriremeError
 from shared.records.cluster import Kind
 from shared.runtime import clock
@@ -26,7 +27,7 @@ RETRY_S = 60.0  # at most, after a launcher has failed
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of the places of one kind that the launcher has. `least` are there from the start."""
+    """How many places of one kind the launcher may have. `least` are there from the start."""
 
     least: int
     most: int
@@ -70,10 +71,10 @@ def next_step(now: KindNow, launched: Sequence[Launched], bounds: Bounds, surplu
 
 
 class Pool(Protocol):
-    """What the leader answers (trireme/view/cluster_client.py)."""
+    """What the leader answers (trireme.client)."""
 
-    async def pool(self) -> dict[str, Any]: ...
-    def pool_members(self) -> AsyncIterator[dict[str, Any]]: ...
+    async def get_pool(self) -> PoolView: ...
+    def list_pool_members(self) -> AsyncIterator[PoolMemberView]: ...
 
 
 @dataclass
@@ -91,7 +92,7 @@ class PoolSize:
     _again: dict[Kind, float] = field(default_factory=dict)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Follow the needs of the jobs until cancelled."""
         while True:
             try:
                 await self._look()
@@ -103,27 +104,27 @@ class PoolSize:
             await asyncio.sleep(LOOK_S)
 
     def _tell(self, of: str, error: TriremeError) -> None:
-        """Once while it stays the same; it is tried again."""
+        """Tell an error once while it stays the same; what failed is tried again."""
         if error.message != self._told.get(of):
             self._told[of] = error.message
             self.on_event(ChildEvent("launcher", "waiting", f"{error.message}{error.hint and f' ({error.hint})'}"))
 
     async def _look(self) -> None:
         async with self.connect() as leader:
-            needs = await leader.pool()
+            needs = await leader.get_pool()
             if not self._may_change(needs):
                 self._since.clear()
                 return
-            members = [member async for member in leader.pool_members()]
+            members = [member async for member in leader.list_pool_members()]
         for kind in KINDS:
             await self._resize(kind, _now(kind, needs, members))
 
-    def _may_change(self, needs: Mapping[str, Any]) -> bool:
+    def _may_change(self, needs: PoolView) -> bool:
         """Whether the list of all members is worth reading."""
         for kind in KINDS:
-            counts = needs[f"{kind}s"]
+            counts = _needed(kind, needs)
             places = sum(each.places for each in self._launched(kind))
-            if counts["needed"] > counts["members"] - counts["draining"] or places != self.bounds[kind].least:
+            if counts.needed > counts.members - counts.draining or places != self.bounds[kind].least:
                 return True
         return False
 
@@ -155,10 +156,14 @@ class PoolSize:
         return [each for each in self.launcher.list() if each.role == kind]
 
 
-def _now(kind: Kind, needs: Mapping[str, Any], members: Collection[Mapping[str, Any]]) -> KindNow:
-    there = [each for each in members if each["kind"] == kind and each["state"] not in ("draining", "drained")]
+def _needed(kind: Kind, needs: PoolView) -> PoolKind:
+    return needs.trainers if kind == "trainer" else needs.pservers
+
+
+def _now(kind: Kind, needs: PoolView, members: Collection[PoolMemberView]) -> KindNow:
+    there = [each for each in members if each.kind == kind and each.state not in ("draining", "drained")]
     return KindNow(
-        needed=needs[f"{kind}s"]["needed"],
-        by_agent=Counter(each["agent"] for each in there),
-        idle=Counter(each["agent"] for each in there if each["state"] == "idle"),
+        needed=_needed(kind, needs).needed,
+        by_agent=Counter(each.agent for each in there),
+        idle=Counter(each.agent for each in there if each.state == "idle"),
     )

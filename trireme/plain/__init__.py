@@ -25,6 +25,7 @@ from shared.lanes import step_seed
 from shared.logged_metrics import Logged, add, collected, metrics_beside
 from shared.metric_names import LOSS
 from shared.records import JobSpec
+from shared.runtime import clock
 from shared.runtime.service import allow_open_files
 from shared.storage import files
 from trainer_agent.data import open_dataset
@@ -50,13 +51,13 @@ from trainer_agent.start_values.optimizer_state import load_start_state
 from trainer_agent.tables.files import StoredTable, write_tables
 from trainer_agent.tables.one_lane import OneLane
 from trireme import settings
-from trireme.plain.counted import Counted, count
 from trireme.plain.evaluations import Evaluations
-from trireme.plain.minibatches import batch_of
+from trireme.plain.minibatches import Counted, batch_of, count
 from trireme.plain.minibatches import epoch_minibatches as epoch_minibatches
-from trireme.plain.progress_lines import ProgressLines
 from trireme.plain.result import PlainResult as PlainResult
 from trireme.view.chart import show_chart
+
+REPORT_SECONDS = 2.0
 
 
 def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> PlainResult:
@@ -183,7 +184,7 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
         PlainResult(model, optimizer, tables),
         open_dataset(spec.dataset, spec.seed, report if spec.changed_files == "report" else None),
     )
-    progress = ProgressLines(spec, counted.table.records, report)
+    progress = _ProgressLines(spec, counted.table.records, report)
     watch, told_of_buffers, by_columns = Watch(user.path, model), False, not user.has("collate")
     evaluations = Evaluations(user, spec, counted.steps, device, report)
     for epoch in range(spec.epochs):
@@ -298,3 +299,25 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--init-{name}", action="store_true", default=None, help=text)
     parser.add_argument("--export", metavar="DIR", help="write the trained model there (safetensors and state_dict)")
     return parser
+
+
+class _ProgressLines:
+    """A line every REPORT_SECONDS, and one at each epoch's end."""
+
+    def __init__(self, spec: JobSpec, records: int, report: Any) -> None:
+        self._spec, self._records, self._report = spec, records, report
+        self._epoch_started = self._last = clock.monotonic()
+
+    def update(self, epoch: int, step: int, records: int, means: Mapping[str, float], *, final: bool = False) -> None:
+        now = clock.monotonic()
+        if not final and now - self._last < REPORT_SECONDS:
+            return
+        rate = records / max(now - self._epoch_started, 1e-9)
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in means.items())
+        self._report(
+            f"epoch {epoch + 1}/{self._spec.epochs}  step {step}  {shown}  "
+            f"{records}/{self._records} records  {rate:.0f}/s"
+        )
+        self._last = now
+        if final:
+            self._epoch_started = now

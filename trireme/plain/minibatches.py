@@ -1,20 +1,42 @@
-"""The minibatches of plain training, in the order in which a job with one lane trains them."""
+"""The dataset of plain training: counted, and its minibatches in the order in which a job with one lane trains them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 from master_service.core.queue.epoch_order import EpochOrder
+from master_service.core.queue.epoch_plan import news_of, plan_of
 from master_service.core.queue.file_table import FileTable
-from shared.records import JobSpec
+from master_service.core.queue.streams import Streams
+from master_service.core.queue.task_sizes import TaskSizes
+from master_service.storage.counting import count_records
+from shared.records import JobSpec, TaskKind
 from trainer_agent.data import Blaming, Minibatch, default_collate, minibatch_indices, minibatches_in, open_dataset
 from trainer_agent.data.drawing import reading
 from trainer_agent.data.reader import blaming
 from trainer_agent.model.devices import on_device
 from trainer_agent.script.user_module import UserModule
+
+
+class Counted(NamedTuple):
+    """A dataset whose records were counted."""
+
+    table: FileTable
+    #: How many steps an epoch has.
+    steps: int
+
+
+def count(spec: JobSpec, report: Callable[[str], object]) -> Counted:
+    """Count the dataset of a job with one lane; `report` gets what the user should know of it. Raises DatasetError."""
+    table = count_records(spec.dataset, TaskSizes.of(spec), seed=spec.seed)
+    plan = plan_of(spec, Streams(TaskKind.TRAIN, table, 1, spec.seed, spec.shuffle, spec.minibatch_size))
+    for event in news_of(spec, table, plan):
+        report(event.message)
+    assert plan.steps is not None
+    return Counted(table, plan.steps)
 
 
 def epoch_minibatches(

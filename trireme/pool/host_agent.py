@@ -65,7 +65,7 @@ class HostAgent:
         return f"<HostAgent {self.settings.name}: {len(self.places)} places>"
 
     async def run(self, stopping: asyncio.Event) -> int:
-        """Until `stopping`, then drain: 0. LEASE_LOST: another agent has taken a place. Raises Conflict, InvalidArgument,
+        """Offer the places until `stopping`, then drain: 0. LEASE_LOST: another agent has taken a place. Raises Conflict, InvalidArgument,
         CallerError, PeerError."""
         settings = self.settings
         async with (
@@ -93,7 +93,7 @@ class HostAgent:
             self.places = [Place(member, host, self._reporter(keys, member)) for member in members]
             self.metrics.places, self.metrics.members = self.places, keys.records.values()
             await keys.claim(CLAIM_S)
-            self.metrics.registered = lambda: keys.alive
+            self.metrics.registration = keys
             log.info("registered", host=self.settings.name, url=self.url, **{kind: self._count(kind) for kind in KINDS})
             service.ready()
             forks.prepare()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,20 +20,28 @@ class Counted(Protocol):
     deaths: int
 
 
+class Registration(Protocol):
+    @property
+    def alive(self) -> bool:
+        """Whether etcd has the places now."""
+        ...
+
+
 class HostMetrics:
-    """`members`: what etcd is told of the places; `places`: themselves; `registered`: whether etcd has them, None before the first time.
-    All are read when somebody asks."""
+    """Reads what it tells when somebody asks."""
 
     def __init__(self) -> None:
+        #: What etcd is told of the places.
         self.members: Iterable[PoolMember] = ()
         self.places: Iterable[Counted] = ()
-        self.registered: Callable[[], bool] | None = None
+        #: The keys of the places in etcd; None before etcd has had them for the first time.
+        self.registration: Registration | None = None
 
     def missing(self) -> str:
-        """Why the agent is not ready; "": it is."""
-        if self.registered is None:
+        """Why the agent is not ready; "" if it is."""
+        if self.registration is None:
             return "no places registered yet"
-        return "" if self.registered() else "etcd does not answer: the lease of the places is over"
+        return "" if self.registration.alive else "etcd does not answer: the lease of the places is over"
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily(

@@ -29,6 +29,7 @@ from shared.runtime.waiting import event_within
 from shared.security.tls import VARIABLES
 from shared.security.token_folder import TokenFolder
 from shared.security.tokens import Role as TokenRole
+from trireme.client import AsyncClient
 from trireme.launch.child import Child, Exit
 from trireme.launch.cluster import HOST
 from trireme.launch.leases import REVOKE_TIMEOUT_S, revoke_all_leases
@@ -38,7 +39,7 @@ from trireme.launchers.launcher import Launcher, Role
 from trireme.launchers.local import LocalLauncher
 from trireme.launchers.sizing import Bounds, PoolSize
 from trireme.view.child_events import ChildEvent
-from trireme.view.cluster_client import ClusterClient
+from trireme.view.job_address import client_of
 
 PASSED_ON = (
     "TRIREME_TRANSPORT",
@@ -81,7 +82,7 @@ class PoolRequest:
         return self.tokens.token(TokenRole.ADMIN) if self.tokens is not None else ""
 
     def bounds(self, *, beside: bool) -> dict[Kind, Bounds]:
-        """Of what a launcher has. `beside`: the places from the start are not its own."""
+        """How many places of each kind a launcher may have. `beside`: the places from the start are not its own."""
         trainers, pservers = (0, 0) if beside else (self.trainers, self.pservers)
         return {
             "trainer": Bounds(trainers, trainers + max(0, self.max_trainers - self.trainers)),
@@ -184,20 +185,20 @@ class LocalPool(SupervisedProcesses[None]):
         """The launcher starts more members when jobs need them. `beside`: the places from the start are not its own."""
         bounds = self.request.bounds(beside=beside)
         if any(each.most > each.least for each in bounds.values()):
-            self.run_beside(PoolSize(launcher, bounds, self._leader, self._record).run())
+            self.run_beside(PoolSize(launcher, bounds, self.leader, self._record).run())
 
     @asynccontextmanager
-    async def _leader(self) -> AsyncIterator[ClusterClient]:
+    async def leader(self) -> AsyncIterator[AsyncClient]:
         """Raises PeerError while there is none."""
         if not self.url:
             raise PeerError("no master leads the cluster yet")
-        async with ClusterClient(self.url, token=self.request.token, timeout_s=REQUEST_TIMEOUT_S) as cluster:
-            yield cluster
+        async with client_of(self.url, self.request.token, REQUEST_TIMEOUT_S) as leader:
+            yield leader
 
     # ------------------------------------------------------------ children
 
     async def _add_hosts(self, role: Role, places: int) -> str:
-        """For the launcher: an agent with places of one kind; its name in the pool."""
+        """Start an agent with places of one kind for the launcher; returns its name in the pool."""
         counts = {
             "TRIREME_TRAINERS": 0,
             "TRIREME_PSERVERS": 0,
@@ -224,7 +225,7 @@ class LocalPool(SupervisedProcesses[None]):
         return await self._add_child(role, module, {**self._common_settings(), **settings, **self._extra})
 
     def _common_settings(self) -> dict[str, str]:
-        """Of masters and host agents."""
+        """The settings that masters and host agents share."""
         return {
             **self.etcd_access.environment(),
             "TRIREME_HOST": self.request.host,

@@ -4,40 +4,31 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from shared.errors import InvalidArgument
 from shared.security.hidden import without_user
-from trireme.view.client import JOBS, MASTERLESS, TIMEOUT_S, Client
+from trireme.client import ONLY_JOB, AsyncClient
+from trireme.client.exchange import MASTERLESS
 
 if TYPE_CHECKING:
     from trireme.view.masterless_client import MasterlessClient
 
-AnyClient: TypeAlias = "Client | MasterlessClient"
-Connect: TypeAlias = "Callable[[], AbstractAsyncContextManager[AnyClient]]"
+JOBS = "/v1/jobs/"
+TIMEOUT_S = 10.0
+
+AnyClient: TypeAlias = "AsyncClient | MasterlessClient"
+OpenJob: TypeAlias = "tuple[AnyClient, str]"  # a client, and the job's name in its calls
+Connect: TypeAlias = "Callable[[], AbstractAsyncContextManager[OpenJob]]"
 
 
 def address_of(url: str, job: str | None) -> str:
-    """Of one job of the cluster or the master at `url`; None: of the only one."""
+    """The address of one job of the cluster or the master at `url`; None: of the only job there."""
     if url.startswith(MASTERLESS):
         return without_user(url)
     return f"{url.rstrip('/')}{JOBS}{job}" if job and JOBS not in url else url
-
-
-def given_token() -> str:
-    """TRIREME_TOKEN, else the content of the file TRIREME_TOKEN_FILE, else "". Raises InvalidArgument if that cannot be read."""
-    path = os.environ.get("TRIREME_TOKEN_FILE", "")
-    if (token := os.environ.get("TRIREME_TOKEN", "")) or not path:
-        return token
-    try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        msg = f"the token file {path} (TRIREME_TOKEN_FILE) cannot be read: {error}"
-        raise InvalidArgument(msg) from error
 
 
 def masterless_address(etcd_url: str, job: str) -> str:
@@ -45,12 +36,19 @@ def masterless_address(etcd_url: str, job: str) -> str:
     return f"{MASTERLESS}{etcd_url.rstrip('/')}/{job}"
 
 
+def client_of(url: str, token: str = "", timeout_s: float = TIMEOUT_S) -> AsyncClient:
+    """A client of the master at `url`. It raises an error at once if nobody leads there, because a command looks up the next leader's
+    address itself; of several addresses (with commas) it asks the one that leads."""
+    masters = url.partition(JOBS)[0]
+    return AsyncClient(masters, token=token, timeout_s=timeout_s, wait_for_leader="," in masters)
+
+
 @asynccontextmanager
-async def open_client(address: str, *, token: str = "", timeout_s: float = TIMEOUT_S) -> AsyncIterator[AnyClient]:
+async def open_job(address: str, *, token: str = "", timeout_s: float = TIMEOUT_S) -> AsyncIterator[OpenJob]:
     """Raises PeerError, DeadlineExceeded if nothing answers."""
     if not address.startswith(MASTERLESS):
-        async with Client(address, token=token, timeout_s=timeout_s) as client:
-            yield client
+        async with client_of(address, token, timeout_s) as client:
+            yield client, address.rstrip("/").partition(JOBS)[2] or ONLY_JOB
         return
     endpoint, _, job = address.removeprefix(MASTERLESS).rpartition("/")
     if "//" not in endpoint or not job:
@@ -65,7 +63,7 @@ async def open_client(address: str, *, token: str = "", timeout_s: float = TIMEO
     following = asyncio.ensure_future(masterless.run())
     try:
         await masterless.ready(timeout_s)
-        yield masterless
+        yield masterless, job
     finally:
         following.cancel()
         await asyncio.wait([following])

@@ -10,9 +10,10 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from master_service.api.resources import EventPage, JobView
 from shared.errors import CursorExpired, PeerError, TriremeError
 from shared.etcd import NoSpace
-from shared.records import JobSpec, Mode, Phase, Stage, Strategy
+from shared.records import JobSpec, Mode, Phase, Stage, Strategy, TaskSummary
 from shared.runtime import clock
 from trireme.view.child_events import ChildEvent
 from trireme.view.job_address import AnyClient, Connect
@@ -94,7 +95,7 @@ class ProgressReporter:
         self.restarts = Counter(restarts)
         self._alive: set[str] = set()
         self._screen = screen
-        self._last: dict[str, Any] = {}
+        self._last: JobView | None = None
         self._after = 0
         self._since = clock.timestamp()  # what happened before, the launcher of then has shown
         self._full = False
@@ -156,47 +157,49 @@ class ProgressReporter:
             await self.poll(connect)  # includes the last events
         discarded: list[dict[str, Any]] = []
         with contextlib.suppress(TriremeError):
-            async with connect() as client:
-                discarded = [task async for task in client.tasks("DISCARDED")]
+            async with connect() as (client, job):
+                tasks = client.list_tasks(job, state="DISCARDED")
+                discarded = [task.model_dump(mode="json") async for task in tasks]
         losses: list[dict[str, Any]] = []
         with contextlib.suppress(TriremeError):
-            async with connect() as client:
-                losses = [epoch async for epoch in client.epoch_losses()]
-        progress = self._last.get("progress", {})
-        records, epochs = progress.get("records_done", 0), progress.get("epoch", 0)
-        loss, step = progress.get("loss"), progress.get("step")
-        return Counts(dict(self.restarts), loss, step, records, epochs, discarded, losses)
+            async with connect() as (client, job):
+                points = client.list_metrics(job, metric="epoch_loss")
+                losses = [epoch.model_dump(mode="json") async for epoch in points]
+        if self._last is None:
+            return Counts(dict(self.restarts), None, None, 0, 0, discarded, losses)
+        now = self._last.progress
+        return Counts(dict(self.restarts), now.loss, now.step, now.records_done, now.epoch, discarded, losses)
 
     async def poll(self, connect: Connect) -> None:
         """Ask once and show what changed. Raises TriremeError."""
         async with (
             self._polling,  # so that each event is shown once
-            connect() as client,
+            connect() as (client, job),
         ):
-            page = await self._events(client)
-            self._last = await client.job()
-            over = Phase(self._last["phase"]).final
-            if not self._counted and not over and self._last["stage"] == Stage.TRAIN:
-                self._count(await client.task_summary())
-            self._after = page["next_after"]  # last, so that a failed poll gets the same events again
-        for event in page["events"]:
-            if event["event_time"] < self._since:
+            page = await self._events(client, job)
+            self._last = await client.get_job(job)
+            over = Phase(self._last.phase).final
+            if not self._counted and not over and self._last.stage is Stage.TRAIN:
+                self._count(await client.get_task_summary(job))
+            self._after = page.next_after  # last, so that a failed poll gets the same events again
+        for event in page.events:
+            if event.event_time < self._since:
                 continue
-            if event["name"] in SHOWN_EVENTS or (event["name"] == "task_requeued" and "failures" in event["fields"]):
-                self._screen.event(without_tokens(event["message"]))
+            if event.name in SHOWN_EVENTS or (event.name == "task_requeued" and "failures" in event.fields):
+                self._screen.event(without_tokens(event.message))
         if not over:  # at the end the summary follows instead
             self._screen.show(progress_of(self._last, self.restarts.total()), clock.monotonic())
 
-    async def _events(self, client: AnyClient) -> dict[str, Any]:
+    async def _events(self, client: AnyClient, job: str) -> EventPage:
         """The next page. What was forgotten before anybody asked for it is left out."""
         try:
-            return await client.events(after=self._after)
+            return await client.list_events(job, after=self._after)
         except CursorExpired as error:
             self._after = max(0, int(error.details.get("oldest", 1)) - 1)
-            return await client.events(after=self._after)
+            return await client.list_events(job, after=self._after)
 
-    def _count(self, summary: Mapping[str, Any]) -> None:
+    def _count(self, summary: TaskSummary) -> None:
         """`summary`: of the tasks of an epoch; there are none while the dataset is being counted."""
-        self._counted = summary["total"] > 0
-        if self._counted and (warning := too_few_tasks(self._spec, summary["total"], summary["task_records"])):
+        self._counted = summary.total > 0
+        if self._counted and (warning := too_few_tasks(self._spec, summary.total, summary.task_records)):
             self._screen.event(warning)

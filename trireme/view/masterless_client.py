@@ -1,6 +1,6 @@
-"""The client of a masterless job: reads from etcd what a master's REST API would answer, and gives the same documents.
+"""The client of a masterless job: reads from etcd what a master's REST API would answer, and gives the same records.
 
-etcd+http://127.0.0.1:2379/digits ─► WatchedJob (one watch) ─► the documents that a master would give
+etcd+http://127.0.0.1:2379/digits ─► WatchedJob (one watch) ─► the records that a master would give
 create or restore a checkpoint: written into etcd as an operation, carried out by the trainer that sweeps
 """
 
@@ -9,27 +9,37 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from master_service.api import render
 from master_service.api.metrics.render import metrics
-from master_service.api.resources import MasterView
+from master_service.api.resources import (
+    CheckpointView,
+    EventPage,
+    JobView,
+    MasterView,
+    MemberView,
+    MetricPoint,
+    TaskView,
+)
 from master_service.control.events import EventFeed
 from master_service.control.observation import Movement, Observer
 from master_service.control.operation_runner import OperationRunner
 from master_service.control.stall import StallWatch
 from master_service.core.decisions import operations
+from master_service.core.explanation.cause import Explanation
 from master_service.core.explanation.explain import explain
 from master_service.core.explanation.situation import STILL_S
 from master_service.core.state.metrics import WINDOW_S, Metrics, Sums
 from master_service.masterless.view import WatchedJob
 from master_service.masterless.writer import SharedWriter
 from master_service.storage.job_storage import FileStorage, JobStorage
-from shared.errors import Conflict, DeadlineExceeded
+from shared.errors import Conflict, DeadlineExceeded, NotFound
 from shared.etcd import Etcd
 from shared.etcd.reading import read_record
 from shared.keys import Keys
-from shared.records import JobSpec, MasterLock, Phase, TaskKind
+from shared.records import JobSpec, MasterLock, Phase, TaskKind, TaskSummary
+from shared.records.operations import Operation
 from shared.runtime import clock
 
 PAGE = 500
@@ -39,7 +49,8 @@ WATCHED_S = STILL_S + 1.0
 
 
 class MasterlessClient:
-    """The methods of `Client` for a job without a master. Run `run()`; methods raise NotReady until the job is open."""
+    """The methods of AsyncClient for a job without a master; the job that they name is this one. Run `run()`; methods raise NotReady
+    until the job is open."""
 
     def __init__(
         self,
@@ -75,24 +86,24 @@ class MasterlessClient:
             msg = f"job {self._keys.job} could not be read within {timeout_s:g} s: {self._view!r}"
             raise DeadlineExceeded(msg, hint="is its etcd reachable, and has a trainer opened the job?") from error
 
-    async def job(self) -> dict[str, Any]:
-        """The document of a master's `GET /v1/job`; `master` is the trainer that sweeps."""
+    async def get_job(self, _: str) -> JobView:
+        """The record of a master's `GET /v1/jobs/{job}`; `master` is the trainer that sweeps."""
         job, now = self._view.job, clock.monotonic()
         stalled = await self._stall.look(job, sum(report.records for report in self._view.progress.values()))
-        document = render.job(job, self._metrics(), await self._sweeper(), stalled).model_dump(mode="json")
-        progress = document["progress"]
-        self._done.append((now, progress["records_done"]))
+        view = render.job(job, self._metrics(), await self._sweeper(), stalled)
+        progress = view.progress
+        self._done.append((now, progress.records_done))
         while self._done[0][0] < now - WINDOW_S:
             self._done.popleft()
-        seconds, records = now - self._done[0][0], progress["records_done"] - self._done[0][1]
-        if seconds > 0 and records > 0 and not stalled and not Phase(document["phase"]).final:
-            progress["records_per_s"] = round(records / seconds, 3)
-            left = progress["records_total"] - progress["records_done"]
-            progress["eta_s"] = round(left * seconds / records, 3)
-        return document
+        seconds, records = now - self._done[0][0], progress.records_done - self._done[0][1]
+        if seconds <= 0 or records <= 0 or stalled or Phase(view.phase).final:
+            return view
+        left = progress.records_total - progress.records_done
+        rates = {"records_per_s": round(records / seconds, 3), "eta_s": round(left * seconds / records, 3)}
+        return view.model_copy(update={"progress": progress.model_copy(update=rates)})
 
-    async def explanation(self) -> dict[str, Any]:
-        """As `Client`'s. It watches the job for WATCHED_S, because nobody else knows when it last made progress."""
+    async def explain_job(self, _: str) -> Explanation:
+        """Does what AsyncClient does. The job is watched for WATCHED_S, because nobody else knows when it last made progress."""
         job, began, moved_at = self._view.job, clock.monotonic(), float("-inf")
         first = before = job.records_done
         while clock.monotonic() - began < WATCHED_S and not self._view.job.state.phase.final:
@@ -102,59 +113,54 @@ class MasterlessClient:
                 before, moved_at = job.records_done, clock.monotonic()
         rate = max(0, before - first) / max(LOOK_S, clock.monotonic() - began)
         movement = Movement(moved_at, rate, self._metrics().step)
-        return explain(await self._observer.observe(job, movement)).model_dump(mode="json")
+        return explain(await self._observer.observe(job, movement))
 
-    async def task_summary(self) -> dict[str, Any]:
-        return self._view.job.summary().model_dump(mode="json")
+    async def get_task_summary(self, _: str) -> TaskSummary:
+        return self._view.job.summary()
 
-    async def tasks(self, state: str | None = None) -> AsyncIterator[dict[str, Any]]:
+    async def list_tasks(self, _: str, *, state: str | None = None) -> AsyncIterator[TaskView]:
         token = ""
         while True:
             page = render.tasks(self._view.job, TaskKind.TRAIN, state, PAGE, token)
             for task in page.tasks:
-                yield task.model_dump(mode="json")
+                yield task
             token = page.next_page_token
             if not token:
                 return
 
-    async def epoch_losses(self) -> AsyncIterator[dict[str, Any]]:
-        for point in metrics(self._metrics(), "epoch_loss", PAGE, "").points:
-            yield point.model_dump(mode="json")
+    async def list_metrics(self, _: str, *, metric: str) -> AsyncIterator[MetricPoint]:
+        for point in metrics(self._metrics(), metric, PAGE, "").points:
+            yield point
 
-    async def members(self) -> AsyncIterator[dict[str, Any]]:
+    async def list_members(self, _: str) -> AsyncIterator[MemberView]:
         for member in render.members(self._view.job, MANY, "").members:
-            yield member.model_dump(mode="json")
+            yield member
 
-    async def checkpoints(self) -> AsyncIterator[dict[str, Any]]:
+    async def list_checkpoints(self, _: str) -> AsyncIterator[CheckpointView]:
         for checkpoint in render.checkpoints(self._view.job, MANY, "").checkpoints:
-            yield checkpoint.model_dump(mode="json")
+            yield checkpoint
 
-    async def create_checkpoint(self, key: str, *, cause: str = "", limit_s: float = 600.0) -> dict[str, Any]:
-        """As `Client`'s. Raises Conflict."""
-        operation = await self._operations().create_checkpoint(key, cause or "requested through etcd", limit_s)
-        return operation.model_dump(mode="json")
+    async def create_checkpoint(self, _: str, *, key: str, cause: str = "", limit_s: float = 600.0) -> Operation:
+        """Does what AsyncClient does. Raises Conflict."""
+        return await self._operations().create_checkpoint(key, cause or "requested through etcd", limit_s)
 
-    async def restore_checkpoint(self, checkpoint_id: str, key: str) -> dict[str, Any]:
-        """As `Client`'s. Raises Conflict, NotFound."""
-        operation = await self._operations().restore_checkpoint(key, "restore requested through etcd", checkpoint_id)
-        return operation.model_dump(mode="json")
+    async def restore_checkpoint(self, _: str, checkpoint_id: str, *, key: str) -> Operation:
+        """Does what AsyncClient does. Raises Conflict, NotFound."""
+        return await self._operations().restore_checkpoint(key, "restore requested through etcd", checkpoint_id)
 
-    async def create_resize(self, key: str, **_: Any) -> dict[str, Any]:  # noqa: ARG002  as Client's
+    async def create_resize(self, job: str, **_: Any) -> NoReturn:
         """Raises Conflict: nobody leads a resize."""
-        job = self._view.job.spec.job
         msg = f"job {job} is masterless: nobody leads a resize of it"
         raise Conflict(msg, hint="end it and start it again with other numbers; it goes on from its newest checkpoint")
 
-    async def resize_prediction(self, **_: Any) -> dict[str, Any]:
-        """Raises Conflict: nobody leads a resize."""
-        return await self.create_resize("")
+    predict_resize = create_resize
 
-    async def resize(self, resize_id: str, wait_s: float = 0.0) -> dict[str, Any]:
+    async def get_resize(self, job: str, resize_id: str, **_: Any) -> NoReturn:
         """Raises NotFound: there is none."""
-        return await self.operation(resize_id, wait_s)
+        raise NotFound(f"job {job} is masterless: it has no resize {resize_id}")
 
-    async def operation(self, operation_id: str, wait_s: float = 0.0) -> dict[str, Any]:
-        """As `Client`'s. Raises NotFound."""
+    async def get_operation(self, _: str, operation_id: str, *, wait_s: float = 0.0) -> Operation:
+        """Does what AsyncClient does. Raises NotFound."""
         deadline = clock.monotonic() + wait_s
         while True:
             found = self._operations().get(operation_id)
@@ -162,19 +168,19 @@ class MasterlessClient:
                 await self._writer.decide(lambda job, _: operations.advance(job, clock.timestamp()))
                 found = self._operations().get(operation_id)
             if not found.running or clock.monotonic() > deadline:
-                return found.model_dump(mode="json")
+                return found
             await asyncio.sleep(LOOK_S)
 
     def _operations(self) -> OperationRunner:
         return OperationRunner(self._writer, self._storage(self._view.job.spec), EventFeed())
 
-    async def events(self, after: int = 0, wait_s: float = 0.0) -> dict[str, Any]:
-        """As `Client`'s: the log of the job, as etcd holds it. Raises CursorExpired."""
+    async def list_events(self, _: str, *, after: int = 0, wait_s: float = 0.0) -> EventPage:
+        """A page of the job's log of events, as etcd holds it. Raises CursorExpired."""
         deadline = clock.monotonic() + wait_s
         while True:
             page = render.events(self._view.job.events, after, PAGE)
             if page.events or clock.monotonic() >= deadline:
-                return page.model_dump(mode="json")
+                return page
             await asyncio.sleep(LOOK_S)
 
     async def _sweeper(self) -> MasterView:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from master_service.api.resources import JobView
 from trireme.view.names import without_tokens
 
 LINE_EVERY_S = 5.0
@@ -81,9 +82,8 @@ def members_text(trainers: int, trainers_desired: int, pservers: int, pservers_d
     return f"trainers {trainers}/{trainers_desired}{servers}"
 
 
-def progress_of(job: dict[str, Any], restarts: int) -> Progress:
-    """From the master's job document."""
-    facts = {**job, **job["members"], **job["progress"], "restarts": restarts}
+def progress_of(job: JobView, restarts: int) -> Progress:
+    facts = dict(job) | dict(job.members) | dict(job.progress) | {"restarts": restarts}
     return Progress(**{field.name: facts[field.name] for field in fields(Progress) if field.name in facts})
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from master_service.core.state.series import Value
 from master_service.storage.series_files import StoredMetrics
 from shared.errors import NotFound
-from trireme.view.client import Client
+from trireme.client import AsyncClient
 
 ALL = 5000  # points that a master gives at once
 LAST_STEP = 2**62
@@ -19,11 +19,11 @@ class MetricSource(Protocol):
     """All raise TriremeError; NotFound if there is no such metric."""
 
     async def summaries(self) -> list[Row]:
-        """In the order of their names."""
+        """What metrics there are, in the order of their names."""
         ...
 
     async def points(self, name: str, first: int = 0, most: int | None = None) -> list[Row]:
-        """From step `first` on; None: all that are kept."""
+        """The points of a metric from step `first` on, `most` of them at most; None: all that are kept."""
         ...
 
     async def epochs(self, name: str, first: int = 0) -> list[Row]:
@@ -32,17 +32,17 @@ class MetricSource(Protocol):
 
 
 class OfMaster:
-    """Of a job that a master leads."""
+    """The metrics of a job that a master leads."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, client: AsyncClient, job: str) -> None:
+        self._client, self._job = client, job
 
     async def summaries(self) -> list[Row]:
-        return [summary async for summary in self._client.metric_series()]
+        return [summary.model_dump() async for summary in self._client.list_metric_series(self._job)]
 
     async def points(self, name: str, first: int = 0, most: int | None = None) -> list[Row]:
         if most is not None:
-            return await self._client.metric(name, first, LAST_STEP, min(ALL, most))
+            return await self._query(name, first, LAST_STEP, min(ALL, most))
         found = {summary["name"]: summary for summary in await self.summaries()}
         if name not in found:
             raise NotFound(f"metric {name} does not exist; there are: {', '.join(found) or 'none yet'}")
@@ -51,15 +51,19 @@ class OfMaster:
         begin -= begin % width
         rows: list[Row] = []
         for start in range(begin, last + 1, ALL * width):
-            rows += await self._client.metric(name, start, start + ALL * width - 1, ALL)
+            rows += await self._query(name, start, start + ALL * width - 1, ALL)
         return [row for row in rows if row["step"] >= first]
 
     async def epochs(self, name: str, first: int = 0) -> list[Row]:
-        return await self._client.metric(name, first, LAST_STEP, ALL, "epoch")
+        return await self._query(name, first, LAST_STEP, ALL, "epoch")
+
+    async def _query(self, name: str, first: int, last: int, most: int, by: str = "step") -> list[Row]:
+        found = await self._client.query_metric(self._job, name, from_step=first, to_step=last, points=most, by=by)
+        return [point.model_dump() for point in found.points]
 
 
 class OfStorage:
-    """Of a job that nobody leads."""
+    """The metrics of a job that nobody leads, from its storage."""
 
     def __init__(self, stored: StoredMetrics) -> None:
         self._table, self._steps = stored.table, stored.steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -57,6 +57,8 @@ class JobSettings(Record):
     longer than `straggler_factor` times the usual is done by another trainer too; bits do not depend on it. `pre_tasks`, `post_tasks` (in a
     cluster only): commands that run before its members are assigned, and after its end. `deterministic`: synchronous trainers on GPUs use kernels that give the same bits
     each time. `trackers` (jobs with a master): where metrics, settings and the result go as well."""
+
+    keeps_nulls: ClassVar[bool] = True
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -234,10 +236,6 @@ class JobSettings(Record):
         if isinstance(values, dict) and values.get("strategy") == Strategy.COLLECTIVE:
             return {"pservers": 0} | values
         return values
-
-    def to_bytes(self) -> bytes:
-        """With nulls: for some fields null is not the default."""
-        return self.model_dump_json().encode()
 
     @field_validator("keep_best")
     @classmethod

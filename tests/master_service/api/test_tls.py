@@ -18,8 +18,8 @@ from shared.security.tls import Tls
 from tests.equipment.uvicorn_server import served
 from tests.equipment.waiting import until
 from tests.master_service.cluster import MasterCluster, running, spec_of
-from trireme.client import AsyncClient
-from trireme.view.client import Client
+from trireme.client import ONLY_JOB, AsyncClient
+from trireme.view.job_address import client_of
 
 
 async def test_clients_that_trust_its_authority_and_have_a_certificate_get_answers(
@@ -41,9 +41,9 @@ async def test_clients_that_trust_its_authority_and_have_a_certificate_get_answe
 
 async def _asked(port: int, tls: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"https://127.0.0.1:{port}"
-    async with Client(url, timeout_s=2) as stranger:
+    async with client_of(url, timeout_s=2) as stranger:
         with pytest.raises(PeerError, match="certificate verify failed"):
-            await stranger.job()
+            await stranger.get_job(ONLY_JOB)
     for context in (Tls(ca=tls.ca).client(), ssl.create_default_context()):
         assert context is not None
         async with httpx.AsyncClient(verify=context) as http:
@@ -59,5 +59,5 @@ async def _asked(port: int, tls: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (await typed.get_version()).api == "v1"
     for name, value in tls.environment().items():
         monkeypatch.setenv(name, value)
-    async with Client(url, timeout_s=5) as client:
-        assert (await client.job())["phase"]
+    async with client_of(url, timeout_s=5) as client:
+        assert (await client.get_job(ONLY_JOB)).phase

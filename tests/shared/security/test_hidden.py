@@ -12,8 +12,7 @@ from shared.membership.etcd_access import EtcdAccess
 from shared.security.hidden import without_user
 from trireme.client.exchange import Masters
 from trireme.communicator.arguments import access_of
-from trireme.view.client import Client
-from trireme.view.job_address import address_of, open_client
+from trireme.view.job_address import address_of, client_of, open_job
 
 
 @pytest.mark.parametrize(
@@ -65,12 +64,12 @@ async def test_a_masterless_job_is_named_without_the_password() -> None:
     url = "etcd+http://user:secret@h:1"
     assert address_of(f"{url}/job", "job") == "etcd+http://h:1/job"
     told = []
-    for ask in (Client, Masters):
+    for ask in (client_of, Masters):
         with pytest.raises(InvalidArgument, match="no master can answer this") as caught:
             ask(f"{url}/job")
         told.append(caught.value.message)
     with pytest.raises(InvalidArgument, match="names no masterless job") as caught:
-        async with open_client(f"{url}/"):
+        async with open_job(f"{url}/"):
             pass
     assert "secret" not in "".join([*told, caught.value.message])
 

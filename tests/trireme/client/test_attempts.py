@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 
 import httpx
 import pytest
 
-from shared.errors import BadFrame, DeadlineExceeded, InvalidArgument, NotFound, NotLeader, NotReady, PeerError
+from shared.errors import (
+    BadFrame,
+    Conflict,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    NotLeader,
+    NotReady,
+    PeerError,
+)
 from tests.equipment.virtual_loop import run_virtually
-from trireme.client import AsyncClient, Client, TriremeError, Unauthorized
+from trireme.client import AsyncClient, Client, CreateJob, JobSettings, TriremeError, Unauthorized
+from trireme.data import TextLines
 
 VERSION = {"name": "trireme-master", "version": "9", "api": "v1"}
 OPERATION = {"operation_id": "o", "kind": "CREATE_CHECKPOINT", "state": "RUNNING", "limit_s": 1.0, "reason": "a step"}
@@ -124,6 +135,49 @@ def test_repetitions_end_with_the_time_limit_and_the_last_error():
                 await client.get_version()
         assert caught.value.details["request_id"] == "req-1"
         assert 3 < asyncio.get_running_loop().time() - begun <= 4
+
+    run_virtually(main)
+
+
+def test_without_waiting_for_a_leader_only_one_that_takes_over_is_asked_again():
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.host)
+        if request.url.host == "away":
+            raise httpx.ConnectError("refused")
+        if request.url.host == "standby":
+            return problem(503, "NOT_LEADER", details={"leader": "http://leader"})
+        return problem(503, "NOT_READY") if len(asked) < 5 else httpx.Response(200, json=VERSION)
+
+    async def main() -> None:
+        for host, error in (("away", PeerError), ("standby", NotLeader)):
+            async with client_of(answer, f"http://{host}", wait_for_leader=False) as client:
+                with pytest.raises(error):
+                    await client.get_version()
+        async with client_of(answer, "http://leader", wait_for_leader=False) as client:
+            await client.get_version()
+        assert asked == ["away", "standby", "leader", "leader", "leader"]
+
+    run_virtually(main)
+
+
+def test_what_no_master_takes_is_refused_and_null_is_sent_where_it_is_no_default():
+    sent = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent.append(json.loads(request.content))
+        return problem(409, "CONFLICT")
+
+    settings = JobSettings(dataset=TextLines("t"), mode="async", checkpoint_every_seconds=None)
+
+    async def main() -> None:
+        async with client_of(answer) as client:
+            with pytest.raises(InvalidArgument, match="trainers = 1000000: Input should be less than"):
+                await client.create_resize("a", trainers=1_000_000)
+            with pytest.raises(Conflict):
+                await client.create_job(CreateJob(name="a", settings=settings, script="s.py"))
+        assert [each["settings"]["checkpoint_every_seconds"] for each in sent] == [None]
 
     run_virtually(main)
 

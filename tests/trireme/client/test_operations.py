@@ -11,17 +11,18 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.routing import compile_path
 
 from clients.derive_sync import DERIVED, derived
 from clients.write_openapi import OPENAPI
-from master_service.api.app import make_app
+from master_service.api.app import api_of, make_app
 from master_service.core.state import event_log
 from shared.errors import Conflict, CursorExpired, InvalidArgument, NotFound, PreconditionFailed
 from shared.records.cluster import Standing
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.many_jobs import Jobs
-from trireme.client import AsyncClient, Client, CreateJob, CreateSchedule, JobSettings, Source
+from trireme.client import ONLY_JOB, AsyncClient, Client, CreateJob, CreateSchedule, JobSettings, Source
 from trireme.data import TextLines
 
 OF_MEMBERS = {
@@ -116,6 +117,33 @@ async def test_a_method_sends_what_the_document_says_and_reads_its_answer(name: 
     assert request.headers.get("If-Match") == ('"v"' if compared else None)
     assert ("requestBody" in operation) == bool(request.content)
     assert request.headers["Authorization"] == "Bearer t"
+
+
+async def test_the_only_job_of_a_master_is_asked_for_without_its_name():
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        return httpx.Response(404, json={"code": "NOT_FOUND", "detail": "nothing is here"})
+
+    of_master = {
+        str(route.path)
+        for included in api_of(clustered=False).routes
+        for route in included.effective_route_contexts()  # type: ignore[attr-defined]
+    }
+    for name, (method, path, _) in sorted(documented().items()):
+        unnamed = path.removeprefix("/v1/jobs/{job}")
+        if name in OF_MEMBERS or unnamed == path or not {f"/v1{unnamed}", f"/v1/job{unnamed}"} & of_master:
+            continue
+        call = getattr(AsyncClient, snake(name))
+        given = {each: value for each, value in NAMES.items() if each in inspect.signature(call).parameters}
+        async with AsyncClient("http://master", token="", transport=httpx.MockTransport(answer)) as client:
+            found = call(client, **given | {"job": ONLY_JOB})
+            with pytest.raises(NotFound):
+                await (anext(found) if hasattr(found, "__anext__") else found)
+        known = [each for each in of_master if compile_path(each)[0].match(asked[-1])]
+        assert known, f"{method} {asked[-1]} is no path of a master"
+    assert len(asked) > 20
 
 
 @pytest.mark.parametrize("name", sorted(documented().keys() - OF_MEMBERS))

@@ -56,18 +56,18 @@ class Masters:
 
     async def pool(self, _: web.Request) -> web.Response:
         counts = {
-            f"{kind}s": {"members": len(self.members(kind)), "draining": 0, "needed": needed, **self.more}
+            f"{kind}s": {"members": len(self.members(kind)), "idle": 0, "draining": 0, "needed": needed, **self.more}
             for kind, needed in self.needed.items()
         }
         return web.json_response({**counts, **self.more})
 
     async def pool_members(self, _: web.Request) -> web.Response:
         found = [
-            {"kind": kind, "agent": agent, "state": "idle", **self.more}
+            {"member_id": agent, "kind": kind, "host": agent, "agent": agent, "state": "idle", **self.more}
             for kind in self.needed
             for agent in self.members(kind)
         ]
-        return web.json_response({"members": found, "next_page_token": None})
+        return web.json_response({"members": found, "next_page_token": ""})
 
 
 @pytest.fixture

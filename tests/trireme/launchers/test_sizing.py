@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
+from master_service.api.resources_cluster import PoolKind, PoolMemberView, PoolView
 from shared.errors import NotFound, PeerError, TriremeError
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
@@ -76,17 +76,20 @@ class Leader:
     def list(self) -> list[Launched]:
         return list(self.launched.values())
 
-    async def pool(self) -> dict[str, Any]:
+    async def get_pool(self) -> PoolView:
         if self.away:
             raise PeerError("no leader")
         members = sum(each.places for each in self.launched.values())
-        nothing = {"members": 0, "draining": 0, "needed": 0}
-        return {"trainers": {"members": members, "draining": 0, "needed": self.needed}, "pservers": nothing}
+        return PoolView(
+            trainers=PoolKind(members=members, idle=0, draining=0, needed=self.needed),
+            pservers=PoolKind(members=0, idle=0, draining=0, needed=0),
+        )
 
-    async def pool_members(self) -> AsyncIterator[dict[str, Any]]:
+    async def list_pool_members(self) -> AsyncIterator[PoolMemberView]:
+        state = "running" if self.busy else "idle"
         for each in self.launched.values():
             for _ in range(each.places):
-                yield {"kind": each.role, "agent": each.id, "state": "running" if self.busy else "idle"}
+                yield PoolMemberView(member_id="m", kind=each.role, host="h", agent=each.id, state=state)
 
 
 def test_the_pool_follows_the_jobs_through_a_change_of_leaders() -> None:

@@ -82,7 +82,7 @@ async def test_an_agent_is_not_ready_while_etcd_is_silent_for_longer_than_its_le
     metrics = HostMetrics()
     assert "registered" in metrics.missing()
     async with held(world) as (own, _, leases, _):
-        metrics.registered = lambda: own.alive
+        metrics.registration = own
         assert metrics.missing() == ""
         world.freeze()
         await asyncio.sleep(TTL_S / 3)

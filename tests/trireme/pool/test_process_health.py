@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -74,7 +75,7 @@ class Member:
 async def agent(*members: Member) -> AsyncIterator[str]:
     """The address of an agent with these processes."""
     metrics = HostMetrics()
-    metrics.registered = lambda: True
+    metrics.registration = SimpleNamespace(alive=True)
     places = [each.place for each in members]
     async with aiohttp.ClientSession() as client:
         processes = ProcessHealth(lambda: places, client)

@@ -7,13 +7,20 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from master_service.api.resources import EventPage, JobProgress, JobView, MemberCounts
 from shared.errors import CursorExpired, PeerError
 from shared.etcd import NoSpace
-from shared.records import JobSpec, Mode, Strategy
+from shared.events import EventRecord
+from shared.records import JobSpec, Mode, Stage, Strategy, TaskSummary
 from shared.runtime import clock
 from tests.equipment.virtual_loop import run_virtually
 from trireme.view.child_events import ChildEvent
 from trireme.view.live_progress import ProgressReporter, too_few_tasks
+
+
+def event(number, message, at=None):
+    time = clock.timestamp() if at is None else at
+    return EventRecord(event_id=number, event_time=time, name="job_running", message=message, fields={})
 
 
 class Master:
@@ -24,27 +31,23 @@ class Master:
 
     @asynccontextmanager
     async def client(self):
-        yield self
+        yield self, "digits"
 
-    async def events(self, after):
-        then = {"name": "job_running", "fields": {}}
-        told = [
-            {**then, "event_id": 1, "event_time": "", "message": "it ran before"},
-            {**then, "event_id": 2, "event_time": clock.timestamp(), "message": "it runs"},
-        ]
-        return {"events": told if after < 2 else [], "next_after": 2}
+    async def list_events(self, _, *, after):
+        told = (event(1, "it ran before", at=""), event(2, "it runs"))
+        return EventPage(events=told if after < 2 else (), next_after=2, oldest=1, newest=2)
 
-    async def job(self):
-        progress = {"epoch": 0, "epochs": 1, "records_done": 0, "records_total": 64}
-        members = dict.fromkeys(("trainers", "trainers_desired", "pservers", "pservers_desired"), 2)
-        job = {"phase": "RUNNING", "stage": "TRAIN", "generation": 1, "reason": ""}
-        return {**job, "members": members, "progress": progress}
+    async def get_job(self, _):
+        progress = JobProgress(epoch=0, epochs=1, records_done=0, records_total=64)
+        members = MemberCounts(trainers=2, trainers_desired=2, pservers=2, pservers_desired=2)
+        running = {"phase": "RUNNING", "stage": Stage.TRAIN, "generation": 1, "reason": ""}
+        return JobView.model_construct(**running, members=members, progress=progress)
 
-    async def task_summary(self):
+    async def get_task_summary(self, _):
         self.asked += 1
         if self.asked == 1:
             raise PeerError("nobody leads")
-        return {"total": 0 if self.asked == 2 else 1, "task_records": 64}
+        return TaskSummary.model_construct(total=0 if self.asked == 2 else 1, task_records=64)
 
 
 class Screen:
@@ -102,13 +105,13 @@ async def test_what_makes_a_job_another_one_than_was_asked_for_is_shown(name):
 class Forgetful(Master):
     """It has forgotten what came right after the first event."""
 
-    async def events(self, after):
+    async def list_events(self, job, *, after):
         if after and after < 5:
             raise CursorExpired("the events right after 2 are not kept", after=after, oldest=6, newest=6)
         if after < 5:
-            return await super().events(after)
-        told = {"event_id": 6, "event_time": clock.timestamp(), "name": "job_running", "message": "it runs on"}
-        return {"events": [{**told, "fields": {}}] if after < 6 else [], "next_after": 6}
+            return await super().list_events(job, after=after)
+        told = (event(6, "it runs on"),) if after < 6 else ()
+        return EventPage(events=told, next_after=6, oldest=6, newest=6)
 
 
 async def test_events_that_are_forgotten_before_they_were_asked_for_are_left_out():
@@ -124,10 +127,10 @@ async def test_events_that_are_forgotten_before_they_were_asked_for_are_left_out
 class Full(Master):
     """Its etcd has no space at first."""
 
-    async def job(self):
+    async def get_job(self, job):
         if asyncio.get_running_loop().time() < 10:
             raise NoSpace("etcd is out of space", hint="free some")
-        return await super().job()
+        return await super().get_job(job)
 
 
 def test_that_etcd_has_no_space_is_shown_once():
@@ -189,10 +192,10 @@ def test_no_checkpoint_is_promised_when_a_parameter_server_of_an_asynchronous_jo
 class Answering(Master):
     """It answers for ten seconds, and again from second 30 on."""
 
-    async def events(self, after):
+    async def list_events(self, job, *, after):
         if 10 < asyncio.get_running_loop().time() < 30:
             raise PeerError("no answer")
-        return await super().events(after)
+        return await super().list_events(job, after=after)
 
 
 @pytest.mark.parametrize(("etcd", "who"), [(False, "the master"), (True, "etcd")])

@@ -23,8 +23,8 @@ def test_who_asks_later_sees_the_progress_that_was_told_before() -> None:
             late = MasterlessClient(cluster.etcd, KEYS, storage=lambda _: cluster.storage)
             following = group.create_task(late.run())
             await late.ready(10)
-            progress = (await late.job())["progress"]
-            assert (progress["step"], progress["loss"]) == (4, 1.5)
+            progress = (await late.get_job(KEYS.job)).progress
+            assert (progress.step, progress.loss) == (4, 1.5)
             following.cancel()
 
     run_virtually(main)
@@ -37,16 +37,14 @@ def test_the_events_of_a_masterless_job_are_the_log_that_its_trainers_write() ->
             client = MasterlessClient(cluster.etcd, KEYS, storage=lambda _: cluster.storage)
             following = group.create_task(client.run())
             await client.ready(10)
-            first = await client.events()
-            assert [event["name"] for event in first["events"]] == ["sweeper_elected", "setting_unused", "job_running"]
+            first = await client.list_events(KEYS.job)
+            assert [event.name for event in first.events] == ["sweeper_elected", "setting_unused", "job_running"]
             helper = next(each for each in dispatchers.values() if not each.sweeps)
             given = await take(cluster, helper, helper.name)
             failed = FailTask(trainer=helper.name, attempt=given.attempt, epoch=0, failure=NO)
             await helper.fail_task(given.task_id, failed)  # its own decision, in its own transaction
-            page = await client.events(after=first["next_after"], wait_s=10)
-            assert [(event["name"], event["event_id"]) for event in page["events"]] == [
-                ("task_requeued", first["newest"] + 1)
-            ]
+            page = await client.list_events(KEYS.job, after=first.next_after, wait_s=10)
+            assert [(event.name, event.event_id) for event in page.events] == [("task_requeued", first.newest + 1)]
             following.cancel()
 
     run_virtually(main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import asynccontextmanager
 
@@ -9,38 +10,43 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from shared.errors import CheckpointUnusable, Conflict, DeadlineExceeded
+from shared.errors import CheckpointUnusable, Conflict, DeadlineExceeded, PeerError
+from shared.records.operations import Operation, OperationKind, OperationState
 from trireme.cli import exit_codes
 from trireme.cli.checkpoint import find_checkpoint
-from trireme.view.client import Client
+from trireme.client import AsyncClient
+from trireme.view.job_address import open_job
 from trireme.view.operations import wait_for_operation
 
-RUNNING = {"operation_id": "op-1", "state": "RUNNING", "reason": "waiting for a trainer", "error_code": ""}
-DONE = {**RUNNING, "state": "DONE", "reason": "the checkpoint is there", "step": 7, "checkpoint_id": "c7"}
+WAITS = "waiting for a trainer"
+RUNNING = Operation(operation_id="op-1", kind=OperationKind.CREATE_CHECKPOINT, reason=WAITS, limit_s=60.0)
+DONE = RUNNING.model_copy(update={"state": OperationState.DONE, "reason": "the checkpoint is there", "step": 7})
 
 
 @asynccontextmanager
-async def master(*answers):
+async def master(*answers: Operation):
     """Each GET of the operation gets the next answer; the last one stays."""
     left = list(answers)
 
     async def operation(_):
-        return web.json_response(left.pop(0) if len(left) > 1 else left[0])
+        return web.json_response(text=(left.pop(0) if len(left) > 1 else left[0]).model_dump_json())
 
     async def checkpoints(_):
-        page = [{"checkpoint_id": "abc-1", "step": 12}, {"checkpoint_id": "def-2", "step": 4}]
+        kept = {"timeline": 1, "state": "KEPT", "kind": "base"}
+        page = [{"checkpoint_id": "abc-1", "step": 12, **kept}, {"checkpoint_id": "def-2", "step": 4, **kept}]
         return web.json_response({"checkpoints": page, "next_page_token": ""})
 
     app = web.Application()
     app.router.add_get("/v1/operations/op-1", operation)
     app.router.add_get("/v1/checkpoints", checkpoints)
     async with TestServer(app) as server:
-        yield lambda: Client(str(server.make_url("")))
+        yield lambda: open_job(str(server.make_url("")))
 
 
 async def test_what_is_waited_for_is_said_once_and_the_end_is_the_answer():
     said = []
-    async with master(RUNNING, {**RUNNING, "reason": "waiting for the job to run"}, DONE) as connect:
+    later = RUNNING.model_copy(update={"reason": "waiting for the job to run"})
+    async with master(RUNNING, later, DONE) as connect:
         assert await wait_for_operation(connect, RUNNING, 10.0, said.append) == DONE
     assert said == ["waiting for a trainer", "waiting for the job to run", "the checkpoint is there"]
 
@@ -51,9 +57,8 @@ async def test_what_is_waited_for_is_said_once_and_the_end_is_the_answer():
      ("DEADLINE_EXCEEDED", DeadlineExceeded, exit_codes.TIMED_OUT)],
 )  # fmt: skip
 async def test_a_failed_operation_is_its_error(code, error, exit_code):
-    async with master(
-        {**RUNNING, "state": "FAILED", "error_code": code, "reason": "part 1 has another checksum"}
-    ) as connect:
+    end = {"state": OperationState.FAILED, "error_code": code, "reason": "part 1 has another checksum"}
+    async with master(RUNNING.model_copy(update=end)) as connect:
         with pytest.raises(error, match="part 1 has another checksum") as caught:
             await wait_for_operation(connect, RUNNING, 10.0, lambda _: None)
     assert exit_codes.code_of(caught.value) == exit_code
@@ -68,7 +73,18 @@ async def test_what_takes_longer_than_one_waits_goes_on_and_is_exit_code_7():
 
 
 async def test_a_checkpoint_is_named_by_step_or_the_beginning_of_its_id():
-    async with master(RUNNING) as connect, connect() as client:
-        assert [await find_checkpoint(client, which) for which in ("4", "abc")] == ["def-2", "abc-1"]
+    async with master(RUNNING) as connect, connect() as (client, job):
+        assert [await find_checkpoint(client, job, which) for which in ("4", "abc")] == ["def-2", "abc-1"]
         with pytest.raises(Exception, match=r"no checkpoint 5; there are: step 12 \(abc-1\), step 4 \(def-2\)"):
-            await find_checkpoint(client, "5")
+            await find_checkpoint(client, job, "5")
+
+
+async def test_of_several_addresses_the_one_that_answers_is_asked_and_a_single_one_is_not_asked_again():
+    nowhere = "http://127.0.0.1:9"
+    async with master(DONE) as connect, connect() as (client, job):
+        assert isinstance(client, AsyncClient)
+        async with open_job(f"{nowhere},{client.url}/v1/jobs/digits") as (other, name):
+            assert (name, (await other.get_operation(job, "op-1")).step) == ("digits", 7)
+    async with asyncio.timeout(5), open_job(nowhere) as (nobody, name):
+        with pytest.raises(PeerError, match="cannot be reached"):
+            await nobody.get_operation(name, "op-1")

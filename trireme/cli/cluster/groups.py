@@ -15,7 +15,7 @@ schedules = typer.Typer(name="schedules", no_args_is_help=False)
 def _schedules(context: typer.Context, data_dir: DataDir = None, url: Url = None, as_json: Json = False) -> None:
     """The schedules of a cluster (`trireme submit --cron`): when each begins its next job, and what became of the last one."""
     if context.invoked_subcommand is None:
-        from trireme.cli.cluster.schedules import list_schedules  # noqa: PLC0415
+        from trireme.cli.cluster.jobs import list_schedules  # noqa: PLC0415
 
         raise typer.Exit(list_schedules(data_dir, url, as_json=as_json))
 
@@ -28,9 +28,9 @@ def _delete_schedule(
     as_json: Json = False,
 ) -> None:
     """No more jobs begin; those that began go on."""
-    from trireme.cli.cluster.schedules import delete as run_delete  # noqa: PLC0415
+    from trireme.cli.cluster.jobs import delete_schedule  # noqa: PLC0415
 
-    raise typer.Exit(run_delete(name, data_dir, url, as_json=as_json))
+    raise typer.Exit(delete_schedule(name, data_dir, url, as_json=as_json))
 
 
 pool = typer.Typer(name="pool", no_args_is_help=False)

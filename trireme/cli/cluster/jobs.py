@@ -1,4 +1,4 @@
-"""`trireme jobs | pool | pause | resume | cancel | delete`: asked of a cluster's leader."""
+"""`trireme jobs | schedules | pool | pause | resume | cancel | delete`: asked of a cluster's leader."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 
+from master_service.api.resources_cluster import PoolMemberView
 from shared.errors import DeadlineExceeded, NotFound, PeerError, TriremeError
 from shared.records.cluster import Standing
 from shared.runtime import clock, telemetry
@@ -17,8 +18,9 @@ from trireme.cli import exit_codes
 from trireme.cli.cluster.leader import LEADER_S, ask_leader
 from trireme.cli.queries import print_table, stdout_console
 from trireme.cli.targets import checked_name, cluster_target
+from trireme.client import AsyncClient
 from trireme.settings import UsageError
-from trireme.view.cluster_client import Action, ClusterClient
+from trireme.view.job_address import client_of
 from trireme.view.job_lines import columns_of
 from trireme.view.names import without_tokens
 
@@ -29,15 +31,16 @@ REACHED = {
     "resume": tuple(standing for standing in Standing if standing is not Standing.PAUSED),
 }
 
-Call = Callable[[ClusterClient], Awaitable[dict[str, Any]]]
+Action = Literal["pause", "resume", "cancel"]
+Call = Callable[[AsyncClient], Awaitable[dict[str, Any]]]
 
 
 def list_jobs(state: str | None, data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
     """Returns the exit code."""
 
-    async def ask(cluster: ClusterClient) -> dict[str, Any]:
+    async def ask(cluster: AsyncClient) -> dict[str, Any]:
         wanted = _standing(state) if state else None
-        return {"jobs": [job async for job in cluster.jobs(wanted)]}
+        return {"jobs": [job.model_dump(mode="json") async for job in cluster.list_jobs(state=wanted)]}
 
     def show(console: Console, document: dict[str, Any]) -> None:
         names = ("job", "state", "done", "doing", "members")
@@ -50,8 +53,8 @@ def list_jobs(state: str | None, data_dir: Path | None, url: str | None, *, as_j
 def list_pool(data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
     """Returns the exit code."""
 
-    async def ask(cluster: ClusterClient) -> dict[str, Any]:
-        return {"members": [member async for member in cluster.pool_members()]}
+    async def ask(cluster: AsyncClient) -> dict[str, Any]:
+        return {"members": [member.model_dump(mode="json") async for member in cluster.list_pool_members()]}
 
     def show(console: Console, document: dict[str, Any]) -> None:
         columns = ("member_id", "state", "job", "host", "cores", "device", "trouble")
@@ -63,8 +66,9 @@ def list_pool(data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
 def list_job_tasks(name: str, task: str | None, data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
     """`task`: only that one, with its output. Returns the exit code."""
 
-    async def ask(cluster: ClusterClient) -> dict[str, Any]:
-        found = await cluster.job_tasks(checked_name(name))
+    async def ask(cluster: AsyncClient) -> dict[str, Any]:
+        page = await cluster.list_job_tasks(checked_name(name))
+        found = [each.model_dump(mode="json") for each in page.job_tasks]
         if task is None:
             return {"job_tasks": found}
         for each in found:
@@ -90,18 +94,18 @@ def drain(member: str, wait_s: float, data_dir: Path | None, url: str | None, *,
     async def run() -> dict[str, Any]:
         deadline = clock.monotonic() + wait_s
 
-        async def asked_again() -> dict[str, Any]:  # which changes nothing
+        async def asked_again() -> PoolMemberView:  # which changes nothing
             limit_s = max(POLL_S, deadline - clock.monotonic()) if wait_s else LEADER_S
-            return await ask_leader(lambda leader: leader.drain_member(member), data_dir, url, limit_s)
+            return await ask_leader(lambda leader: leader.drain_pool_member(member), data_dir, url, limit_s)
 
         now = await asked_again()
-        while wait_s and now["state"] != "drained":
+        while wait_s and now.state != "drained":
             if clock.monotonic() > deadline:
-                msg = f"{member} is still {now['state']} {wait_s:g} s after it was drained: it runs job {now['job']}"
+                msg = f"{member} is still {now.state} {wait_s:g} s after it was drained: it runs job {now.job}"
                 raise DeadlineExceeded(msg, hint="it goes on; wait longer with --wait-s")
             await asyncio.sleep(POLL_S)
             now = await asked_again()
-        return now
+        return now.model_dump(mode="json")
 
     def show(console: Console, now: dict[str, Any]) -> None:
         of = f": it leaves job {now['job']}" if now["job"] else ""
@@ -113,8 +117,9 @@ def drain(member: str, wait_s: float, data_dir: Path | None, url: str | None, *,
 def undrain(member: str, data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
     """Returns the exit code."""
 
-    async def ask(cluster: ClusterClient) -> dict[str, Any]:
-        return await cluster.undrain_member(member)
+    async def ask(cluster: AsyncClient) -> dict[str, Any]:
+        await cluster.undrain_pool_member(member)
+        return {}
 
     return answer(ask, lambda console, _: console.print(f"{member} may get work again"), data_dir, url, as_json=as_json)
 
@@ -122,8 +127,9 @@ def undrain(member: str, data_dir: Path | None, url: str | None, *, as_json: boo
 def act(name: str, action: Action, wait_s: float, data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
     """Pause, resume or cancel; wait at most `wait_s` until it is done. Returns the exit code."""
 
-    async def ask(cluster: ClusterClient) -> dict[str, Any]:
-        job = await cluster.act(checked_name(name), action)
+    async def ask(cluster: AsyncClient) -> dict[str, Any]:
+        acts = {"pause": cluster.pause_job, "resume": cluster.resume_job, "cancel": cluster.cancel_job}
+        job = (await acts[action](checked_name(name))).model_dump(mode="json")
         deadline = clock.monotonic() + wait_s
         while wait_s and job["standing"] not in REACHED[action]:
             if clock.monotonic() > deadline:
@@ -139,11 +145,36 @@ def act(name: str, action: Action, wait_s: float, data_dir: Path | None, url: st
 def delete(name: str, data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
     """Returns the exit code."""
 
-    async def ask(cluster: ClusterClient) -> dict[str, Any]:
-        return await cluster.delete_job(checked_name(name))
+    async def ask(cluster: AsyncClient) -> dict[str, Any]:
+        return (await cluster.delete_job(checked_name(name))).model_dump(mode="json")
 
     def show(console: Console, document: dict[str, Any]) -> None:
         console.print(f"job {document['job']} is deleted")
+
+    return answer(ask, show, data_dir, url, as_json=as_json)
+
+
+def list_schedules(data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
+    """Returns the exit code."""
+
+    async def ask(cluster: AsyncClient) -> dict[str, Any]:
+        return {"schedules": [each.model_dump(mode="json") async for each in cluster.list_schedules()]}
+
+    def show(console: Console, document: dict[str, Any]) -> None:
+        columns = ("name", "cron", "time_zone", "concurrency", "next_time", "last_job", "reason")
+        print_table(console, columns, document["schedules"])
+
+    return answer(ask, show, data_dir, url, as_json=as_json)
+
+
+def delete_schedule(name: str, data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
+    """Returns the exit code."""
+
+    async def ask(cluster: AsyncClient) -> dict[str, Any]:
+        return (await cluster.delete_schedule(checked_name(name))).model_dump(mode="json")
+
+    def show(console: Console, document: dict[str, Any]) -> None:
+        console.print(f"schedule {document['name']} is deleted; its jobs go on")
 
     return answer(ask, show, data_dir, url, as_json=as_json)
 
@@ -152,19 +183,19 @@ async def _now(name: str, data_dir: Path | None, url: str | None) -> dict[str, A
     """The job; None while no leader answers: the next one goes on with what was asked for."""
     try:
         target = cluster_target(data_dir, url)
-        async with ClusterClient(target.address, token=target.token) as cluster:
-            full = await cluster.job_named(name)
+        async with client_of(target.address, target.token) as cluster:
+            full = (await cluster.get_job(name)).model_dump(mode="json")
     except PeerError:
         return None
     return {**full, "state": full["phase"]}
 
 
-def _standing(state: str) -> str:
+def _standing(state: str) -> Standing:
     """Raises UsageError."""
-    if state.upper() not in set(Standing):
-        msg = f"--state {state}: give one of {', '.join(each.lower() for each in Standing)}"
-        raise UsageError(msg)
-    return state.upper()
+    try:
+        return Standing(state.upper())
+    except ValueError:
+        raise UsageError(f"--state {state}: give one of {', '.join(each.lower() for each in Standing)}") from None
 
 
 def _show_job(console: Console, job: dict[str, Any]) -> None:
@@ -182,7 +213,7 @@ def answer(
 ) -> int:
     async def run() -> dict[str, Any]:
         target = cluster_target(data_dir, url)
-        async with ClusterClient(target.address, token=target.token) as cluster:
+        async with client_of(target.address, target.token) as cluster:
             return await ask(cluster)
 
     return _shown(run, show, as_json=as_json)

@@ -11,7 +11,8 @@ from typing import TypeVar
 from shared.errors import DeadlineExceeded, NotLeader, NotReady, PeerError
 from shared.runtime import clock
 from trireme.cli.targets import cluster_target
-from trireme.view.cluster_client import ClusterClient
+from trireme.client import AsyncClient
+from trireme.view.job_address import client_of
 from trireme.view.progress import say
 
 LEADER_S = 60.0
@@ -21,7 +22,7 @@ A = TypeVar("A")
 
 
 async def ask_leader(
-    ask: Callable[[ClusterClient], Awaitable[A]], data_dir: Path | None, url: str | None, limit_s: float = LEADER_S
+    ask: Callable[[AsyncClient], Awaitable[A]], data_dir: Path | None, url: str | None, limit_s: float = LEADER_S
 ) -> A:
     """What `ask` answers. While no master leads, it is asked again, so it must do no harm when repeated. Raises DeadlineExceeded if
     that lasts for `limit_s`; NotFound: no cluster runs here; PeerError: nothing answers at a URL that was given; what `ask` raises."""
@@ -30,7 +31,7 @@ async def ask_leader(
     while True:
         try:
             target = cluster_target(data_dir, url)
-            async with ClusterClient(target.address, token=target.token) as cluster:
+            async with client_of(target.address, target.token) as cluster:
                 return await ask(cluster)
         except PeerError as error:
             if not _passes(error, given=given):

@@ -16,9 +16,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from master_service.api.resources import JobView
 from shared.cron import next_time
 from shared.errors import NotReady, PeerError, TriremeError
-from shared.records import Dispatch, JobSpec, UserFailure
+from shared.records import Dispatch, JobSpec
 from shared.records.cluster import Scheduling
 from shared.records.job_spec import JobSettings
 from shared.runtime import clock, ids, telemetry
@@ -28,6 +29,8 @@ from trireme.cli.cluster.leader import ask_leader
 from trireme.cli.run import job_named
 from trireme.cli.start_file import with_start_file
 from trireme.cli.targets import Target, cluster_target
+from trireme.client import CreateJob, CreateSchedule
+from trireme.client.exchange import body_of
 from trireme.launch.member_numbers import cores, pservers_for
 from trireme.launch.processes import ForkServer
 from trireme.preflight import Inspection, ScriptError, check_path, inspect
@@ -45,7 +48,7 @@ from trireme.settings import (
     outside_script,
 )
 from trireme.validation import AUTO, problems_of, without_auto
-from trireme.view.cluster_client import ClusterClient
+from trireme.view.job_address import client_of
 from trireme.view.progress import Display, display, progress_of, say
 from trireme.view.report import failure_lines, number
 
@@ -103,18 +106,19 @@ async def _submit(request: SubmitRequest) -> int:
     body = request_body(request, outer, inspection, scheduling)
     key, where = ids.new_id("submit"), (request.data_dir, request.url)
     if schedule:
-        made = await ask_leader(lambda cluster: cluster.create_schedule(body | schedule, key), *where)
-        text = f"schedule {made['name']} begins its first job at {made['next_time']}; `trireme schedules` lists them"
-        print(json.dumps(made) if request.as_json else text)  # noqa: T201
+        wanted = body_of(CreateSchedule, **body, **schedule)
+        made = await ask_leader(lambda cluster: cluster.create_schedule(wanted, key=key), *where)
+        text = f"schedule {made.name} begins its first job at {made.next_time}; `trireme schedules` lists them"
+        print(json.dumps(made.model_dump(mode="json")) if request.as_json else text)  # noqa: T201
         return exit_codes.OK
-    job = await ask_leader(lambda cluster: cluster.create_job(body, key), *where)
+    asked = body_of(CreateJob, **body)
+    job = await ask_leader(lambda cluster: cluster.create_job(asked, key=key), *where)
     if not request.wait:
-        name = job["job"]
-        text = f"job {name} is submitted; `trireme status {name}` tells what it does"
-        print(json.dumps(job) if request.as_json else text)  # noqa: T201
+        text = f"job {job.job} is submitted; `trireme status {job.job}` tells what it does"
+        print(json.dumps(job.model_dump(mode="json")) if request.as_json else text)  # noqa: T201
         return exit_codes.OK
-    say(f"job {job['job']} is submitted; Ctrl-C leaves it to the cluster")
-    return await follow(request, job["job"])
+    say(f"job {job.job} is submitted; Ctrl-C leaves it to the cluster")
+    return await follow(request, job.job)
 
 
 def scheduling_of(given: Mapping[str, Any]) -> Scheduling:
@@ -199,52 +203,51 @@ def _script_of(script: Path, functions: Iterable[str]) -> dict[str, Any]:
 
 
 async def follow(request: SubmitRequest, name: str) -> int:
-    """Until the job has ended; its exit code."""
+    """Show the job until it has ended; returns its exit code."""
     screen = display()
     try:
         job = await _until_ended(request, name, screen)
     finally:
         screen.close()
-    if failure := job.get("failure"):
-        print("\n".join(failure_lines(UserFailure.model_validate(failure))), file=sys.stderr)  # noqa: T201
-    print(json.dumps(job) if request.as_json else _summary(job))  # noqa: T201
-    return CODES.get(job["standing"], exit_codes.JOB_FAILED)
+    if job.failure:
+        print("\n".join(failure_lines(job.failure)), file=sys.stderr)  # noqa: T201
+    print(json.dumps(job.model_dump(mode="json")) if request.as_json else _summary(job))  # noqa: T201
+    return CODES.get(job.standing, exit_codes.JOB_FAILED)
 
 
 CODES = {"COMPLETED": exit_codes.OK, "FAILED": exit_codes.JOB_FAILED, "CANCELLED": exit_codes.CANCELLED}
 
 
-async def _until_ended(request: SubmitRequest, name: str, screen: Display) -> dict[str, Any]:
+async def _until_ended(request: SubmitRequest, name: str, screen: Display) -> JobView:
     shown, heard = "", clock.monotonic()
     while True:
         try:
             target: Target = cluster_target(request.data_dir, request.url)
-            async with ClusterClient(target.address, token=target.token) as cluster:
-                job = await cluster.job_named(name)
+            async with client_of(target.address, target.token) as cluster:
+                job = await cluster.get_job(name)
             heard = clock.monotonic()
         except (PeerError, NotReady):  # another master takes over
             if clock.monotonic() - heard > AWAY_S:
                 raise
             await asyncio.sleep(POLL_S)
             continue
-        if job["standing"] in CODES:
+        if job.standing in CODES:
             return job
-        if job["standing"] != shown:
-            shown = job["standing"]
-            screen.event(f"job {name} is {shown}" + (f": {job['reason']}" if job["reason"] else ""))
+        if job.standing != shown:
+            shown = job.standing
+            screen.event(f"job {name} is {shown}" + (f": {job.reason}" if job.reason else ""))
         screen.show(progress_of(job, restarts=0), clock.monotonic())
         await asyncio.sleep(POLL_S)
 
 
-def _summary(job: Mapping[str, Any]) -> str:
-    result = job.get("result") or {}
+def _summary(job: JobView) -> str:
     rows = [
-        ("job", f"{job['job']} {job['standing']} ({job['mode']})"),
-        ("records", f"{result.get('trained_records', 0):,}"),
-        *[(name, number(value)) for name, value in result.get("metrics", {}).items()],
-        *[(f"model ({kind})", path) for kind, path in result.get("exports", {}).items()],
+        ("job", f"{job.job} {job.standing} ({job.mode})"),
+        ("records", f"{job.result.trained_records:,}"),
+        *[(name, number(value)) for name, value in job.result.metrics.items()],
+        *[(f"model ({kind})", path) for kind, path in job.result.exports.items()],
     ]
-    if job["standing"] != "COMPLETED":
-        rows.append(("reason", job["reason"]))
+    if job.standing != "COMPLETED":
+        rows.append(("reason", job.reason))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -36,11 +36,10 @@ from trireme.launch.interrupt import Terminal, hangup
 from trireme.launch.processes import PYTHON_MODULE
 from trireme.launch.run_folder import check_port
 from trireme.pool import cluster_folder
-from trireme.pool.local_pool import REQUEST_TIMEOUT_S, START_TIMEOUT_S, LocalPool, PoolRequest
+from trireme.pool.local_pool import START_TIMEOUT_S, LocalPool, PoolRequest
 from trireme.pool.settings import default_trainers
 from trireme.settings import UsageError, outside_script
 from trireme.view.child_events import ChildEvent
-from trireme.view.cluster_client import ClusterClient
 from trireme.view.job_lines import ENDED, JobLines, job_lines
 from trireme.view.progress import say
 
@@ -157,7 +156,7 @@ def _tell(screen: JobLines, event: ChildEvent) -> None:
 
 
 def _pid(event: ChildEvent) -> str:
-    """Of a process on another machine it is not known."""
+    """The pid as it is shown; that of a process on another machine is not known."""
     return f", pid {event.pid}" if event.pid else ""
 
 
@@ -174,11 +173,11 @@ async def _publish(pool: LocalPool) -> None:
 async def _draw(pool: LocalPool, screen: JobLines, unfinished: set[str]) -> None:
     while True:
         with contextlib.suppress(PeerError):  # no master now: a standby takes over, or it is started again
-            async with ClusterClient(pool.url, token=pool.request.token, timeout_s=REQUEST_TIMEOUT_S) as cluster:
-                jobs = [job async for job in cluster.jobs()]
+            async with pool.leader() as leader:
+                jobs = [job async for job in leader.list_jobs()]
             unfinished.clear()
-            unfinished |= {str(job["job"]) for job in jobs if job["state"] not in ENDED}
-            screen.show(jobs, clock.monotonic())
+            unfinished |= {job.job for job in jobs if job.state not in ENDED}
+            screen.show([job.model_dump(mode="json") for job in jobs], clock.monotonic())
         await asyncio.sleep(POLL_S)
 
 

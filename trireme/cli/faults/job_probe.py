@@ -8,10 +8,11 @@ import json
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from shared.errors import PeerError
 from shared.etcd.reading import read_record
+from shared.events import EventRecord
 from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.membership.etcd_access import EtcdAccess
@@ -21,8 +22,7 @@ from shared.security.tls import client_context
 from trainer_agent.data_plane.http import HttpPserver
 from trireme.cli.targets import token_of_run
 from trireme.launch import run_folder
-from trireme.view.client import Client
-from trireme.view.job_address import AnyClient, open_client
+from trireme.view.job_address import OpenJob, open_job
 
 ANSWER_S = 2.0
 STALL_S = 0.5
@@ -85,17 +85,17 @@ class JobProbe:
     async def leader(self) -> str:
         """Id of the leading master. Raises PeerError, DeadlineExceeded."""
         await self.directory.wait_for(lambda view: view.master is not None, SETTLE_S, "a master")
-        async with self._client() as client:
-            return str((await client.job())["master"]["master_id"])
+        async with self._open() as (client, job):
+            return (await client.get_job(job)).master.master_id
 
     async def missing(self) -> int:
         """How many trainers and parameter servers the job still lacks; 1 while no master answers."""
         try:
-            async with self._client() as client:
-                members = (await client.job())["members"]
+            async with self._open() as (client, job):
+                members = (await client.get_job(job)).members
         except PeerError:
             return 1
-        return sum(max(0, int(members[f"{kind}_desired"]) - int(members[kind])) for kind in ("trainers", "pservers"))
+        return max(0, members.trainers_desired - members.trainers) + max(0, members.pservers_desired - members.pservers)
 
     async def versions(self) -> tuple[int, int] | None:
         """(lowest, highest) version over all blocks; None while a parameter server is away or restoring. Collective: of the listed trainers."""
@@ -115,7 +115,7 @@ class JobProbe:
         return min(info.lowest for info in filled), max(info.highest for info in filled)
 
     async def _serving(self) -> list[PserverMember]:
-        """Who holds the parameters; empty while one of them is away. Raises PeerError."""
+        """The members that hold the parameters; empty while one of them is away. Raises PeerError."""
         if self.directory.spec is None or self.directory.spec.strategy is not Strategy.COLLECTIVE:
             found = self.directory.pservers
             return list(found.values()) if len(found) == self.directory.pservers_desired else []
@@ -151,32 +151,32 @@ class JobProbe:
         """Records of discarded tasks; 0 while no master answers."""
         for _ in range(int(SETTLE_S / RETRY_S)):
             with contextlib.suppress(PeerError):
-                async with self._client() as client:
-                    return sum([int(task["count"]) async for task in client.tasks("DISCARDED")])
+                async with self._open() as (client, job):
+                    return sum([task.count async for task in client.list_tasks(job, state="DISCARDED")])
             await asyncio.sleep(RETRY_S)
         return 0
 
-    async def events(self, after: int) -> list[dict[str, Any]]:
+    async def events(self, after: int) -> list[EventRecord]:
         """The master's events with a number above `after`; as many as it answers for."""
-        found: list[dict[str, Any]] = []
+        found: list[EventRecord] = []
         with contextlib.suppress(PeerError):
-            async with self._client() as client:
-                while page := (await client.events(after=after))["events"]:
+            async with self._open() as (client, job):
+                while page := (await client.list_events(job, after=after)).events:
                     found += page
-                    after = page[-1]["event_id"]
+                    after = page[-1].event_id
         return found
 
-    def _client(self) -> AbstractAsyncContextManager[AnyClient]:
+    def _open(self) -> AbstractAsyncContextManager[OpenJob]:
         """Raises PeerError while no master leads."""
         if self.is_masterless:
-            return open_client(self._url, timeout_s=ANSWER_S)
+            return open_job(self._url, timeout_s=ANSWER_S)
         if self.directory.master is None:
             raise PeerError("there is no master right now")
-        return Client(self.directory.master.url, token=self._token, timeout_s=ANSWER_S)
+        return open_job(self.directory.master.url, token=self._token, timeout_s=ANSWER_S)
 
 
 def _as_pserver(trainer: TrainerMember) -> PserverMember:
-    """It answers as a parameter server does."""
+    """The trainer as a parameter server, because it answers the same requests."""
     assert trainer.exchange is not None
     where = {name: getattr(trainer, name) for name in ("incarnation", "host", "pid", "network")}
     return PserverMember(index=0, url=trainer.exchange.url, uds=trainer.exchange.uds, **where)

@@ -88,7 +88,7 @@ async def observe(probe: JobProbe) -> Before:
     """Kill right after this. Raises DeadlineExceeded if etcd does not give the job's state."""
     await probe.directory.wait_for(lambda view: view.state is not None, SETTLE_S, "the job's state")
     discarded, events, versions = await probe.discarded_records(), await probe.events(0), await probe.versions()
-    event = int(events[-1]["event_id"]) if events else 0
+    event = events[-1].event_id if events else 0
     return Before(probe.state, versions, discarded, event, await probe.revision(), clock.monotonic(), clock.timestamp())
 
 
@@ -156,29 +156,29 @@ async def _next_task(probe: JobProbe, before: Before) -> float:
 
 
 async def _with_signs(probe: JobProbe, receipt: Receipt, before: Before, victims: Mapping[str, int]) -> Receipt:
-    """With the earliest sign in the launcher's log and the master's events, and with the records that were replayed."""
+    """The receipt with the earliest sign in the launcher's log and the master's events, and with the records that were replayed."""
     deadline = clock.monotonic() + SETTLE_S
     while not (signs := _seen_by_launcher(probe, before, victims)) and clock.monotonic() < deadline:
         if receipt.next_step_s is not None and receipt.next_step_s > SETTLE_S:
             break  # the launcher had time enough to see a death: the process was frozen, not killed
         await asyncio.sleep(POLL_S)
     for event in await probe.events(before.event):
-        seconds = clock.seconds_between(before.stamp, event["event_time"])
+        seconds = clock.seconds_between(before.stamp, event.event_time)
         if seconds < 0:
             continue
-        if event["name"] == "member_dead":
+        if event.name == "member_dead":
             signs.append((seconds, "a peer suspected it and the master found its port closed"))
-        elif event["name"] in MASTER_SIGNS and not event["message"].endswith("joined"):
-            signs.append((seconds, without_tokens(event["message"])))
-        if event["name"] == "rolled_back":
+        elif event.name in MASTER_SIGNS and not event.message.endswith("joined"):
+            signs.append((seconds, without_tokens(event.message)))
+        if event.name == "rolled_back":
             receipt = replace(
                 receipt,
                 rolled_back=True,
-                rolled_back_to=int(event["fields"]["step"]) if probe.mode is Mode.SYNC else None,
-                records_replayed=receipt.records_replayed + int(event["fields"]["records_replayed"]),
+                rolled_back_to=int(event.fields["step"]) if probe.mode is Mode.SYNC else None,
+                records_replayed=receipt.records_replayed + int(event.fields["records_replayed"]),
             )
-        if event["name"] == "pserver_back":
-            lost = {f"pserver-{event['fields']['pserver']}": int(event["fields"]["lost_minibatches"])}
+        if event.name == "pserver_back":
+            lost = {f"pserver-{event.fields['pserver']}": int(event.fields["lost_minibatches"])}
             receipt = replace(receipt, updates_lost={**receipt.updates_lost, **lost})
     if signs:
         seconds, how = min(signs)

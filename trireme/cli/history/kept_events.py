@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
 
 from shared.errors import TriremeError
 from shared.events import EventRecord
@@ -14,20 +13,20 @@ from trireme.view.job_address import Connect
 FILE = "events.json"
 
 
-async def all_events(connect: Connect) -> list[dict[str, Any]]:
+async def all_events(connect: Connect) -> list[EventRecord]:
     """All that the job's log still has, oldest first; those before an error if the master fails meanwhile."""
-    found: list[dict[str, Any]] = []
+    found: list[EventRecord] = []
     with contextlib.suppress(TriremeError):
-        async with connect() as client:
-            while page := (await client.events(after=found[-1]["event_id"] if found else 0))["events"]:
+        async with connect() as (client, job):
+            while page := (await client.list_events(job, after=found[-1].event_id if found else 0)).events:
                 found += page
     return found
 
 
-def keep(folder: Path, events: list[dict[str, Any]]) -> None:
+def keep(folder: Path, events: list[EventRecord]) -> None:
     """A disk that is full costs the events, not the run."""
     with contextlib.suppress(OSError):
-        write_json(folder / FILE, {"events": events})
+        write_json(folder / FILE, {"events": [event.model_dump(mode="json") for event in events]})
 
 
 def kept_events(folder: Path) -> list[EventRecord] | None:

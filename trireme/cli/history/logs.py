@@ -22,7 +22,7 @@ from trireme.cli.history.kept_events import kept_events
 from trireme.cli.targets import Target, checked_name, job_target, local_run, target_in_cluster
 from trireme.launch import run_folder
 from trireme.pool import cluster_folder
-from trireme.view.job_address import open_client
+from trireme.view.job_address import open_job
 
 LOOK_S = 0.2
 LONG_POLL_S = 5.0
@@ -134,13 +134,14 @@ def _print_events(events: Iterable[EventRecord], *, as_json: bool) -> None:
 
 
 async def follow_events(target: Callable[[], Target], after: int, *, follow: bool, as_json: bool) -> None:
-    """Also through changes of the master: it is looked up again. Raises PeerError after LOST_S without an answer."""
+    """Print the events of a job, and with `follow` those that come. The master is looked up again when another one leads. Raises
+    PeerError after LOST_S without an answer."""
     heard = clock.monotonic()
     while True:
         try:
             found = target()
-            async with open_client(found.address, token=found.token) as client:
-                page = await client.events(after=after, wait_s=LONG_POLL_S if follow else 0.0)
+            async with open_job(found.address, token=found.token) as (client, job):
+                page = await client.list_events(job, after=after, wait_s=LONG_POLL_S if follow else 0.0)
         except CursorExpired as error:
             if not follow:
                 raise
@@ -152,7 +153,7 @@ async def follow_events(target: Callable[[], Target], after: int, *, follow: boo
                 raise
             await asyncio.sleep(LOOK_S)
             continue
-        heard, after = clock.monotonic(), page["next_after"]
-        _print_events([EventRecord.model_validate(event) for event in page["events"]], as_json=as_json)
-        if not page["events"] and not follow:
+        heard, after = clock.monotonic(), page.next_after
+        _print_events(page.events, as_json=as_json)
+        if not page.events and not follow:
             return

@@ -30,10 +30,10 @@ from trireme.cli.checkpoint import spec_of
 from trireme.cli.history.logs import forget_output
 from trireme.cli.options import Form
 from trireme.cli.targets import job_target
-from trireme.client.waiting import FINAL
+from trireme.client import AsyncClient
+from trireme.client.waiting import has_ended
 from trireme.view.chart import SMALL_ROWS, chart, last_chart, shows_braille, sparkline
-from trireme.view.client import Client
-from trireme.view.job_address import open_client
+from trireme.view.job_address import open_job
 from trireme.view.report import number
 from trireme.view.series import MetricSource, OfMaster, OfStorage, Row
 
@@ -54,7 +54,7 @@ class Found:
     by: str = "step"
 
     async def points(self, name: str, first: int = 0, most: int | None = None) -> list[Row]:
-        """From step `first` on; None: all that are kept. `name` is of the source's list."""
+        """The points of a metric of the source's list from step `first` on, `most` of them at most; None: all that are kept."""
         # the job may have gone back to before its first step since; what is no sum over a step's records, and asynchronous jobs, have no
         # epochs
         with suppress(NotFound):
@@ -64,7 +64,7 @@ class Found:
         return []
 
     def place(self, row: Row) -> int:
-        """As progress counts: epochs from 1."""
+        """The step of a point, or its epoch, counted from 1 as progress counts them."""
         return int(row["step"] if self.by == "step" else row["epoch"] + 1)
 
 
@@ -103,18 +103,17 @@ def metrics(
 
 @asynccontextmanager
 async def find_metrics(job: str | None, data_dir: Path | None, url: str | None, by: str) -> AsyncIterator[Found]:
-    """Of the job that is meant. Raises TriremeError."""
+    """Open the metrics of the job that is meant. Raises TriremeError."""
     try:
         target = job_target(job, data_dir, url)
     except (Conflict, PeerError):  # a run that has ended, or was stopped
         yield await stored(spec_of(job, data_dir, url), by)
         return
-    async with open_client(target.address, token=target.token) as client:
-        if not isinstance(client, Client):
+    async with open_job(target.address, token=target.token) as (client, name):
+        if not isinstance(client, AsyncClient):
             raise Conflict("jobs without a master keep no metrics by step", hint="`trireme status` tells the loss")
-        view = await client.job()
-        over = (view.get("standing") or view["phase"]) in FINAL
-        yield Found(view["job"], OfMaster(client), over, by)
+        view = await client.get_job(name)
+        yield Found(view.job, OfMaster(client, name), has_ended(view), by)
 
 
 async def stored(spec: JobSpec, by: str) -> Found:
@@ -125,7 +124,7 @@ async def stored(spec: JobSpec, by: str) -> Found:
 
 
 async def loss_chart(storage: str) -> str:
-    """Of a job that has ended, for a terminal; "" if there is nothing to draw, or its storage does not answer."""
+    """The chart of the loss of a job that has ended, for a terminal; "" if there is nothing to draw, or its storage does not answer."""
     try:
         source = OfStorage(await read_all(StoredSeries(storage)))
         rows = await source.points(LOSS, most=2 * shutil.get_terminal_size().columns)
@@ -263,7 +262,7 @@ async def _charts(found: Found, summaries: Sequence[Row], named: bool) -> str:
 
 
 def _line_writer(form: Form) -> Write:
-    """Of CSV with a header, or of JSON objects."""
+    """What writes points as CSV with a header, or as JSON objects."""
     if form == "json":
 
         def write_json(name: str, rows: Iterable[Row]) -> None:

@@ -12,13 +12,12 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from operator import attrgetter
 
 from master_service.api.resources import LogLines, LogView
-from shared.errors import NotFound, NotLeader, PeerError
+from shared.errors import NotFound, PeerError
 from shared.runtime import clock
 from shared.runtime.log_files import Line, is_of
 from trireme.cli.targets import checked_name
-from trireme.client import AsyncClient
-from trireme.view.client import JOBS, Client
-from trireme.view.job_address import given_token
+from trireme.client import ONLY_JOB, AsyncClient
+from trireme.view.job_address import JOBS
 
 LOOK_S = 1.0
 LOST_S = 60.0  # how long nobody may answer for logs that are followed
@@ -30,7 +29,7 @@ _when = attrgetter("time")
 
 
 class RemoteLogs:
-    """Those of a job whose member is meant by `wanted` ("": all), also those that appear later."""
+    """The logs of a job, those that appear later too. `wanted`: the member or members whose logs are meant; "": all."""
 
     def __init__(self, client: AsyncClient, job: str, wanted: str) -> None:
         self._client, self._job, self._wanted = client, job, wanted
@@ -91,8 +90,8 @@ async def follow_logs(
 ) -> None:
     """Shows the last lines, and with `follow` what comes. Raises NotFound; PeerError if nobody answers, while it follows after LOST_S."""
     root, _, named = url.partition(JOBS)
-    name = checked_name(job or named.strip("/")) if job or named else await only_job(root)
     async with AsyncClient(root) as client:
+        name = checked_name(job or named.strip("/")) if job or named else (await client.get_job(ONLY_JOB)).job
         logs = RemoteLogs(client, name, wanted)
         if not await logs.names(wanted):
             there = await logs.names()
@@ -110,22 +109,6 @@ async def follow_logs(
                     raise
                 continue
             heard = clock.monotonic()
-
-
-async def only_job(urls: str) -> str:
-    """Of whichever of the masters leads. Raises PeerError, NotFound; Conflict if there are several jobs."""
-    asked, left = set[str](), [url.strip() for url in urls.split(",")]
-    while True:
-        asked.add(url := left.pop(0))
-        try:
-            async with Client(url, token=given_token()) as client:
-                return str((await client.job())["job"])
-        except PeerError as error:
-            leader = str(error.details.get("leader") or "") if isinstance(error, NotLeader) else ""
-            if leader and leader not in asked and leader.partition("://")[0] == url.partition("://")[0]:
-                left.insert(0, leader)
-            if not left:
-                raise
 
 
 def _lines(page: LogLines) -> list[Line]:

@@ -31,7 +31,7 @@ from trireme.launch.resume import RESULT_FILE
 from trireme.launch.run_folder import DATA_DIR, read_json
 from trireme.settings import UsageError
 from trireme.validation import problems_of
-from trireme.view.job_address import open_client
+from trireme.view.job_address import open_job
 
 CHECK_S = 60.0
 FINISH_S = 30.0  # a run that has ended waits so long for its trackers
@@ -142,13 +142,10 @@ async def _end_of(spec: JobSpec, job: str | None, data_dir: Path | None, url: st
     """Raises Conflict if it has not ended."""
     cluster = cluster_of(job, data_dir, url)
     if cluster is not None:
-        async with open_client(cluster.address, token=cluster.token) as client:
-            view = await client.job()
-        document = {
-            **(view.get("result") or {}),
-            "phase": view.get("standing") or view["phase"],
-            "reason": view.get("reason"),
-        }
+        async with open_job(cluster.address, token=cluster.token) as (client, name):
+            view = await client.get_job(name)
+        end = {"phase": view.standing or view.phase, "reason": view.reason}
+        document = view.result.model_dump(mode="json") | end
         ended = document["phase"] in FINAL
     else:
         folder = (data_dir or Path(os.environ.get("TRIREME_DATA_DIR") or DATA_DIR)) / spec.job

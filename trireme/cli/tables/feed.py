@@ -25,13 +25,14 @@ from shared.errors import (
 )
 from shared.records import JobSpec
 from shared.records.checkpoints import CheckpointRef, Manifest
+from shared.records.operations import Operation
 from shared.runtime import clock, ids
 from shared.storage import files
 from trireme.cli import exit_codes
 from trireme.cli.checkpoint import Answer, answer, choose, spec_of
 from trireme.cli.targets import job_target
-from trireme.view.job_address import AnyClient, open_client
-from trireme.view.operations import Document, call_any_master, wait_for_operation
+from trireme.view.job_address import AnyClient, OpenJob, open_job
+from trireme.view.operations import call_any_master, wait_for_operation
 from trireme.view.progress import say
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def apply(base: str, deltas: Sequence[str], out: str, *, as_json: bool) -> int:
 
 
 def feed(job: str | None, data_dir: Path | None, url: str | None, out: str, every_s: float, *, as_json: bool) -> int:
-    """Until the job is over. Returns the exit code."""
+    """Write deltas until the job is over. Returns the exit code."""
 
     def work() -> Answer:
         spec, folder, count = spec_of(job, data_dir, url), files.absolute(out), 0
@@ -122,12 +123,12 @@ async def _checkpointed(job: str | None, data_dir: Path | None, url: str | None,
     """Ask for a checkpoint and wait until it is there. False: the job is over, or nobody leads it: there will be none."""
     key = ids.new_id("feed")
 
-    def connect() -> AbstractAsyncContextManager[AnyClient]:
+    def connect() -> AbstractAsyncContextManager[OpenJob]:
         target = job_target(job, data_dir, url)
-        return open_client(target.address, token=target.token)
+        return open_job(target.address, token=target.token)
 
-    async def request(client: AnyClient) -> Document:
-        return await client.create_checkpoint(key, cause="asked by trireme table feed")
+    async def request(client: AnyClient, name: str) -> Operation:
+        return await client.create_checkpoint(name, key=key, cause="asked by trireme table feed")
 
     try:
         await wait_for_operation(
@@ -189,7 +190,8 @@ def write_next(spec: JobSpec, out: str, since: str | None, to: str | None) -> Do
 def _changes(
     spec: JobSpec, ref: CheckpointRef, manifest: Manifest, table: TableSpec, since: tuple[str, int] | None
 ) -> TableDelta | None:
-    """From the deltas of the checkpoint if they reach back so far, else from both checkpoints. None: `since` is not there any more."""
+    """What changed in a table since a checkpoint: from the deltas of the newer one if they reach back so far, else from both.
+    None: `since` is not there any more."""
     import numpy as np  # noqa: PLC0415
 
     from trainer_agent.tables.checkpoint import read_delta, read_table  # noqa: PLC0415  loads torch

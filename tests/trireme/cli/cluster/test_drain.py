@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
+from master_service.api.resources_cluster import PoolMemberView
 from shared.errors import NotLeader, NotReady, PeerError
 from trireme.cli.cluster.jobs import drain
-from trireme.view.cluster_client import ClusterClient
+from trireme.client import AsyncClient
 
-DRAINING = {"member_id": "gpu-7", "state": "draining", "job": "a"}
-DRAINED = DRAINING | {"state": "drained", "job": ""}
+DRAINING = PoolMemberView(member_id="gpu-7", kind="trainer", host="h", agent="gpu", state="draining", job="a")
+DRAINED = DRAINING.model_copy(update={"state": "drained", "job": ""})
 
 
 @pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any] | PeerError]:
+def answers(monkeypatch: pytest.MonkeyPatch) -> list[PoolMemberView | PeerError]:
     """What leaders answer, one after the other; the last one again and again."""
-    said: list[dict[str, Any] | PeerError] = []
+    said: list[PoolMemberView | PeerError] = []
 
-    async def drain_member(_: ClusterClient, member: str) -> dict[str, Any]:
+    async def drain_pool_member(_: AsyncClient, member: str) -> PoolMemberView:
         assert member == "gpu-7"
         now = said.pop(0) if len(said) > 1 else said[0]
         if isinstance(now, PeerError):
             raise now
         return now
 
-    monkeypatch.setattr(ClusterClient, "drain_member", drain_member)
+    monkeypatch.setattr(AsyncClient, "drain_pool_member", drain_pool_member)
     return said
 
 

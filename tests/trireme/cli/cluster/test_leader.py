@@ -10,8 +10,8 @@ import pytest
 from shared.errors import Conflict, DeadlineExceeded, NotFound, NotLeader, PeerError, StorageUnreachable, TriremeError
 from shared.membership.etcd_access import EtcdAccess
 from trireme.cli.cluster.leader import ask_leader
+from trireme.client import AsyncClient
 from trireme.pool import cluster_folder
-from trireme.view.cluster_client import ClusterClient
 
 NOWHERE = "http://127.0.0.1:9"
 
@@ -22,7 +22,7 @@ def no_other_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-async def address(cluster: ClusterClient) -> str:
+async def address(cluster: AsyncClient) -> str:
     return cluster.url
 
 
@@ -42,7 +42,7 @@ async def test_a_command_follows_to_the_next_leader(tmp_path: Path) -> None:
     with cluster_folder.opened(tmp_path) as folder:
         cluster_folder.publish(folder, "http://m1", EtcdAccess(urls=("http://etcd:2",)))
 
-        async def ask(cluster: ClusterClient) -> str:
+        async def ask(cluster: AsyncClient) -> str:
             asked.append(cluster.url)
             cluster_folder.publish(folder, f"http://m{len(asked) + 1}", EtcdAccess(urls=("http://etcd:2",)))
             if len(asked) < 3:
@@ -65,14 +65,14 @@ async def test_without_a_cluster_nobody_waits(tmp_path: Path) -> None:
 
 async def test_nobody_waits_for_a_url_at_which_nothing_listens(tmp_path: Path) -> None:
     with pytest.raises(PeerError, match="cannot be reached"):
-        await asyncio.wait_for(ask_leader(lambda cluster: cluster.pool(), tmp_path, NOWHERE), 30)
+        await asyncio.wait_for(ask_leader(lambda cluster: cluster.get_pool(), tmp_path, NOWHERE), 30)
 
 
 @pytest.mark.parametrize("error", [Conflict("the name is taken"), StorageUnreachable("no bucket")])
 async def test_what_a_leader_refuses_is_told_at_once(tmp_path: Path, error: TriremeError) -> None:
     asked = []
 
-    async def ask(_: ClusterClient) -> None:
+    async def ask(_: AsyncClient) -> None:
         asked.append(1)
         raise error
 

@@ -8,7 +8,9 @@ from typing import Self
 
 import pytest
 
+from master_service.api.resources import EventPage
 from shared.errors import CursorExpired, PeerError
+from shared.events import EventRecord
 from shared.security import private_files
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually
@@ -68,24 +70,28 @@ def test_a_member_without_a_log_and_a_time_that_is_none_are_told(
     assert empty == exit_codes.NOT_FOUND
 
 
-class Client:
-    """Of a master that dies once, and forgets once."""
+def page_of(told: list[EventRecord], next_after: int) -> EventPage:
+    return EventPage(events=tuple(told), next_after=next_after, oldest=1, newest=9)
+
+
+class Master:
+    """A master that dies once, and forgets once."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
 
-    async def __aenter__(self) -> Self:
-        return self
+    async def __aenter__(self) -> tuple[Self, str]:
+        return self, "digits"
 
     async def __aexit__(self, *_: object) -> None:
         pass
 
-    async def events(self, after: int, wait_s: float) -> dict[str, object]:
+    async def list_events(self, _: str, *, after: int, wait_s: float) -> EventPage:
         self.asked.append(after)
-        told = {"event_time": "2026-01-01T00:00:00Z", "name": "told", "message": f"after {after}", "fields": {}}
+        told = EventRecord(event_id=after + 1, event_time="2026-01-01T00:00:00Z", name="told", message="", fields={})
         match len(self.asked):
             case 1 | 4:
-                return {"events": [{"event_id": after + 1, **told}], "next_after": after + 1}
+                return page_of([told], after + 1)
             case 2:
                 raise PeerError("nobody leads")
             case 3:
@@ -95,10 +101,10 @@ class Client:
 
 
 def test_events_are_followed_through_a_change_of_the_master(capsys: pytest.CaptureFixture[str]) -> None:
-    client = Client()
+    client = Master()
 
     async def main() -> None:
-        with replaced(command, "open_client", lambda *_, **__: client), pytest.raises(KeyboardInterrupt):
+        with replaced(command, "open_job", lambda *_, **__: client), pytest.raises(KeyboardInterrupt):
             await command.follow_events(lambda: command.Target("http://m"), 0, follow=True, as_json=False)
 
     run_virtually(main)
@@ -111,32 +117,27 @@ def test_events_are_followed_through_a_change_of_the_master(capsys: pytest.Captu
 class Pages:
     """A master that tells two events a request, and then fails."""
 
-    def __init__(self, told: list[dict[str, object]], ends: bool) -> None:
+    def __init__(self, told: list[EventRecord], ends: bool) -> None:
         self._told, self._ends = told, ends
 
-    async def __aenter__(self) -> Self:
-        return self
+    async def __aenter__(self) -> tuple[Self, str]:
+        return self, "digits"
 
     async def __aexit__(self, *_: object) -> None:
         pass
 
-    async def events(self, after: int) -> dict[str, object]:
-        found = [event for event in self._told if int(str(event["event_id"])) > after][:2]
+    async def list_events(self, _: str, *, after: int) -> EventPage:
+        found = [event for event in self._told if event.event_id > after][:2]
         if not found and not self._ends:
             raise PeerError("the master is gone")
-        return {"events": found, "next_after": after}
+        return page_of(found, after)
 
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_run_that_has_ended_tells_its_events(data_dir: Path, capsys: pytest.CaptureFixture[str], ends: bool) -> None:
+    at = "2026-11-24T10:00:00Z"
     told = [
-        {
-            "event_id": number,
-            "event_time": "2026-11-24T10:00:00Z",
-            "name": "epoch_done",
-            "message": f"epoch {number}",
-            "fields": {},
-        }
+        EventRecord(event_id=number, event_time=at, name="epoch_done", message=f"epoch {number}", fields={})
         for number in range(1, 6)
     ]
     kept_events.keep(data_dir / "digits", run_virtually(lambda: kept_events.all_events(lambda: Pages(told, ends))))  # type: ignore[arg-type, return-value]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import httpx
 import pytest
 
 from master_service.api.app import make_app
 from master_service.api.logs.source import LogSource
-from shared.errors import NotFound, NotLeader, PeerError, TriremeError
+from shared.errors import NotFound, PeerError
 from shared.runtime.log_files import Line
 from tests.equipment.replaced import replaced
 from tests.equipment.waiting import until
@@ -145,35 +145,3 @@ def test_a_master_that_is_named_is_asked_and_else_the_files_here(
         assert (code(None), code(tmp_path, "http://n:2")) == (exit_codes.OK, exit_codes.OK)
         assert code(tmp_path) == exit_codes.NOT_FOUND  # no run is there
     assert asked == [("http://m:1", "digits", "trainer-0"), ("http://n:2", "digits", "trainer-0")]
-
-
-class Master:
-    """Each of them, by its address, answers so."""
-
-    answers: dict[str, dict[str, str] | TriremeError] = {  # noqa: RUF012  never changed
-        "http://a": PeerError("nobody listens"),
-        "http://b": NotLeader("b stands by", leader="http://c"),
-        "http://c": {"job": "digits"},
-    }
-
-    def __init__(self, url: str, token: str) -> None:
-        self.url, self.token = url, token
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        pass
-
-    async def job(self) -> dict[str, str]:
-        answer = self.answers[self.url]
-        if isinstance(answer, TriremeError):
-            raise answer
-        return answer
-
-
-async def test_without_a_job_it_is_the_only_one_of_whichever_master_leads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_logs, "Client", Master)
-    assert await remote_logs.only_job("http://a,http://b") == "digits"
-    with pytest.raises(PeerError, match="nobody listens"):
-        await remote_logs.only_job("http://a")

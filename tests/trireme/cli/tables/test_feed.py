@@ -19,8 +19,8 @@ from tests.pserver_service.checkpoints.tables import SPECS, TableCluster
 from tests.trireme.cli.test_checkpoint import write_run
 from trainer_agent.tables.files import read_table
 from trireme.cli import checkpoint
+from trireme.cli.export import write_checkpoint_tables
 from trireme.cli.tables import feed
-from trireme.cli.tables.written import write_checkpoint_tables
 
 STEPS = range(2, 13)
 NAMES = [spec.name for spec in SPECS]
