@@ -53,7 +53,7 @@ types: $(STAMP) ## mypy --strict
 
 pytest: export PYTHONDONTWRITEBYTECODE :=  # tests start hundreds of interpreters; each would compile Trireme again
 pytest: $(STAMP) ## the tests (without those marked soak)
-	@$(BIN)/python -c 'from shared.tables.first_use import compile_loops; compile_loops()'  # once, not in each of the processes at once
+	@$(BIN)/python -c 'from trireme_shared.tables.first_use import compile_loops; compile_loops()'  # once, not in each of the processes at once
 	@$(BIN)/python -m pytest -qq --collect-only -m 'not soak' >/dev/null || true  # compiles the tests: the same; the next line says what is wrong
 	@echo "==> pytest on $(PYTEST_WORKERS) processes"
 	@$(BIN)/python -m pytest -q -m 'not soak' -n $(PYTEST_WORKERS) --dist worksteal

@@ -20,14 +20,14 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 
-from shared.records import JobSpec
-from shared.records.datasets import Npy
-from shared.runtime import clock, telemetry
-from shared.security.token_folder import TokenFolder
-from shared.security.tokens import Role
 from trireme.client import ONLY_JOB
 from trireme.launch.cluster import LocalCluster
 from trireme.view.job_address import client_of
+from trireme_shared.records import JobSpec
+from trireme_shared.records.datasets import Npy
+from trireme_shared.runtime import clock, telemetry
+from trireme_shared.security.token_folder import TokenFolder
+from trireme_shared.security.tokens import Role
 
 PATHS = (
     "/v1/job",

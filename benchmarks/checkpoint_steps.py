@@ -27,23 +27,23 @@ from types import SimpleNamespace
 import torch
 import uvloop
 
-from shared.checkpoints import writer
-from shared.checkpoints.background import Background, lower_priority
-from shared.checkpoints.schedule import Schedule
-from shared.records import JobSpec, Mode, PserverMember
-from shared.records.step import CheckpointAsked, LanePosition, StepRecord
-from shared.runtime import telemetry
-from shared.runtime.light_torch import optimizers_without_compiler
-from shared.serving.data_plane.row_turns import RowTurns
-from shared.serving.data_plane.server import make_app, serving
-from shared.serving.ports import ServerPorts
-from shared.serving.pserver import Pserver
-from shared.wire.messages import InitBlock, InitHeader, PullRequest, PushBlock, PushHeader
-from shared.wire.region_allocator import RegionAllocator
 from trainer_agent.data_plane.outbox import Outbox
 from trainer_agent.data_plane.stream import StreamPserver
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
+from trireme_shared.checkpoints import writer
+from trireme_shared.checkpoints.background import Background, lower_priority
+from trireme_shared.checkpoints.schedule import Schedule
+from trireme_shared.records import JobSpec, Mode, PserverMember
+from trireme_shared.records.step import CheckpointAsked, LanePosition, StepRecord
+from trireme_shared.runtime import telemetry
+from trireme_shared.runtime.light_torch import optimizers_without_compiler
+from trireme_shared.serving.data_plane.row_turns import RowTurns
+from trireme_shared.serving.data_plane.server import make_app, serving
+from trireme_shared.serving.ports import ServerPorts
+from trireme_shared.serving.pserver import Pserver
+from trireme_shared.wire.messages import InitBlock, InitHeader, PullRequest, PushBlock, PushHeader
+from trireme_shared.wire.region_allocator import RegionAllocator
 
 JOB = "benchmark"
 SCRIPT = Path(__file__).parent / "scripts" / "residual.py"

@@ -32,16 +32,25 @@ from typing import Self
 
 from benchmarks import masterless
 from benchmarks.minimal_client import MinimalMaster
-from shared import etcd as etcd_client
-from shared.errors import TriremeError
-from shared.etcd.embedded import EmbeddedEtcd
-from shared.keys import Keys
-from shared.membership.directory import Directory
-from shared.records import AcquireTask, CompleteTask, JobSpec, Mode, PserverMember, TakeNext, Task, TrainerMember
-from shared.records.datasets import Npy
-from shared.records.layout import Layout, OptimizerSpec
-from shared.runtime import http, telemetry
 from trainer_agent.tasks.master import HttpMaster
+from trireme_shared import etcd as etcd_client
+from trireme_shared.errors import TriremeError
+from trireme_shared.etcd.embedded import EmbeddedEtcd
+from trireme_shared.keys import Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import (
+    AcquireTask,
+    CompleteTask,
+    JobSpec,
+    Mode,
+    PserverMember,
+    TakeNext,
+    Task,
+    TrainerMember,
+)
+from trireme_shared.records.datasets import Npy
+from trireme_shared.records.layout import Layout, OptimizerSpec
+from trireme_shared.runtime import http, telemetry
 
 JOB = "dispatch"
 TOKEN = "benchmark"

@@ -31,19 +31,19 @@ import psutil
 
 from benchmarks.dispatch import memory_mib
 from master_service.api.resources_cluster import ClusterJobView
-from shared import etcd as etcd_client
-from shared.errors import NotReady, TriremeError
-from shared.etcd import Etcd
-from shared.etcd.errors import Compacted
-from shared.etcd.transport import STATUS
-from shared.records.cluster import Source
-from shared.records.datasets import Npy
-from shared.records.job_spec import JobSettings
-from shared.runtime import telemetry
 from trireme.client import AsyncClient, CreateJob
 from trireme.launch.processes import PYTHON_MODULE
 from trireme.pool import cluster_folder
 from trireme.view.job_address import client_of
+from trireme_shared import etcd as etcd_client
+from trireme_shared.errors import NotReady, TriremeError
+from trireme_shared.etcd import Etcd
+from trireme_shared.etcd.errors import Compacted
+from trireme_shared.etcd.transport import STATUS
+from trireme_shared.records.cluster import Source
+from trireme_shared.records.datasets import Npy
+from trireme_shared.records.job_spec import JobSettings
+from trireme_shared.runtime import telemetry
 
 RECORDS, BATCH = 64, 8
 LOOK_S = 1.0

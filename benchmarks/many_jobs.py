@@ -18,10 +18,10 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from shared.errors import PeerError, TriremeError
-from shared.runtime import clock, telemetry
 from trireme.cli.targets import cluster_target
 from trireme.view.job_address import client_of
+from trireme_shared.errors import PeerError, TriremeError
+from trireme_shared.runtime import clock, telemetry
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "digits" / "digits.py"

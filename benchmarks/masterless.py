@@ -15,16 +15,25 @@ from pathlib import Path
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.queue.task_sizes import TaskSizes
 from master_service.masterless.dispatcher import Dispatcher
-from shared.errors import TriremeError
-from shared.etcd import connect
-from shared.etcd.embedded import EmbeddedEtcd
-from shared.keys import Keys
-from shared.membership.directory import Directory
-from shared.records import AcquireTask, CompleteTask, Dispatch, JobSpec, Mode, PserverMember, TakeNext, TrainerMember
-from shared.records.datasets import Dataset, TextLines
-from shared.runtime import clock
-from shared.runtime.http import session
 from trainer_agent.tasks.master import HttpMaster, MasterPort
+from trireme_shared.errors import TriremeError
+from trireme_shared.etcd import connect
+from trireme_shared.etcd.embedded import EmbeddedEtcd
+from trireme_shared.keys import Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import (
+    AcquireTask,
+    CompleteTask,
+    Dispatch,
+    JobSpec,
+    Mode,
+    PserverMember,
+    TakeNext,
+    TrainerMember,
+)
+from trireme_shared.records.datasets import Dataset, TextLines
+from trireme_shared.runtime import clock
+from trireme_shared.runtime.http import session
 
 TASKS = 10_000_000
 KEYS = Keys("bench")

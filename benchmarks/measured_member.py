@@ -21,8 +21,8 @@ from typing import Any
 
 from benchmarks.measurements import LoopLag, Memory
 from benchmarks.without_metrics import WITHOUT_METRICS, leave_out_metrics
-from shared.runtime import service
 from trireme.launch.fork_server import NEEDS
+from trireme_shared.runtime import service
 
 FILE = "TRIREME_PROBE"
 

@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.dispatch import LAYOUT, TOKEN, cpu_s, machine_cpu_s, memory_mib
-from shared import etcd as etcd_client
-from shared.etcd.embedded import EmbeddedEtcd
-from shared.keys import Keys
-from shared.membership.directory import Directory
-from shared.records import JobSpec, Mode
-from shared.records.datasets import Npy
-from shared.runtime import telemetry
+from trireme_shared import etcd as etcd_client
+from trireme_shared.etcd.embedded import EmbeddedEtcd
+from trireme_shared.keys import Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import JobSpec, Mode
+from trireme_shared.records.datasets import Npy
+from trireme_shared.runtime import telemetry
 
 JOB = "members"
 KEYS = Keys(JOB)

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared.runtime import telemetry
-from shared.runtime.clock import seconds_between
 from trireme.cli.faults import chaos
 from trireme.cli.faults.job_probe import JobProbe
 from trireme.cli.faults.receipt import Receipt
 from trireme.view.child_events import read_events
+from trireme_shared.runtime import telemetry
+from trireme_shared.runtime.clock import seconds_between
 
 ROOT = Path(__file__).parents[1]
 JOB = "recovery"

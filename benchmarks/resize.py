@@ -24,13 +24,13 @@ from pathlib import Path
 import numpy as np
 
 from master_service.api.resources import ResizeView
-from shared.records import JobSpec
-from shared.records.datasets import Npy
-from shared.records.operations import Strategy
-from shared.runtime import ids, telemetry
 from trireme.client import ONLY_JOB, AsyncClient
 from trireme.launch.cluster import LocalCluster
 from trireme.view.job_address import client_of
+from trireme_shared.records import JobSpec
+from trireme_shared.records.datasets import Npy
+from trireme_shared.records.operations import Strategy
+from trireme_shared.runtime import ids, telemetry
 
 MIB = 1 << 20
 STATES = 4  # values of two versions, and Adam's two tensors

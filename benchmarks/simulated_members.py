@@ -21,18 +21,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pserver_service.own_index import OwnIndex
-from shared import etcd as etcd_client
-from shared.errors import StaleGeneration
-from shared.etcd.transport import Body, Transport
-from shared.keys import Keys
-from shared.membership.directory import Directory
-from shared.records import AcquireTask, JobSpec, Phase, PserverMember, TaskAnswer, TrainerMember
-from shared.runtime import http, telemetry
 from trainer_agent.core.duties import Duty, Next, next_duty
 from trainer_agent.membership.lease import Membership
 from trainer_agent.tasks.master import HttpMaster
 from trainer_agent.tasks.source import TaskSource
 from trainer_agent.waiting import SingleErrorGroup
+from trireme_shared import etcd as etcd_client
+from trireme_shared.errors import StaleGeneration
+from trireme_shared.etcd.transport import Body, Transport
+from trireme_shared.keys import Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import AcquireTask, JobSpec, Phase, PserverMember, TaskAnswer, TrainerMember
+from trireme_shared.runtime import http, telemetry
 
 LOOK_S = 5.0
 SPEC_S = 60.0

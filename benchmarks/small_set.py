@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from master_service.storage.counting import count_records
-from shared.records.datasets import Custom, Dataset
 from trainer_agent.data import open_dataset
+from trireme_shared.records.datasets import Custom, Dataset
 
 RECORDS = 2
 
@@ -23,7 +23,7 @@ def small_set(dataset: Dataset, file: Path) -> Custom:
 
 
 class FirstRecords:
-    """See shared.datasets.custom_reader.CustomReader."""
+    """See trireme_shared.datasets.custom_reader.CustomReader."""
 
     def count(self, url: str) -> int:  # noqa: ARG002
         return RECORDS

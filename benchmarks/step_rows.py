@@ -19,16 +19,16 @@ from benchmarks.measured_member import FILE
 from benchmarks.measurements import TICK_MS, machine_ms, p99_and_max
 from benchmarks.small_set import small_set
 from benchmarks.without_metrics import WITHOUT_METRICS
-from shared.etcd.reading import read_record
-from shared.records import PserverMember, Strategy, TrainerMember
-from shared.records.job_spec import JobSpec
-from shared.runtime import clock, malloc
 from trainer_agent.collective.groups import pserver_of
 from trainer_agent.data_plane.http import HttpPserver
 from trainer_agent.script import user_module
 from trireme.launch.cluster import LocalCluster
 from trireme.launch.processes import PYTHON_MODULE, ForkServer, Process
 from trireme.plain import plain_spec
+from trireme_shared.etcd.reading import read_record
+from trireme_shared.records import PserverMember, Strategy, TrainerMember
+from trireme_shared.records.job_spec import JobSpec
+from trireme_shared.runtime import clock, malloc
 
 START_S, WARM_UP_STEPS = 300.0, 5  # a limit: 20,000,000 rows of plain PyTorch on a busy machine take minutes
 EVALUATED_EVERY = 20

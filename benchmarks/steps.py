@@ -56,8 +56,8 @@ from benchmarks.step_rows import (
     send,
     stopped,
 )
-from shared.runtime import telemetry
 from trainer_agent.script import user_module
+from trireme_shared.runtime import telemetry
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = {"charlm": HERE.parent / "examples" / "charlm" / "charlm.py", "mlp": HERE / "scripts" / "mlp.py"}

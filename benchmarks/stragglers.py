@@ -22,12 +22,12 @@ from typing import Literal
 import numpy as np
 import torch
 
-from shared.errors import PeerError
-from shared.records import JobSpec, Phase
-from shared.records.datasets import Npy
-from shared.runtime import telemetry
 from trireme.launch.cluster import LocalCluster
 from trireme.view.job_address import client_of
+from trireme_shared.errors import PeerError
+from trireme_shared.records import JobSpec, Phase
+from trireme_shared.records.datasets import Npy
+from trireme_shared.runtime import telemetry
 
 SCRIPT = Path(__file__).parent / "scripts" / "stragglers.py"
 RECORDS, BATCH, LANES, TRAINERS = 320, 32, 16, 4

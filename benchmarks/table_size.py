@@ -31,7 +31,7 @@ OPTIMIZERS = ("adagrad-row", "adam")
 
 
 def table_spec(dim: int, optimizer: str, max_rows: int | None):
-    from shared.records.layout import RowInit, RowOptimizer, TableSpec
+    from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
 
     kind = (
         RowOptimizer(kind="adam", lr=0.01)
@@ -45,7 +45,7 @@ def table_spec(dim: int, optimizer: str, max_rows: int | None):
 
 def ids_of(first: int, count: int) -> np.ndarray:
     """The ids numbered [first, first + count), in no order that a hash would see; ascending."""
-    from shared.tables.hashing import mix64
+    from trireme_shared.tables.hashing import mix64
 
     return np.sort(mix64(np.arange(first, first + count, dtype=np.uint64)).view(np.int64))
 
@@ -54,7 +54,7 @@ class Server(PserverProcess):
     """That tells, too, how long its event loop was held up."""
 
     def __init__(self, index: int, uds: str) -> None:
-        from shared.serving.core.table.rows import TableRows
+        from trireme_shared.serving.core.table.rows import TableRows
 
         super().__init__(index, uds)
         self._portions: list[float] = []
@@ -99,9 +99,9 @@ def tables_at(port: int) -> dict[str, int]:
 
 class Client:
     def __init__(self, uds: str, spec) -> None:
-        from shared.records import PserverMember
-        from shared.records.layout import Layout, OptimizerSpec, Segment
         from trainer_agent.data_plane.stream import StreamPserver
+        from trireme_shared.records import PserverMember
+        from trireme_shared.records.layout import Layout, OptimizerSpec, Segment
 
         optimizer = OptimizerSpec(name="SGD", defaults={}, groups=({"lr": 0.1},))
         segment = Segment(kind="param", dtype="float32", elements=64, group=0)
@@ -114,8 +114,8 @@ class Client:
         self._port = StreamPserver(member, share=False)
 
     def init(self) -> None:
-        from shared.records.step import LanePosition, StepRecord
-        from shared.wire.messages import InitBlock, InitHeader
+        from trireme_shared.records.step import LanePosition, StepRecord
+        from trireme_shared.wire.messages import InitBlock, InitHeader
 
         async def blocks():
             yield InitBlock(block=0), memoryview(np.zeros(64, np.float32)).cast("B")
@@ -128,10 +128,10 @@ class Client:
         self._loop.run_until_complete(self._step(ids, gradients))
 
     async def _step(self, ids: np.ndarray, gradients: np.ndarray) -> None:
-        from shared.records.layout import ROWS
-        from shared.records.step import LanePosition, LaneZero
-        from shared.tables.payload import joined
-        from shared.wire.messages import PullRequest, PushBlock, PushHeader
+        from trireme_shared.records.layout import ROWS
+        from trireme_shared.records.step import LanePosition, LaneZero
+        from trireme_shared.tables.payload import joined
+        from trireme_shared.wire.messages import PullRequest, PushBlock, PushHeader
 
         header = PushHeader(
             job=JOB,
@@ -156,8 +156,8 @@ class Client:
 
     def lookup(self, ids: np.ndarray, version: int, wait_s: float = 0.0) -> tuple[str, np.ndarray | None]:
         """How it ended, and the rows."""
-        from shared.tables.payload import joined, rows_in
-        from shared.wire.messages import LookupRequest
+        from trireme_shared.tables.payload import joined, rows_in
+        from trireme_shared.wire.messages import LookupRequest
 
         request = LookupRequest(job=JOB, generation=0, version=version, rows=(len(ids),), wait_s=wait_s)
         end, rows = self._loop.run_until_complete(self._port.lookup(request, joined([ids])))
@@ -228,7 +228,7 @@ class Report:
 
 def grow(rows: int, ids: int, dim: int, optimizer: str, max_rows: int | None = None, tell=print) -> Report:
     """All minibatches; values of the rows are checked now and then."""
-    from shared.tables.needs import needs_of
+    from trireme_shared.tables.needs import needs_of
 
     spec = table_spec(dim, optimizer, max_rows)
     found = Report(predicted=needs_of(spec, min(rows, max_rows or rows), ids).total)

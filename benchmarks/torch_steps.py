@@ -28,11 +28,11 @@ from torch import nn
 from benchmarks.measurements import Memory
 from master_service.core.queue.task_sizes import TaskSizes
 from master_service.storage.counting import count_records
-from shared.runtime import clock, malloc
 from trainer_agent.data import Minibatch, default_collate
 from trainer_agent.script import user_module
 from trainer_agent.script.user_module import UserModule
 from trireme.plain import epoch_minibatches, plain_spec
+from trireme_shared.runtime import clock, malloc
 
 BATCHES = 16
 FEW = 5

@@ -20,14 +20,14 @@ from master_service.leadership.master import Master
 from master_service.listening import listen
 from master_service.settings import Settings, read_spec
 from master_service.storage.job_storage import FileStorage
-from shared.errors import InvalidArgument
-from shared.etcd import Etcd
-from shared.keys import ClusterKeys, Keys
-from shared.membership.hash_seed import fix_hash_seed
-from shared.membership.local_script import LocalScripts
-from shared.membership.settings import CONFIGURATION
-from shared.records import Dispatch, JobSpec
-from shared.runtime import ids, service, telemetry
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.etcd import Etcd
+from trireme_shared.keys import ClusterKeys, Keys
+from trireme_shared.membership.hash_seed import fix_hash_seed
+from trireme_shared.membership.local_script import LocalScripts
+from trireme_shared.membership.settings import CONFIGURATION
+from trireme_shared.records import Dispatch, JobSpec
+from trireme_shared.runtime import ids, service, telemetry
 
 START_S = 10.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from shared.membership.settings import MemberSettings
+from trireme_shared.membership.settings import MemberSettings
 
 
 class Settings(MemberSettings):

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pserver_service.context import PserverContext
-from shared.checkpoints.start_tables import fit_tables, mark_in, put_rows
-from shared.errors import InvalidArgument, NotReady, TriremeError
-from shared.records import SlotMap
-from shared.runtime import clock, telemetry
-from shared.runtime.waiting import event_within
-from shared.serving.core.stores import rows_of
-from shared.tables.hashing import owned_slots
-from shared.wire.messages import InitHeader
+from trireme_shared.checkpoints.start_tables import fit_tables, mark_in, put_rows
+from trireme_shared.errors import InvalidArgument, NotReady, TriremeError
+from trireme_shared.records import SlotMap
+from trireme_shared.runtime import clock, telemetry
+from trireme_shared.runtime.waiting import event_within
+from trireme_shared.serving.core.stores import rows_of
+from trireme_shared.tables.hashing import owned_slots
+from trireme_shared.wire.messages import InitHeader
 
 if TYPE_CHECKING:
-    from shared.serving.core.table.rows import TableRows  # loads numba
+    from trireme_shared.serving.core.table.rows import TableRows  # loads numba
 
 WAIT_S = 5.0  # of one request; the trainer asks again
 

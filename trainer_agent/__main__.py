@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from shared.membership.hash_seed import fix_hash_seed
+from trireme_shared.membership.hash_seed import fix_hash_seed
 
 
 def main() -> int:
@@ -36,8 +36,8 @@ def _train() -> int:
     from trainer_agent.settings import Settings  # noqa: PLC0415
 
     settings = Settings.from_environment()
-    from shared.runtime import service, telemetry  # noqa: PLC0415  torch is loaded only for settings that make sense
     from trainer_agent.process import serve  # noqa: PLC0415
+    from trireme_shared.runtime import service, telemetry  # noqa: PLC0415  torch is loaded only for settings that make sense
 
     telemetry.configure(level=settings.log_level, service="trainer", job=settings.job)
     return service.run(lambda stopping: serve(settings, stopping))

@@ -10,20 +10,6 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from shared.errors import (
-    InvalidArgument,
-    LayoutMismatch,
-    ResourceExhausted,
-    StorageUnreachable,
-    TriremeError,
-    UserCodeError,
-)
-from shared.etcd import Etcd
-from shared.membership.directory import Directory
-from shared.records import JobSpec, Mode, Phase, Task, TrainerMember
-from shared.records.pauses import Paused
-from shared.runtime import clock, telemetry
-from shared.runtime.service import LEASE_LOST
 from trainer_agent.collective.beginning import begin_together
 from trainer_agent.collective.member import CollectiveMember
 from trainer_agent.collective.ports import CollectivePorts
@@ -47,6 +33,20 @@ from trainer_agent.tasks.master import MasterPort, failure_of
 from trainer_agent.tasks.reports import Done, Reports
 from trainer_agent.tasks.source import Offload, TaskSource
 from trainer_agent.waiting import SingleErrorGroup, end_tasks, retry
+from trireme_shared.errors import (
+    InvalidArgument,
+    LayoutMismatch,
+    ResourceExhausted,
+    StorageUnreachable,
+    TriremeError,
+    UserCodeError,
+)
+from trireme_shared.etcd import Etcd
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import JobSpec, Mode, Phase, Task, TrainerMember
+from trireme_shared.records.pauses import Paused
+from trireme_shared.runtime import clock, telemetry
+from trireme_shared.runtime.service import LEASE_LOST
 
 LOOK_S = 0.5
 FLUSH_S = 5.0

@@ -17,15 +17,6 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from shared import etcd as etcd_client
-from shared.errors import CallerError, DeadlineExceeded, InvalidArgument, NotReady, TriremeError
-from shared.keys import Keys
-from shared.membership.directory import Directory
-from shared.membership.local_script import LocalScripts
-from shared.records import Dispatch, JobSpec, PserverMember, TrainerMember
-from shared.runtime import begun, http, ids, malloc, service, telemetry
-from shared.runtime.network import own_network
-from shared.security.script_digests import ScriptChanged
 from trainer_agent.agent import FAILED, Agent
 from trainer_agent.collective.native.link import backend_of
 from trainer_agent.collective.ports import collective_ports
@@ -43,6 +34,15 @@ from trainer_agent.status_pages import StatusPages
 from trainer_agent.tasks.last_end import journal_file, report_last_end
 from trainer_agent.tasks.master import HttpMaster, MasterPort, failure_of
 from trainer_agent.waiting import SingleErrorGroup, retry
+from trireme_shared import etcd as etcd_client
+from trireme_shared.errors import CallerError, DeadlineExceeded, InvalidArgument, NotReady, TriremeError
+from trireme_shared.keys import Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.membership.local_script import LocalScripts
+from trireme_shared.records import Dispatch, JobSpec, PserverMember, TrainerMember
+from trireme_shared.runtime import begun, http, ids, malloc, service, telemetry
+from trireme_shared.runtime.network import own_network
+from trireme_shared.security.script_digests import ScriptChanged
 
 REPORT_S = 30.0
 NEW_SPEC_S = 10.0  # a master writes it when it takes over

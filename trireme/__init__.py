@@ -6,13 +6,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shared import __version__
-from shared.errors import TriremeError
 from trireme.config import Config, ConfigError
+from trireme_shared import __version__
+from trireme_shared.errors import TriremeError
 
 if TYPE_CHECKING:
-    from shared.logged_metrics import log as log
-    from shared.logged_metrics import log_metrics as log_metrics
     from trainer_agent.own_loop.job_steps import steps_per_epoch as steps_per_epoch
     from trainer_agent.own_loop.job_steps import total_steps as total_steps
     from trireme import data as data
@@ -31,6 +29,8 @@ if TYPE_CHECKING:
     from trireme.loop import backward as backward
     from trireme.loop import prepare as prepare
     from trireme.plain import train as train
+    from trireme_shared.logged_metrics import log as log
+    from trireme_shared.logged_metrics import log_metrics as log_metrics
 
 __all__ = [
     "FAILED",
@@ -70,8 +70,8 @@ _HOMES = {
     "Status": "trireme.communicator.status",
     "WaitTimedOut": "trireme.background.errors",
     "backward": "trireme.loop",
-    "log": "shared.logged_metrics",
-    "log_metrics": "shared.logged_metrics",
+    "log": "trireme_shared.logged_metrics",
+    "log_metrics": "trireme_shared.logged_metrics",
     "prepare": "trireme.loop",
     "run": "trireme.background.run",
     "steps_per_epoch": "trainer_agent.own_loop.job_steps",

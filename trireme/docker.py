@@ -16,10 +16,6 @@ from contextlib import asynccontextmanager
 
 from pydantic import Field
 
-from shared.errors import InvalidArgument, NotFound, NotLeader, PeerError
-from shared.membership.settings import MemberSettings
-from shared.records.cluster import Kind
-from shared.runtime import service, telemetry
 from trireme.client import AsyncClient
 from trireme.launchers.docker_copy import PROJECT
 from trireme.launchers.docker_engine import DEFAULT, Engine
@@ -27,6 +23,10 @@ from trireme.launchers.docker_launcher import DockerLauncher
 from trireme.launchers.sizing import Bounds, PoolSize
 from trireme.view.child_events import ChildEvent
 from trireme.view.job_address import client_of
+from trireme_shared.errors import InvalidArgument, NotFound, NotLeader, PeerError
+from trireme_shared.membership.settings import MemberSettings
+from trireme_shared.records.cluster import Kind
+from trireme_shared.runtime import service, telemetry
 
 REQUEST_TIMEOUT_S = 5.0
 

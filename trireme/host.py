@@ -9,9 +9,9 @@ import argparse
 import asyncio
 import sys
 
-from shared.runtime import service, telemetry
 from trireme.pool.host_agent import HostAgent
 from trireme.pool.settings import Settings
+from trireme_shared.runtime import service, telemetry
 
 RELEASE_S = 30.0
 

@@ -22,8 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.errors import TriremeError, UserCodeError
-from shared.metric_names import LOSS
 from trainer_agent.own_loop.prepared import Prepared
 from trainer_agent.own_loop.source import has_own_loop
 from trainer_agent.own_loop.turns import Batches, running
@@ -32,6 +30,8 @@ from trireme.config import Config
 from trireme.plain import plain_spec, run
 from trireme.settings import SETTINGS
 from trireme.view.chart import show_chart
+from trireme_shared.errors import TriremeError, UserCodeError
+from trireme_shared.metric_names import LOSS
 
 if TYPE_CHECKING:
     import torch

@@ -17,12 +17,12 @@ from pydantic import Field
 
 from master_service.masterless.dispatcher import Dispatcher
 from master_service.settings import read_spec
-from shared.errors import InvalidArgument
-from shared.membership.hash_seed import fix_hash_seed
-from shared.records import Dispatch, JobSpec
-from shared.runtime import service, telemetry
 from trainer_agent import settings as trainer_settings
 from trainer_agent.tasks.master import MasterPort
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.membership.hash_seed import fix_hash_seed
+from trireme_shared.records import Dispatch, JobSpec
+from trireme_shared.runtime import service, telemetry
 
 
 class Settings(trainer_settings.Settings):

@@ -12,11 +12,17 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from shared.errors import InvalidArgument
-from shared.records.cluster import Source
-from shared.security.script_digests import MAX_FILES, digest_of
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.records.cluster import Source
+from trireme_shared.security.script_digests import MAX_FILES, digest_of
 
-OURS = {"trireme", "shared", "trainer_agent", "master_service", "pserver_service"}  # every member has these packages
+OURS = {
+    "trireme",
+    "trireme_shared",
+    "trainer_agent",
+    "master_service",
+    "pserver_service",
+}  # every member has these packages
 
 
 def read_source(script: Path, modules: Iterable[str] = ()) -> Source:

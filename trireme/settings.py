@@ -15,12 +15,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shared.errors import InvalidArgument
-from shared.records import JobSpec, Strategy
-from shared.records.job_spec import RENAMED
-from shared.storage import files
 from trireme.config import Config
 from trireme.validation import allowed_name, field_problems, problems_of, without_auto
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.records import JobSpec, Strategy
+from trireme_shared.records.job_spec import RENAMED
+from trireme_shared.storage import files
 
 SETTINGS = tuple(field.name for field in fields(Config))
 ETCD_SETTINGS = ("etcd", "etcd_user", "etcd_password_file", "etcd_ca", "etcd_cert", "etcd_key")

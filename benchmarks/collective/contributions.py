@@ -14,7 +14,7 @@ def contribution(elements: int, place: int) -> Any:
 
 def mean(elements: int, members: int) -> Any:
     """Of all contributions over the canonical tree, float32 (elements,)."""
-    from shared.collective.operations import tree
+    from trireme_shared.collective.operations import tree
 
     return tree([contribution(elements, place) for place in range(members)], [1.0] * members)
 

@@ -27,8 +27,8 @@ class DirectMember:
         import torch
         import uvloop
 
-        from shared.runtime.scheduling import serve_soon
         from trainer_agent.collective.ports import SWITCH_S
+        from trireme_shared.runtime.scheduling import serve_soon
 
         torch.set_num_threads(1)
         sys.setswitchinterval(SWITCH_S)
@@ -45,10 +45,10 @@ class DirectMember:
         return self._await(self._serve())
 
     async def _serve(self) -> int:
-        from shared.serving.data_plane.server import make_app, serving
-        from shared.serving.ports import ServerPorts
-        from shared.wire.region_allocator import RegionAllocator
         from trainer_agent.collective.server import ShareServer
+        from trireme_shared.serving.data_plane.server import make_app, serving
+        from trireme_shared.serving.ports import ServerPorts
+        from trireme_shared.wire.region_allocator import RegionAllocator
 
         self._server = ShareServer(JOB, _name(self._place), ServerPorts(RegionAllocator))
         listening = serving(make_app(self._server), "127.0.0.1", 0, self._uds)
@@ -59,11 +59,6 @@ class DirectMember:
         self._await(self._begin(mib << 18, block_kib << 10, ports, sockets))
 
     async def _begin(self, elements: int, block_bytes: int, ports: Sequence[int], sockets: Sequence[str]) -> None:
-        from shared.keys import Keys
-        from shared.membership.directory import Directory
-        from shared.records import Exchange, JobSpec, JobState, Mode, Phase, Strategy, TrainerList, TrainerMember
-        from shared.records.datasets import Custom
-        from shared.records.layout import Layout, OptimizerSpec, Segment
         from trainer_agent.collective.exchange import CollectiveGroup
         from trainer_agent.collective.gathering import MeanGradients
         from trainer_agent.collective.groups import GroupView
@@ -72,6 +67,20 @@ class DirectMember:
         from trainer_agent.data_plane.stream import StreamPserver
         from trainer_agent.model.devices import HOST
         from trainer_agent.model.flat import Plan, Vector
+        from trireme_shared.keys import Keys
+        from trireme_shared.membership.directory import Directory
+        from trireme_shared.records import (
+            Exchange,
+            JobSpec,
+            JobState,
+            Mode,
+            Phase,
+            Strategy,
+            TrainerList,
+            TrainerMember,
+        )
+        from trireme_shared.records.datasets import Custom
+        from trireme_shared.records.layout import Layout, OptimizerSpec, Segment
 
         members = self._members
         spec = JobSpec(
@@ -138,7 +147,7 @@ class DirectMember:
             spec,
             CollectivePorts(self._server, addresses[self._place].exchange or Exchange(url="")),
         )
-        from shared.records.step import LanePosition, StepRecord
+        from trireme_shared.records.step import LanePosition, StepRecord
 
         first = StepRecord(version=0, positions=tuple(LanePosition(lane=lane) for lane in range(members)))
         self._collective = CollectiveGroup(self._means, Replica(made), made, spec)
@@ -161,11 +170,11 @@ class DirectMember:
         return self._await(self._round())
 
     async def _round(self) -> float:
-        from shared.records import Mode
-        from shared.records.step import LanePosition, LaneZero
-        from shared.wire.messages import PushHeader
         from trainer_agent.data_plane.outbox import NodeSink, Outboxes
         from trainer_agent.data_plane.pushes import Verdict
+        from trireme_shared.records import Mode
+        from trireme_shared.records.step import LanePosition, LaneZero
+        from trireme_shared.wire.messages import PushHeader
 
         exchange, means, lane = self._collective, self._means, self._place
         step = means.has

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shared.records import Strategy
-from shared.records.job_spec import JobSpec
 from trainer_agent.script import user_module
 from trireme.plain import plain_spec
+from trireme_shared.records import Strategy
+from trireme_shared.records.job_spec import JobSpec
 
 
 def endless(script: Path, folder: Path, trainers: int, lanes: int, **more: Any) -> JobSpec:

@@ -21,7 +21,7 @@ class GlooMember:
         import torch
         from torch import distributed
 
-        from shared.collective.group import Device, Group
+        from trireme_shared.collective.group import Device, Group
 
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -59,7 +59,7 @@ class GlooMember:
 
     def _canonical(self) -> None:
         """As AllReduce with reduction="canonical" does it with one flat buffer."""
-        from shared.collective.operations import tree
+        from trireme_shared.collective.operations import tree
 
         group, flat, taken = self._group, self._flat, self._taken
         group.scatter_all(flat, taken, TIMEOUT_S, _nothing)
@@ -79,12 +79,12 @@ class _Native:
     """One lane for each member; `source` is this one's gradient, `flat` gets the mean. In blocks of 1 MiB."""
 
     def __init__(self, source: Any, flat: Any, place: int, members: int) -> None:
-        from shared.blocks.buffers import bytes_of
-        from shared.records import JobSpec, Mode
-        from shared.records.layout import Layout, OptimizerSpec, Segment
-        from shared.wire.messages import PushHeader
         from trainer_agent.collective.native.given import ChosenNode
         from trainer_agent.collective.native.reducing import Scratch, buckets_of
+        from trireme_shared.blocks.buffers import bytes_of
+        from trireme_shared.records import JobSpec, Mode
+        from trireme_shared.records.layout import Layout, OptimizerSpec, Segment
+        from trireme_shared.wire.messages import PushHeader
 
         segment = Segment(kind="param", dtype="float32", elements=flat.numel(), group=0)
         optimizer = OptimizerSpec(name="SGD", defaults={}, groups=({"lr": 0.1},))

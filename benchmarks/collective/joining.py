@@ -26,12 +26,12 @@ from benchmarks.collective.exchange import progress
 from benchmarks.collective.spread import spread
 from benchmarks.measurements import machine_ms
 from benchmarks.step_rows import Usage
-from shared.errors import DeadlineExceeded, PeerError
-from shared.etcd.reading import read_record
-from shared.records import TrainerMember
-from shared.runtime import clock, ids
 from trireme.launch.cluster import LocalCluster
 from trireme.view.job_address import client_of
+from trireme_shared.errors import DeadlineExceeded, PeerError
+from trireme_shared.etcd.reading import read_record
+from trireme_shared.records import TrainerMember
+from trireme_shared.runtime import clock, ids
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "large_state.py"
 LOOK_S, LIMIT_S = 0.02, 300.0

@@ -42,10 +42,10 @@ from master_service.api.routes.dependencies import job_in_path
 from master_service.api.server_sent import Streams
 from master_service.cluster.leader import ClusterMaster
 from master_service.leadership.jobs_led import JobsLed
-from shared import __version__
-from shared.errors import NotLeader, NotReady
-from shared.runtime import telemetry
-from shared.security.access import Access
+from trireme_shared import __version__
+from trireme_shared.errors import NotLeader, NotReady
+from trireme_shared.runtime import telemetry
+from trireme_shared.security.access import Access
 
 CALM_S = 1.0  # from the start, or from the last look in a takeover
 

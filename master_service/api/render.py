@@ -32,8 +32,8 @@ from master_service.core.state.job import Job
 from master_service.core.state.members import has
 from master_service.core.state.metrics import Metrics
 from master_service.leadership.master import Master
-from shared.errors import NotFound
-from shared.records import (
+from trireme_shared.errors import NotFound
+from trireme_shared.records import (
     DiscardedTask,
     Mode,
     Phase,
@@ -44,9 +44,9 @@ from shared.records import (
     TaskKind,
     TrainerMember,
 )
-from shared.records.checkpoints import CheckpointRef
-from shared.records.operations import Operation, OperationState
-from shared.runtime import clock
+from trireme_shared.records.checkpoints import CheckpointRef
+from trireme_shared.records.operations import Operation, OperationState
+from trireme_shared.runtime import clock
 
 SCANNED_AT_ONCE = 10_000
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from shared.errors import TooManyRequests, TriremeError
-from shared.runtime import clock, telemetry
+from trireme_shared.errors import TooManyRequests, TriremeError
+from trireme_shared.runtime import clock, telemetry
 
 HEARTBEAT_S = 10.0
 SLOW_S = 20.0

@@ -21,13 +21,13 @@ from master_service.core.state.cluster import ClusterDecision, ClusterState, Pla
 from master_service.core.state.members import started_by
 from master_service.leadership.master import Master
 from master_service.store.writer import HeldLock
-from shared.errors import TriremeError
-from shared.etcd import Etcd
-from shared.keys import ClusterKeys
-from shared.membership.own_key import may_return_s
-from shared.records.cluster import ClusterJob, PoolMember, Standing
-from shared.runtime import clock, telemetry
-from shared.times import rfc3339
+from trireme_shared.errors import TriremeError
+from trireme_shared.etcd import Etcd
+from trireme_shared.keys import ClusterKeys
+from trireme_shared.membership.own_key import may_return_s
+from trireme_shared.records.cluster import ClusterJob, PoolMember, Standing
+from trireme_shared.runtime import clock, telemetry
+from trireme_shared.times import rfc3339
 
 LOOK_S = 5.0
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from contextlib import aclosing
 
 from master_service.core.state.cluster import Place
-from shared.etcd import Etcd, KeyValue
-from shared.etcd.reading import read_record
-from shared.keys import ClusterKeys
-from shared.records.cluster import PoolMember
+from trireme_shared.etcd import Etcd, KeyValue
+from trireme_shared.etcd.reading import read_record
+from trireme_shared.keys import ClusterKeys
+from trireme_shared.records.cluster import PoolMember
 
 
 class PoolWatch:

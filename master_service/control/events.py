@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 from master_service.core.changes import Event
 from master_service.core.state.event_log import EventLog
-from shared.events import EventRecord
-from shared.runtime import clock, telemetry
-from shared.runtime.waiting import event_within
+from trireme_shared.events import EventRecord
+from trireme_shared.runtime import clock, telemetry
+from trireme_shared.runtime.waiting import event_within
 
 log = telemetry.logger("events")
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from shared.errors import TriremeError
-from shared.etcd import Etcd
-from shared.records import PserverMember
-from shared.runtime import clock
+from trireme_shared.errors import TriremeError
+from trireme_shared.etcd import Etcd
+from trireme_shared.records import PserverMember
+from trireme_shared.runtime import clock
 
 SILENT_S = 1.5  # for so long training stands still at most for a parameter server that gives no sign of life
 AFTER_CUT = 1 / 3  # of that, it has at least after the cut, however late that came

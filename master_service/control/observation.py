@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from master_service.control.stall import StallWatch
 from master_service.core.explanation.situation import Reported, Situation
 from master_service.core.state.job import Job
-from shared.errors import TriremeError
-from shared.etcd import Etcd, NoSpace
-from shared.keys import Keys
-from shared.records import UserFailure
-from shared.records.cluster import Kind
-from shared.records.record import shortened
-from shared.runtime import clock
+from trireme_shared.errors import TriremeError
+from trireme_shared.etcd import Etcd, NoSpace
+from trireme_shared.keys import Keys
+from trireme_shared.records import UserFailure
+from trireme_shared.records.cluster import Kind
+from trireme_shared.records.record import shortened
+from trireme_shared.runtime import clock
 
 ANSWER_S = 1.0
 ERROR_CHARACTERS = 500

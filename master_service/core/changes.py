@@ -13,9 +13,9 @@ from typing import Generic
 
 from typing_extensions import TypeVar
 
-from shared.evaluations import Evaluation, EvaluationStatus
-from shared.events import EventFields
-from shared.records import (
+from trireme_shared.evaluations import Evaluation, EvaluationStatus
+from trireme_shared.events import EventFields
+from trireme_shared.records import (
     Attempt,
     DiscardedTask,
     EvaluationSums,
@@ -28,11 +28,11 @@ from shared.records import (
     TrainerList,
     ValidationSums,
 )
-from shared.records.assignments import GivenNumbers, Migration
-from shared.records.checkpoints import CheckpointCut
-from shared.records.operations import KeptAnswer, Operation
-from shared.records.pauses import Losses, Pause
-from shared.records.queue import FailureCounts
+from trireme_shared.records.assignments import GivenNumbers, Migration
+from trireme_shared.records.checkpoints import CheckpointCut
+from trireme_shared.records.operations import KeptAnswer, Operation
+from trireme_shared.records.pauses import Losses, Pause
+from trireme_shared.records.queue import FailureCounts
 
 Fields = EventFields
 

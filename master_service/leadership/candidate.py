@@ -13,10 +13,10 @@ from typing import Generic, Protocol, TypeVar
 from master_service.control.task_service import Probe
 from master_service.leadership.election import campaign
 from master_service.store.writer import HeldLock
-from shared.errors import NotLeader, NotReady
-from shared.etcd import Etcd, Lease
-from shared.records import MasterLock
-from shared.runtime import clock
+from trireme_shared.errors import NotLeader, NotReady
+from trireme_shared.etcd import Etcd, Lease
+from trireme_shared.records import MasterLock
+from trireme_shared.runtime import clock
 
 
 class Led(Protocol):

@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from master_service.core.queue.file_table import TableFile
 from master_service.core.queue.task_sizes import TaskSizes
-from shared.datasets import record_io, tar_records, tf_record
-from shared.records.datasets import RecordIO, TFRecord, WebDataset
-from shared.storage import files
-from shared.storage.compressed import scanning
+from trireme_shared.datasets import record_io, tar_records, tf_record
+from trireme_shared.records.datasets import RecordIO, TFRecord, WebDataset
+from trireme_shared.storage import files
+from trireme_shared.storage.compressed import scanning
 
 CHECK_EVERY = 1024
 

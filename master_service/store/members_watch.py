@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import TypeVar
 
 from master_service.core.state.members import LEFT_KEPT, Members
-from shared.etcd import Etcd, KeyValue, WatchBatch
-from shared.etcd.reading import read_number, read_record
-from shared.keys import Keys
-from shared.records import PserverMember, TrainerMember
-from shared.records.checkpoints import CheckpointLatest, OwnCheckpoints
-from shared.records.layout import Layout
+from trireme_shared.etcd import Etcd, KeyValue, WatchBatch
+from trireme_shared.etcd.reading import read_number, read_record
+from trireme_shared.keys import Keys
+from trireme_shared.records import PserverMember, TrainerMember
+from trireme_shared.records.checkpoints import CheckpointLatest, OwnCheckpoints
+from trireme_shared.records.layout import Layout
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -38,13 +38,13 @@ from master_service.core.changes import (
 from master_service.core.state.event_log import EventLog
 from master_service.core.state.job import Job
 from master_service.store.batch import merge
-from shared.errors import Conflict
-from shared.etcd import Compare, Delete, Etcd, KeyValue, Put, WatchEvent
-from shared.etcd.reading import must_read, read_below, read_number, read_record, understood
-from shared.evaluations import Evaluation, EvaluationStatus
-from shared.events import EventChunk
-from shared.keys import Keys
-from shared.records import (
+from trireme_shared.errors import Conflict
+from trireme_shared.etcd import Compare, Delete, Etcd, KeyValue, Put, WatchEvent
+from trireme_shared.etcd.reading import must_read, read_below, read_number, read_record, understood
+from trireme_shared.evaluations import Evaluation, EvaluationStatus
+from trireme_shared.events import EventChunk
+from trireme_shared.keys import Keys
+from trireme_shared.records import (
     DiscardedTask,
     EvaluationSums,
     JobSpec,
@@ -56,10 +56,10 @@ from shared.records import (
     TrainerList,
     ValidationSums,
 )
-from shared.records.assignments import GivenNumbers, Migration
-from shared.records.operations import CheckpointRequest, KeptAnswer, Operation, OperationKind
-from shared.records.pauses import Losses
-from shared.records.queue import FailureCounts
+from trireme_shared.records.assignments import GivenNumbers, Migration
+from trireme_shared.records.operations import CheckpointRequest, KeptAnswer, Operation, OperationKind
+from trireme_shared.records.pauses import Losses
+from trireme_shared.records.queue import FailureCounts
 
 
 def operations(keys: Keys, job: Job | None, changes: Iterable[Change]) -> list[Put | Delete]:

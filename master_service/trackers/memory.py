@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from shared.runtime import ids
-from shared.storage import files
+from trireme_shared.runtime import ids
+from trireme_shared.storage import files
 
 FOLDER = "trackers"
 ENDED = "ended.json"

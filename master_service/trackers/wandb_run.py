@@ -15,8 +15,8 @@ from typing import Any
 
 from master_service.trackers.points import told_with
 from master_service.trackers.tracker import Point, Run
-from shared.errors import InvalidArgument
-from shared.storage import files
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.storage import files
 
 FOLDER = "wandb"
 STEP = "trireme_step"

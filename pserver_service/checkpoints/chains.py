@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from shared.blocks.snapshot import Snapshot
-from shared.checkpoints.deltas import DeltaBase
-from shared.checkpoints.tables import tables_of
-from shared.records import SlotMap
-from shared.records.checkpoints import CheckpointLatest, CheckpointPart
-from shared.serving.core.store import Store
+from trireme_shared.blocks.snapshot import Snapshot
+from trireme_shared.checkpoints.deltas import DeltaBase
+from trireme_shared.checkpoints.tables import tables_of
+from trireme_shared.records import SlotMap
+from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointPart
+from trireme_shared.serving.core.store import Store
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from shared.records.layout import ROWS
-from shared.records.step import StepRecord
-from shared.runtime import telemetry
-from shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
-from shared.serving.core.store import Store
-from shared.serving.core.stores import AsyncStore
-from shared.serving.pserver import Pserver
+from trireme_shared.records.layout import ROWS
+from trireme_shared.records.step import StepRecord
+from trireme_shared.runtime import telemetry
+from trireme_shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
+from trireme_shared.serving.core.store import Store
+from trireme_shared.serving.core.stores import AsyncStore
+from trireme_shared.serving.pserver import Pserver
 
 COPY_BYTES = 4 << 20  # of values, with their optimizer's state: a few milliseconds
 

@@ -14,21 +14,21 @@ from pserver_service.checkpoints.copies import begin
 from pserver_service.checkpoints.ledger_text import ledger_metadata
 from pserver_service.checkpoints.store_copies import saving_of
 from pserver_service.context import PserverContext
-from shared.checkpoints import writer
-from shared.checkpoints.async_cut import Cut, GivenUp, cut_at
-from shared.checkpoints.saving.parts import write_part
-from shared.checkpoints.saving.pending import PendingCheckpoint
-from shared.checkpoints.saving.storage_problem import advice_for
-from shared.errors import InvalidArgument, PeerError
-from shared.etcd import Compare, LeaseLost, Put
-from shared.etcd.reading import read_record
-from shared.records import JobSpec, Mode
-from shared.records.checkpoints import CheckpointRef, OwnCheckpoints
-from shared.records.step import StepRecord
-from shared.runtime import clock, ids, telemetry
-from shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
-from shared.serving.core.stores import AsyncStore
-from shared.storage import files
+from trireme_shared.checkpoints import writer
+from trireme_shared.checkpoints.async_cut import Cut, GivenUp, cut_at
+from trireme_shared.checkpoints.saving.parts import write_part
+from trireme_shared.checkpoints.saving.pending import PendingCheckpoint
+from trireme_shared.checkpoints.saving.storage_problem import advice_for
+from trireme_shared.errors import InvalidArgument, PeerError
+from trireme_shared.etcd import Compare, LeaseLost, Put
+from trireme_shared.etcd.reading import read_record
+from trireme_shared.records import JobSpec, Mode
+from trireme_shared.records.checkpoints import CheckpointRef, OwnCheckpoints
+from trireme_shared.records.step import StepRecord
+from trireme_shared.runtime import clock, ids, telemetry
+from trireme_shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
+from trireme_shared.serving.core.stores import AsyncStore
+from trireme_shared.storage import files
 
 LOOK_S = 0.5
 RETRY_S = 2.0

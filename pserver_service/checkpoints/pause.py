@@ -1,6 +1,6 @@
 """A paused checkpoint at one pserver: nobody trains, so all blocks are copied at one instant; then training goes on.
 
-CHECKPOINTING, cut -> older pushes are stale -> copy -> `copied` in ps/<index> -> written in the background (shared/checkpoints/saving/parts.py)
+CHECKPOINTING, cut -> older pushes are stale -> copy -> `copied` in ps/<index> -> written in the background (shared/trireme_shared/checkpoints/saving/parts.py)
                                                  |-- a long one: `copying` now and then, or the master takes it for frozen
                                                  `-- the pause was given up meanwhile: nothing is kept
 """
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from pserver_service.checkpoints.copies import copy
 from pserver_service.context import PserverContext, StateFollower
-from shared.records import JobState, Phase
-from shared.records.step import StepRecord
-from shared.runtime import clock, telemetry
+from trireme_shared.records import JobState, Phase
+from trireme_shared.records.step import StepRecord
+from trireme_shared.runtime import clock, telemetry
 
 TELL_S = 0.5  # the master takes a parameter server for frozen that says nothing for three times as long
 

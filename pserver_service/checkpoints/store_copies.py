@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from pserver_service.checkpoints.chains import Chains, versions_of
 from pserver_service.checkpoints.ledger_text import ledger_metadata
 from pserver_service.context import PserverContext
-from shared.blocks.snapshot import Snapshot
-from shared.checkpoints.async_cut import Cut, read_cut
-from shared.checkpoints.deltas import narrow
-from shared.checkpoints.saving.copies import Copied, Copies
-from shared.checkpoints.saving.part_owner import SavingContext
-from shared.checkpoints.saving.parts import Checkpointer
-from shared.records import SlotMap
-from shared.records.checkpoints import CheckpointLatest, CheckpointPart, PartLink
-from shared.records.members import pserver_names
-from shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
-from shared.serving.core.store import Store
+from trireme_shared.blocks.snapshot import Snapshot
+from trireme_shared.checkpoints.async_cut import Cut, read_cut
+from trireme_shared.checkpoints.deltas import narrow
+from trireme_shared.checkpoints.saving.copies import Copied, Copies
+from trireme_shared.checkpoints.saving.part_owner import SavingContext
+from trireme_shared.checkpoints.saving.parts import Checkpointer
+from trireme_shared.records import SlotMap
+from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointPart, PartLink
+from trireme_shared.records.members import pserver_names
+from trireme_shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
+from trireme_shared.serving.core.store import Store
 
 
 def saving_of(context: PserverContext) -> SavingContext:

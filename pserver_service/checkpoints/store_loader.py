@@ -7,23 +7,23 @@ from collections.abc import Mapping
 
 from pserver_service.checkpoints import ledger_text
 from pserver_service.checkpoints.ledger_text import LEDGER
-from shared.blocks.buffers import Buffer, BufferPool
-from shared.checkpoints import stored
-from shared.checkpoints.block_reader import BlockReader, check_model
-from shared.checkpoints.schedule import Schedule
-from shared.errors import BadFrame
-from shared.records import Mode, SlotMap
-from shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
-from shared.records.layout import Block
-from shared.serving.core.asynchronous.ledger import Ledger
-from shared.serving.core.asynchronous.saved_ledger import SavedLedger
-from shared.serving.core.clipping import Clipping
-from shared.serving.core.store import Store
-from shared.serving.core.stores import AsyncStore, store_of
-from shared.serving.table_loader import TableLoader
-from shared.slots import slot_of
-from shared.storage.tensor_file import Summary
-from shared.wire.messages import InitHeader
+from trireme_shared.blocks.buffers import Buffer, BufferPool
+from trireme_shared.checkpoints import stored
+from trireme_shared.checkpoints.block_reader import BlockReader, check_model
+from trireme_shared.checkpoints.schedule import Schedule
+from trireme_shared.errors import BadFrame
+from trireme_shared.records import Mode, SlotMap
+from trireme_shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
+from trireme_shared.records.layout import Block
+from trireme_shared.serving.core.asynchronous.ledger import Ledger
+from trireme_shared.serving.core.asynchronous.saved_ledger import SavedLedger
+from trireme_shared.serving.core.clipping import Clipping
+from trireme_shared.serving.core.store import Store
+from trireme_shared.serving.core.stores import AsyncStore, store_of
+from trireme_shared.serving.table_loader import TableLoader
+from trireme_shared.slots import slot_of
+from trireme_shared.storage.tensor_file import Summary
+from trireme_shared.wire.messages import InitHeader
 
 
 def load_store(

@@ -16,25 +16,25 @@ from typing import TYPE_CHECKING
 
 from pserver_service.checkpoints import ledger_text
 from pserver_service.context import PserverContext
-from shared.blocks.buffers import BufferPool
-from shared.errors import NotReady
-from shared.records import JobState, Mode, SlotMap
-from shared.records.assignments import Group, Migration
-from shared.records.layout import ROWS, Block, Layout
-from shared.records.step import StepRecord
-from shared.runtime import clock, telemetry
-from shared.serving.core.asynchronous.saved_ledger import SavedLedger
-from shared.serving.core.calls import Payload
-from shared.serving.core.geometry import Geometry
-from shared.serving.core.moving import ArrivingBlocks, adopt, forget
-from shared.serving.core.store import Store
-from shared.serving.core.stores import rows_of, store_of
-from shared.slots import blocks_in
-from shared.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart, InitHeader
+from trireme_shared.blocks.buffers import BufferPool
+from trireme_shared.errors import NotReady
+from trireme_shared.records import JobState, Mode, SlotMap
+from trireme_shared.records.assignments import Group, Migration
+from trireme_shared.records.layout import ROWS, Block, Layout
+from trireme_shared.records.step import StepRecord
+from trireme_shared.runtime import clock, telemetry
+from trireme_shared.serving.core.asynchronous.saved_ledger import SavedLedger
+from trireme_shared.serving.core.calls import Payload
+from trireme_shared.serving.core.geometry import Geometry
+from trireme_shared.serving.core.moving import ArrivingBlocks, adopt, forget
+from trireme_shared.serving.core.store import Store
+from trireme_shared.serving.core.stores import rows_of, store_of
+from trireme_shared.slots import blocks_in
+from trireme_shared.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart, InitHeader
 
 if TYPE_CHECKING:
-    from shared.serving.core.table.moving import ArrivingRows
-    from shared.serving.core.table.rows import TableRows
+    from trireme_shared.serving.core.table.moving import ArrivingRows
+    from trireme_shared.serving.core.table.rows import TableRows
 
 REST_S = 0.02  # at most; a group has up to 32 pieces, and its source waits for 5 s
 LAG_S = 2.0  # until a group is sent again whose rows are a step ahead
@@ -226,8 +226,8 @@ class SlotFollower:
         """None: the model has no tables."""
         if not layout.tables:
             return None
-        from shared.serving.core.table.moving import ArrivingRows  # noqa: PLC0415  loads numba
-        from shared.serving.core.table.moving_on_arrival import ArrivingOnArrival  # noqa: PLC0415
+        from trireme_shared.serving.core.table.moving import ArrivingRows  # noqa: PLC0415  loads numba
+        from trireme_shared.serving.core.table.moving_on_arrival import ArrivingOnArrival  # noqa: PLC0415
 
         if self._rows is None and self._pserver.store is not None:
             into = self._pserver.store.rows

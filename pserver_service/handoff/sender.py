@@ -19,17 +19,17 @@ from pserver_service.checkpoints import ledger_text
 from pserver_service.context import LOOK_S, PserverContext
 from pserver_service.handoff.follower import places
 from pserver_service.handoff_client import HandoffPort, Parts
-from shared.errors import TriremeError
-from shared.records import Mode
-from shared.records.assignments import Group, Handed, Migration
-from shared.runtime import clock, ids, telemetry
-from shared.runtime.waiting import event_within
-from shared.serving.core.moving import LeavingBlocks
-from shared.serving.core.store import Store
-from shared.wire.messages import HandoffHeader, HandoffPart
+from trireme_shared.errors import TriremeError
+from trireme_shared.records import Mode
+from trireme_shared.records.assignments import Group, Handed, Migration
+from trireme_shared.runtime import clock, ids, telemetry
+from trireme_shared.runtime.waiting import event_within
+from trireme_shared.serving.core.moving import LeavingBlocks
+from trireme_shared.serving.core.store import Store
+from trireme_shared.wire.messages import HandoffHeader, HandoffPart
 
 if TYPE_CHECKING:
-    from shared.serving.core.table.moving import LeavingRows
+    from trireme_shared.serving.core.table.moving import LeavingRows
 
 IDLE_S = 1.0  # without a step a group freezes as it is
 PAUSE_S = 0.1
@@ -260,8 +260,8 @@ def _rows(store: Store, group: Group) -> LeavingRows | None:
     """None: the model has no tables."""
     if store.rows is None:
         return None
-    from shared.serving.core.table.moving import LeavingRows  # noqa: PLC0415  loads numba
-    from shared.serving.core.table.moving_on_arrival import LeavingOnArrival  # noqa: PLC0415
+    from trireme_shared.serving.core.table.moving import LeavingRows  # noqa: PLC0415  loads numba
+    from trireme_shared.serving.core.table.moving_on_arrival import LeavingOnArrival  # noqa: PLC0415
 
     return (LeavingOnArrival if store.mode is Mode.ASYNC else LeavingRows)(store.rows, group.slots)
 

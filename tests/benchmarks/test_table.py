@@ -168,7 +168,7 @@ def test_pieces_are_all_rows_once():
 
 
 def test_importing_minibatches_loads_nothing_but_numpy():
-    heavy = ("torch", "numba", "shared", "pyarrow", "structlog")
+    heavy = ("torch", "numba", "trireme_shared", "pyarrow", "structlog")
     probe = f"import sys, benchmarks.tables.minibatches, benchmarks.tables.replies; print([m for m in {heavy!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=30)
     assert done.stdout.strip() == "[]"

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 
-from shared.runtime import ids, telemetry
 from tests.compose import engine, object_storage, s3_server
 from tests.compose.jobs import (
     EXAMPLE,
@@ -29,6 +28,7 @@ from tests.compose.project import Project, step_of, until
 from tests.compose.restoring import restoring_is_seen
 from tests.soak.run import SoakError
 from trireme.client import Client
+from trireme_shared.runtime import ids, telemetry
 
 IMAGE, ETCD_IMAGE = "trireme-test:latest", "trireme-test-etcd:latest"
 MOST_MB = 1400

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from shared.errors import TriremeError
 from tests.compose.engine import compose_command, output, run
 from tests.soak.run import SoakError
 from trireme.client import Client
 from trireme.containers import object_storage
+from trireme_shared.errors import TriremeError
 
 DIGITS = "/opt/trireme/examples/digits/digits.py"
 T = TypeVar("T")

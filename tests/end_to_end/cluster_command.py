@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from shared.errors import Conflict, DeadlineExceeded, NotReady, PeerError
 from tests.end_to_end.command import Command, Done
 from tests.end_to_end.local_cluster import EPOCHS, slowable_loss
 from tests.end_to_end.scripts import EVALUATION, RECORDS, write_script
@@ -20,6 +19,7 @@ from tests.equipment.forked import ForkedProcess
 from trireme.cli import exit_codes
 from trireme.cli.targets import job_target
 from trireme.view.job_address import open_job
+from trireme_shared.errors import Conflict, DeadlineExceeded, NotReady, PeerError
 
 LIMIT_S = 150
 AWAY = (PeerError, NotReady, DeadlineExceeded)  # while another master takes over

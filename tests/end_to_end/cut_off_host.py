@@ -24,19 +24,19 @@ from typing import Any
 
 import httpx
 
-from shared.etcd import Etcd
-from shared.etcd.embedded import EmbeddedEtcd
-from shared.keys import ClusterKeys, Keys
-from shared.membership.directory import Directory
-from shared.membership.etcd_access import EtcdAccess
-from shared.records import JobSpec, Phase, PserverMember
-from shared.records.datasets import Npy
-from shared.records.job_spec import JobSettings
 from tests.end_to_end.scripts import LOSS, write_script
 from tests.equipment.two_hosts import ADDRESSES, Cut, Number, TwoHosts
 from tests.equipment.waiting import until
 from tests.soak import isolation
 from trainer_agent.data_plane.http import HttpPserver
+from trireme_shared.etcd import Etcd
+from trireme_shared.etcd.embedded import EmbeddedEtcd
+from trireme_shared.keys import ClusterKeys, Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.membership.etcd_access import EtcdAccess
+from trireme_shared.records import JobSpec, Phase, PserverMember
+from trireme_shared.records.datasets import Npy
+from trireme_shared.records.job_spec import JobSettings
 
 JOB = "two-hosts"
 TOKEN = "between-hosts"

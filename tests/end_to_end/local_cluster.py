@@ -11,10 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.errors import DeadlineExceeded, PeerError
-from shared.evaluations import Evaluation
-from shared.records import JobSpec, JobState, Phase
-from shared.records.datasets import Npy
 from tests.end_to_end.scripts import EVALUATION, LOSS, RECORDS, write_script
 from tests.equipment.forked import warm_server
 from tests.equipment.replaced import replaced
@@ -22,6 +18,10 @@ from trireme.launch import processes
 from trireme.launch.cluster import LocalCluster
 from trireme.launch.processes import ForkServer, inherited_environment
 from trireme.view.job_address import client_of
+from trireme_shared.errors import DeadlineExceeded, PeerError
+from trireme_shared.evaluations import Evaluation
+from trireme_shared.records import JobSpec, JobState, Phase
+from trireme_shared.records.datasets import Npy
 
 EPOCHS = 10
 STEPS = EPOCHS * RECORDS // 32

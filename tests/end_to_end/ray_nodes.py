@@ -16,8 +16,8 @@ from pathlib import Path
 
 import psutil
 
-from shared.etcd.embedded import free_ports
 from tests.equipment.command_lines import command_line
+from trireme_shared.etcd.embedded import free_ports
 
 MARK = "RAY_TEST_MARK"
 LIMIT_S = 90

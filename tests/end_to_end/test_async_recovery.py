@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from shared.records import Mode, Phase
-from shared.records.checkpoints import CheckpointLatest
 from tests.end_to_end.local_cluster import END_S, EPOCHS, cluster_of, ended, reach_step, spec_of
 from tests.end_to_end.scripts import RECORDS
 from trainer_agent.data_plane.http import HttpPserver
+from trireme_shared.records import Mode, Phase
+from trireme_shared.records.checkpoints import CheckpointLatest
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 

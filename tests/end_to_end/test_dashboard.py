@@ -24,7 +24,6 @@ from clients.write_openapi import OPENAPI
 from master_service.api.app import make_app
 from master_service.api.server import Server
 from master_service.dashboard import FILES
-from shared.records import Task
 from tests.end_to_end.cluster_command import script_in, up
 from tests.end_to_end.command import Command
 from tests.end_to_end.dashboard_session import Session, button, fact, says
@@ -37,6 +36,7 @@ from tests.master_service.cluster import spec_of as spec_of_master
 from trireme.client import AsyncClient, CreateJob, JobSettings, Scheduling
 from trireme.pool import cluster_folder
 from trireme.script_source import read_source
+from trireme_shared.records import Task
 
 pytestmark = [
     pytest.mark.processes,

@@ -7,11 +7,11 @@ import re
 
 import pytest
 
-from shared.etcd.reading import must_read
-from shared.records import DiscardedTask, JobSpec, Phase
-from shared.records.datasets import MapStyle
 from tests.end_to_end.cluster_command import answered, good, job_when, up
 from tests.end_to_end.local_cluster import cluster_of
+from trireme_shared.etcd.reading import must_read
+from trireme_shared.records import DiscardedTask, JobSpec, Phase
+from trireme_shared.records.datasets import MapStyle
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 

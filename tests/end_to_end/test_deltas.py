@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from shared.checkpoints import stored
-from shared.etcd.reading import must_read
-from shared.records import JobSpec, Phase
-from shared.records.checkpoints import CheckpointLatest, Manifest
 from tests.end_to_end.local_cluster import cluster_of, ended, spec_of
 from tests.end_to_end.test_tables import resized
 from trainer_agent.tables import deltas
 from trainer_agent.tables.files import write_tables
 from trireme.cli.tables import feed
 from trireme.launch.cluster import LocalCluster
+from trireme_shared.checkpoints import stored
+from trireme_shared.etcd.reading import must_read
+from trireme_shared.records import JobSpec, Phase
+from trireme_shared.records.checkpoints import CheckpointLatest, Manifest
 
 pytestmark = [pytest.mark.processes, pytest.mark.soak, pytest.mark.timeout(240)]
 MODEL = """

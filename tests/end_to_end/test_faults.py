@@ -11,9 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.records import Phase
-from shared.security.authority import create_authority, issue
-from shared.security.tls import Tls
 from tests.end_to_end.local_cluster import END_S, EPOCHS, STEPS, cluster_of, completed, reach_step, same_bits, spec_of
 from tests.end_to_end.scripts import OWN_LOOP, RECORDS
 from trainer_agent.data_plane.http import HttpPserver
@@ -21,6 +18,9 @@ from trireme.client import AsyncClient
 from trireme.launch.cluster import LocalCluster
 from trireme.view.child_events import read_events
 from trireme.view.job_address import client_of
+from trireme_shared.records import Phase
+from trireme_shared.security.authority import create_authority, issue
+from trireme_shared.security.tls import Tls
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 

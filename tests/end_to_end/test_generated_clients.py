@@ -10,16 +10,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-import shared
+import trireme_shared
 from clients import generate
 from clients.tools import is_go_installed, run
-from shared.errors import Conflict, NotFound, Unauthorized
 from tests.end_to_end.cluster_command import script_in, up
 from tests.end_to_end.command import Command
 from tests.end_to_end.scripts import RECORDS
 from trireme.cli.targets import Target, cluster_target
 from trireme.client import AsyncClient, Client, CreateJob, JobSettings, Scheduling, Source
 from trireme.data import Npy
+from trireme_shared.errors import Conflict, NotFound, Unauthorized
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
@@ -58,7 +58,7 @@ def drive_by(make: Callable[[Path, Path], list[object]], target: Target, where: 
     events = saw.pop("events")
     assert (len(events) >= 3, events) == (True, sorted(set(events)))
     assert saw == {
-        "version": shared.__version__,
+        "version": trireme_shared.__version__,
         "same": True,
         "tasks": TASKS,
         "pages": -(-TASKS // 5),

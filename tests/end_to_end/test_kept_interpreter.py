@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from shared.records import JobSpec, Phase
-from shared.records.datasets import MapStyle
 from tests.end_to_end.local_cluster import cluster_of
 from trireme.view.child_events import read_events
+from trireme_shared.records import JobSpec, Phase
+from trireme_shared.records.datasets import MapStyle
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 

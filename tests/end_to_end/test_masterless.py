@@ -11,13 +11,13 @@ from asyncio.subprocess import PIPE, STDOUT
 import pytest
 
 from master_service.api.resources import JobView
-from shared.records import MasterLock
 from tests.end_to_end.command import command_in
 from tests.end_to_end.local_cluster import END_S, EPOCHS, cluster_of, completed, same_bits, spec_of
 from tests.end_to_end.scripts import RECORDS, write_script
 from trainer_agent.data_plane.http import HttpPserver
 from trireme.launch.cluster import LocalCluster
 from trireme.view.job_address import open_job
+from trireme_shared.records import MasterLock
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.security.token_folder import TokenFolder
-from shared.security.tokens import Role
 from tests.end_to_end.command import Command, wait_for
 from tests.end_to_end.scripts import UNHURRIED_LOSS, write_script
+from trireme_shared.security.token_folder import TokenFolder
+from trireme_shared.security.tokens import Role
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

@@ -10,12 +10,12 @@ from contextlib import suppress
 import pytest
 
 from master_service.api.resources import ResizeView
-from shared.errors import DeadlineExceeded, PeerError
-from shared.records import Mode
-from shared.runtime import ids
 from tests.end_to_end.local_cluster import EPOCHS, RECORDS, cluster_of, completed, ended, reach_step, same_bits, spec_of
 from trireme.launch.cluster import LocalCluster
 from trireme.view.job_address import client_of
+from trireme_shared.errors import DeadlineExceeded, PeerError
+from trireme_shared.records import Mode
+from trireme_shared.runtime import ids
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 

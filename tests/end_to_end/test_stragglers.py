@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from shared.records import Mode
 from tests.end_to_end.local_cluster import END_S, cluster_of, completed, reach_step, same_bits, spec_of
 from trireme.view.job_address import client_of
+from trireme_shared.records import Mode
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 

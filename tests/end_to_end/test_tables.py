@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.errors import DeadlineExceeded, PeerError
-from shared.records import JobSpec, Phase
-from shared.runtime import ids
 from tests.end_to_end.local_cluster import RECORDS, cluster_of, ended, evaluations, reach_step, same_bits, spec_of
 from trireme.launch.cluster import LocalCluster
 from trireme.view.job_address import client_of
+from trireme_shared.errors import DeadlineExceeded, PeerError
+from trireme_shared.records import JobSpec, Phase
+from trireme_shared.runtime import ids
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 MODEL = """

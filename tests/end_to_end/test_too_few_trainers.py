@@ -6,10 +6,10 @@ import signal
 
 import pytest
 
-from shared.records import Phase, Strategy
-from shared.runtime import clock
 from tests.end_to_end.local_cluster import END_S, STEPS, cluster_of, completed, reach_step, same_bits, spec_of
 from trireme.launch.child import ClusterError
+from trireme_shared.records import Phase, Strategy
+from trireme_shared.runtime import clock
 
 pytestmark = [pytest.mark.processes, pytest.mark.soak, pytest.mark.timeout(240)]
 LEASE_S = 3.0

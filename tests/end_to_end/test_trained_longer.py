@@ -9,12 +9,12 @@ import json
 import pytest
 import torch
 
-from shared.records import Phase
 from tests.end_to_end.local_cluster import EPOCHS, cluster_of, completed, ended, reach_step, same_bits, spec_of
 from tests.end_to_end.scripts import EVALUATION, OPTIMIZER, RECORDS, write_script
 from tests.end_to_end.test_async_recovery import MINIBATCHES, applied, async_spec
 from trainer_agent.script.user_module import load
 from trireme import plain
+from trireme_shared.records import Phase
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 

@@ -10,7 +10,6 @@ import fsspec
 import pytest
 import torch
 
-from shared.storage import files
 from tests.end_to_end.cluster_command import answered, good, job_when, up
 from tests.end_to_end.command import Command, wait_for, wait_for_step
 from tests.end_to_end.local_cluster import same_bits
@@ -19,6 +18,7 @@ from tests.equipment.s3 import S3Server, s3
 from trainer_agent.script.user_module import load
 from trainer_agent.tables.files import read_table
 from trireme import plain
+from trireme_shared.storage import files
 
 __all__ = ["s3"]
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from shared.runtime import clock, ids
 from tests.equipment.virtual_loop import Deadlock, Process, Runaway, VirtualLoop, run
+from trireme_shared.runtime import clock, ids
 
 
 def simulate(main, *, seed=0, **bounds):

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
 
-from shared.runtime.lifelines import die_with_parent
 from tests.soak import isolation
+from trireme_shared.runtime.lifelines import die_with_parent
 
 Number = Literal[1, 2]
 Cut = Literal["dropped", "down"]

@@ -15,14 +15,14 @@ import torch
 from master_service.core.queue.epoch_order import EpochOrder
 from master_service.core.queue.task_sizes import TaskSizes
 from master_service.storage.counting import count_records
-from shared.errors import DatasetError, InvalidArgument, UserCodeError
-from shared.lanes import step_seed
 from tests.trainer_agent.cluster import trained
 from tests.trainer_agent.loops.test_nonfinite import script_with
 from tests.trainer_agent.scripts import differing, spec_for
 from trainer_agent.data import minibatch_indices
 from trainer_agent.script.user_module import load
 from trireme.plain import epoch_minibatches, plain_spec, run, train
+from trireme_shared.errors import DatasetError, InvalidArgument, UserCodeError
+from trireme_shared.lanes import step_seed
 
 pytestmark = pytest.mark.timeout(180)  # processes that import torch, on a busy machine
 ROOT = Path(__file__).parents[2]

@@ -13,9 +13,12 @@ from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.queue.task_sizes import TaskSizes
 from master_service.leadership.master import Master
 from master_service.storage.series_files import SeriesFiles
-from shared.etcd import KeyValue
-from shared.keys import Keys
-from shared.records import (
+from tests.equipment.cluster.cluster import Cluster
+from tests.equipment.virtual_loop import VirtualLoop
+from tests.equipment.waiting import until
+from trireme_shared.etcd import KeyValue
+from trireme_shared.keys import Keys
+from trireme_shared.records import (
     AcquireTask,
     CompleteTask,
     JobSpec,
@@ -27,12 +30,9 @@ from shared.records import (
     Task,
     TrainerMember,
 )
-from shared.records.checkpoints import CheckpointRef, Manifest
-from shared.records.datasets import Dataset, TextLines
-from shared.runtime import ids
-from tests.equipment.cluster.cluster import Cluster
-from tests.equipment.virtual_loop import VirtualLoop
-from tests.equipment.waiting import until
+from trireme_shared.records.checkpoints import CheckpointRef, Manifest
+from trireme_shared.records.datasets import Dataset, TextLines
+from trireme_shared.runtime import ids
 
 KEYS = Keys("j")
 

@@ -8,10 +8,10 @@ import pytest
 import pytest_asyncio
 
 from master_service.api.routes import dependencies
-from shared.etcd import Etcd, connect
-from shared.etcd.embedded import EmbeddedEtcd
 from tests.equipment.etcd.real import embedded_etcd
 from tests.equipment.logs import configured
+from trireme_shared.etcd import Etcd, connect
+from trireme_shared.etcd.embedded import EmbeddedEtcd
 
 __all__ = ["embedded_etcd"]
 

@@ -9,17 +9,17 @@ from typing import Any
 
 from master_service.cluster.leader import ClusterMaster
 from master_service.core.decisions.once import AnsweredBefore, Keyed, Once
-from shared.errors import NotLeader, PeerError, TriremeError
-from shared.etcd import Etcd
-from shared.etcd.reading import read_record
-from shared.keys import ClusterKeys, Keys
-from shared.records import AcquireTask, CompleteTask, JobSpec, Phase, PserverMember, TrainerMember
-from shared.records.cluster import Assignment, ClusterJob, Kind, PoolMember, Scheduling
-from shared.records.job import JobState
-from shared.runtime import clock, ids
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.waiting import until
 from tests.master_service.cluster import Storage, spec_of
+from trireme_shared.errors import NotLeader, PeerError, TriremeError
+from trireme_shared.etcd import Etcd
+from trireme_shared.etcd.reading import read_record
+from trireme_shared.keys import ClusterKeys, Keys
+from trireme_shared.records import AcquireTask, CompleteTask, JobSpec, Phase, PserverMember, TrainerMember
+from trireme_shared.records.cluster import Assignment, ClusterJob, Kind, PoolMember, Scheduling
+from trireme_shared.records.job import JobState
+from trireme_shared.runtime import clock, ids
 
 ROOT = "trireme"
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.etcd import Etcd
-from shared.etcd.embedded import EmbeddedEtcd
-from shared.records import JobSpec, MasterAddress, MasterLock
-from shared.records.datasets import TextLines
 from tests.equipment.forked import clean_environment, warm_server
 from tests.master_service.cluster import KEYS, spec_of
+from trireme_shared.etcd import Etcd
+from trireme_shared.etcd.embedded import EmbeddedEtcd
+from trireme_shared.records import JobSpec, MasterAddress, MasterLock
+from trireme_shared.records.datasets import TextLines
 
 pytestmark = pytest.mark.processes
 START_S = 60.0  # of two interpreters on a busy machine, and of a takeover

@@ -5,15 +5,6 @@ import asyncio
 import pytest
 import torch
 
-from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, NotReady, StaleGeneration, TooLarge, WrongOwner
-from shared.etcd import Etcd
-from shared.keys import Keys
-from shared.lanes import combine
-from shared.membership.directory import Directory
-from shared.records import JobState, Mode, SlotMap
-from shared.records.layout import Layout, Segment
-from shared.serving.pserver import Pserver
-from shared.wire.messages import HandoffHeader, InitBlock, LedgerQuery, PushBlock, Refusal
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.pserver_service.jobs import (
     JOB,
@@ -35,6 +26,23 @@ from tests.pserver_service.jobs import (
     values_of,
     whole_step,
 )
+from trireme_shared.errors import (
+    BadFrame,
+    InvalidArgument,
+    LayoutMismatch,
+    NotReady,
+    StaleGeneration,
+    TooLarge,
+    WrongOwner,
+)
+from trireme_shared.etcd import Etcd
+from trireme_shared.keys import Keys
+from trireme_shared.lanes import combine
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import JobState, Mode, SlotMap
+from trireme_shared.records.layout import Layout, Segment
+from trireme_shared.serving.pserver import Pserver
+from trireme_shared.wire.messages import HandoffHeader, InitBlock, LedgerQuery, PushBlock, Refusal
 
 __all__ = ["pserver"]
 

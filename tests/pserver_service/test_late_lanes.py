@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.lanes import combine
 from tests.pserver_service.jobs import initialised, item, layout_of, push_header, stream
+from trireme_shared.lanes import combine
 
 LAYOUT = layout_of(24, block_bytes=64)  # two blocks
 LANES = {lane: torch.full((24,), float(lane + 1)) for lane in range(4)}

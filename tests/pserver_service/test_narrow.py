@@ -9,11 +9,6 @@ import pytest
 import pytest_asyncio
 import torch
 
-from shared.blocks.buffers import BufferPool
-from shared.records import Mode
-from shared.records.layout import Segment
-from shared.wire import codec
-from shared.wire.messages import PushBlock
 from tests.pserver_service.jobs import (
     PLAIN,
     async_header,
@@ -29,6 +24,11 @@ from tests.pserver_service.jobs import check_invariants as check_without_casts
 from tests.shared.serving.data_plane.servers import SIZES, TRANSPORTS
 from tests.shared.serving.data_plane.servers import server as whole
 from tests.shared.serving.data_plane.streams import growth
+from trireme_shared.blocks.buffers import BufferPool
+from trireme_shared.records import Mode
+from trireme_shared.records.layout import Segment
+from trireme_shared.wire import codec
+from trireme_shared.wire.messages import PushBlock
 
 __all__ = ["whole"]
 MIXED = layout_of(

@@ -12,13 +12,13 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from shared.etcd import Etcd, connect
-from shared.etcd.embedded import EmbeddedEtcd
-from shared.keys import Keys
-from shared.records import PserverMember
 from tests.equipment.etcd.real import embedded_etcd
 from tests.pserver_service.jobs import JOB
 from tests.pserver_service.membership.test_index import SPEC
+from trireme_shared.etcd import Etcd, connect
+from trireme_shared.etcd.embedded import EmbeddedEtcd
+from trireme_shared.keys import Keys
+from trireme_shared.records import PserverMember
 
 __all__ = ["embedded_etcd"]
 KEYS = Keys(JOB)

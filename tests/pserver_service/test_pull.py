@@ -10,12 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shared.errors import InvalidArgument, NotReady
-from shared.records import Mode
-from shared.records.layout import OptimizerSpec
-from shared.records.step import LanePosition
-from shared.serving.ports import ServerPorts
-from shared.wire.messages import PullEnd
 from tests.pserver_service.jobs import (
     LAYOUT,
     ONES,
@@ -32,6 +26,12 @@ from tests.pserver_service.jobs import (
     stream,
     whole_step,
 )
+from trireme_shared.errors import InvalidArgument, NotReady
+from trireme_shared.records import Mode
+from trireme_shared.records.layout import OptimizerSpec
+from trireme_shared.records.step import LanePosition
+from trireme_shared.serving.ports import ServerPorts
+from trireme_shared.wire.messages import PullEnd
 
 __all__ = ["pserver"]
 

@@ -13,12 +13,6 @@ from functools import partial
 
 import torch
 
-from shared.blocks.accumulator import Accumulator, Node
-from shared.errors import StaleGeneration
-from shared.lanes import aligned_intervals, combine
-from shared.serving.core.blocks import BlockState
-from shared.serving.pserver import Pserver
-from shared.wire.verdict import Verdict
 from tests.equipment.virtual_loop import run_virtually
 from tests.pserver_service.jobs import (
     check_invariants,
@@ -31,6 +25,12 @@ from tests.pserver_service.jobs import (
     stream,
     values_of,
 )
+from trireme_shared.blocks.accumulator import Accumulator, Node
+from trireme_shared.errors import StaleGeneration
+from trireme_shared.lanes import aligned_intervals, combine
+from trireme_shared.serving.core.blocks import BlockState
+from trireme_shared.serving.pserver import Pserver
+from trireme_shared.wire.verdict import Verdict
 
 LANES, BLOCKS, ELEMENTS, STEPS = 8, 4, 5, 10
 FAULTY_TURNS, QUIET_TURNS = 600, 8_000

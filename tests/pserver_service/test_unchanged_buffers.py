@@ -9,14 +9,6 @@ from contextlib import aclosing
 import pytest
 import torch
 
-from shared.blocks.buffers import bytes_of
-from shared.errors import BadFrame
-from shared.records import Mode
-from shared.records.layout import Layout, Segment
-from shared.serving.core import calls
-from shared.serving.core.stores import store_of
-from shared.wire import codec
-from shared.wire.messages import InitBlock, PullEnd, PullRequest, PushBlock
 from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import (
     PLAIN,
@@ -32,6 +24,14 @@ from tests.pserver_service.jobs import (
     stream,
     values_of,
 )
+from trireme_shared.blocks.buffers import bytes_of
+from trireme_shared.errors import BadFrame
+from trireme_shared.records import Mode
+from trireme_shared.records.layout import Layout, Segment
+from trireme_shared.serving.core import calls
+from trireme_shared.serving.core.stores import store_of
+from trireme_shared.wire import codec
+from trireme_shared.wire.messages import InitBlock, PullEnd, PullRequest, PushBlock
 
 LAYOUT: Layout = layout_of(
     16,

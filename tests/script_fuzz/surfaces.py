@@ -32,11 +32,6 @@ from master_service.core.queue.epoch_order import EpochOrder
 from master_service.core.queue.file_table import FileTable
 from master_service.core.queue.task_sizes import TaskSizes
 from master_service.storage.counting import count_records
-from shared.datasets.random_state import seed_everything
-from shared.errors import TriremeError, UserCodeError
-from shared.lanes import step_seed
-from shared.records import JobSpec, Phase
-from shared.records.datasets import Npy
 from tests.script_fuzz.script import Script
 from tests.trainer_agent import cluster as with_pservers
 from tests.trainer_agent.collective import cluster as collective
@@ -44,6 +39,11 @@ from trainer_agent.data import default_collate, minibatches_in
 from trainer_agent.script.user_module import load
 from trireme.plain import plain_spec, run
 from trireme.plain.minibatches import epoch_minibatches
+from trireme_shared.datasets.random_state import seed_everything
+from trireme_shared.errors import TriremeError, UserCodeError
+from trireme_shared.lanes import step_seed
+from trireme_shared.records import JobSpec, Phase
+from trireme_shared.records.datasets import Npy
 
 LIMIT_S = 30.0
 THREADS = 2  # of torch in a process of a machine with two cores, until somebody sets another number

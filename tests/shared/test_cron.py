@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.cron import latest_time, next_time
-from shared.times import instant, rfc3339
+from trireme_shared.cron import latest_time, next_time
+from trireme_shared.times import instant, rfc3339
 
 BERLIN = "Europe/Berlin"
 

@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from shared.errors import CallerError, PeerError, StaleAttempt, TriremeError, WrongOwner, from_map, subclasses
+from trireme_shared.errors import CallerError, PeerError, StaleAttempt, TriremeError, WrongOwner, from_map, subclasses
 
 
 def test_an_error_survives_the_wire() -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.lanes import aligned_intervals, combine, is_aligned, parent, sibling, step_seed
+from trireme_shared.lanes import aligned_intervals, combine, is_aligned, parent, sibling, step_seed
 
 LANES = 16
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import trireme
-from shared.errors import InvalidArgument
-from shared.logged_metrics import Logged, add, collected, loss_in, metrics_beside
-from shared.metric_names import MOST_NAMES, rate_names
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.logged_metrics import Logged, add, collected, loss_in, metrics_beside
+from trireme_shared.metric_names import MOST_NAMES, rate_names
 
 
 def test_values_of_a_name_come_together_and_only_while_somebody_collects() -> None:

@@ -8,16 +8,16 @@ import types
 from collections.abc import Iterator
 from typing import Any, get_args
 
-import shared.records
+import trireme_shared.records
 from master_service.api.resources import CreateCheckpoint, CreateResize
-from shared.records import JobSpec, Record
-from shared.records.cluster import ClusterJob
 from trireme.client import CreateJob, CreateSchedule, JobSettings
 from trireme.data import TextLines
+from trireme_shared.records import JobSpec, Record
+from trireme_shared.records.cluster import ClusterJob
 
 MODULES = [
     importlib.import_module(found.name)
-    for found in pkgutil.walk_packages(shared.records.__path__, f"{shared.records.__name__}.")
+    for found in pkgutil.walk_packages(trireme_shared.records.__path__, f"{trireme_shared.records.__name__}.")
 ]
 REQUESTS = {CreateJob, CreateSchedule, CreateCheckpoint, CreateResize}
 OFF: dict[str, Any] = {"checkpoint_every_seconds": None, "checkpoint_every_epochs": None, "mode": "async"}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from shared.records import JobSpec
-from shared.trackers import Tracker
 from trireme.validation import field_problems
+from trireme_shared.records import JobSpec
+from trireme_shared.trackers import Tracker
 
 SPEC = {"job": "a", "script": "/s.py", "storage": "/x", "dataset": {"kind": "text_lines", "urls": ["x"]}}
 

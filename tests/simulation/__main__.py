@@ -8,7 +8,6 @@ import contextlib
 import sys
 import time
 
-from shared.records import Dispatch, Mode
 from tests.simulation.ablations import ABLATIONS
 from tests.simulation.collective import collective_plan
 from tests.simulation.collective_failures import failing_plan
@@ -18,6 +17,7 @@ from tests.simulation.drawn import drawn_plan
 from tests.simulation.plans import plan_of
 from tests.simulation.restores import restored, stored_at_once
 from tests.simulation.run import simulate
+from trireme_shared.records import Dispatch, Mode
 
 ENOUGH = 8
 

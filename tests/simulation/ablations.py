@@ -17,27 +17,27 @@ from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.whole_steps import WholeSteps
 from master_service.masterless.writer import SharedWriter
 from master_service.store.writer import MasterWriter
-from shared.blocks.accumulator import Accumulator
-from shared.blocks.buffers import Buffer
-from shared.checkpoints import schedule, stored
-from shared.records import StepMetrics
-from shared.records.layout import ROWS
-from shared.serving.block_server import BlockServer
-from shared.serving.core.asynchronous.ledger import Ledger
-from shared.serving.core.blocks import BlockState
-from shared.serving.core.calls import OpenPull
-from shared.serving.core.history import Results
-from shared.serving.core.store import Store
-from shared.serving.core.table.rows import TableRows
-from shared.serving.pserver import Pserver
-from shared.serving.table_loader import TableLoader
-from shared.tables.memory import Numbers
-from shared.tables.saving.snapshot import SlotGroup, TableSnapshot, new_lock
-from shared.tables.table import Table, joined
-from shared.wire.messages import PushHeader
-from shared.wire.verdict import Verdict
 from tests.equipment.replaced import replaced
 from trainer_agent.data_plane.row_lookups import RowRouter
+from trireme_shared.blocks.accumulator import Accumulator
+from trireme_shared.blocks.buffers import Buffer
+from trireme_shared.checkpoints import schedule, stored
+from trireme_shared.records import StepMetrics
+from trireme_shared.records.layout import ROWS
+from trireme_shared.serving.block_server import BlockServer
+from trireme_shared.serving.core.asynchronous.ledger import Ledger
+from trireme_shared.serving.core.blocks import BlockState
+from trireme_shared.serving.core.calls import OpenPull
+from trireme_shared.serving.core.history import Results
+from trireme_shared.serving.core.store import Store
+from trireme_shared.serving.core.table.rows import TableRows
+from trireme_shared.serving.pserver import Pserver
+from trireme_shared.serving.table_loader import TableLoader
+from trireme_shared.tables.memory import Numbers
+from trireme_shared.tables.saving.snapshot import SlotGroup, TableSnapshot, new_lock
+from trireme_shared.tables.table import Table, joined
+from trireme_shared.wire.messages import PushHeader
+from trireme_shared.wire.verdict import Verdict
 
 
 def no_term_fence() -> Any:

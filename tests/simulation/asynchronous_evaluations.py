@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from shared.criteria import Criterion
-from shared.evaluations import Evaluation, EvaluationStatus, patience_after
-from shared.records import JobState, Phase
-from shared.records.pauses import Losses
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.compute import RATE
 from tests.simulation.plans import Job
 from tests.simulation.reference import evaluated
 from tests.simulation.rows import COUNTING, PinnedRows
+from trireme_shared.criteria import Criterion
+from trireme_shared.evaluations import Evaluation, EvaluationStatus, patience_after
+from trireme_shared.records import JobState, Phase
+from trireme_shared.records.pauses import Losses
 
 TOLERANCE = 1e-3
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from shared.serving.core.store import Store
+from trireme_shared.serving.core.store import Store
 
 
 def versions_apart(stores: Sequence[tuple[int, Store]], owner_of: Callable[[int], int | None]) -> list[int]:

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from shared.keys import Keys
-from shared.records import Dispatch, JobSpec, JobState, MasterAddress, MasterLock, Mode, Phase, SlotMap
-from shared.records.checkpoints import CheckpointLatest
-from shared.records.operations import Operation
 from tests.equipment.cluster.network import Network
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.simulation.checkpoint_checker import CheckpointChecker
 from tests.simulation.task_checker import TaskChecker
+from trireme_shared.keys import Keys
+from trireme_shared.records import Dispatch, JobSpec, JobState, MasterAddress, MasterLock, Mode, Phase, SlotMap
+from trireme_shared.records.checkpoints import CheckpointLatest
+from trireme_shared.records.operations import Operation
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ import hashlib
 from collections.abc import Iterator
 
 from pserver_service.checkpoints.store_loader import load_store
-from shared.checkpoints import stored
-from shared.checkpoints.tables import table_in
-from shared.errors import CheckpointUnusable
-from shared.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
-from shared.storage.tensor_file import Entry
 from tests.simulation.rows import records_of
+from trireme_shared.checkpoints import stored
+from trireme_shared.checkpoints.tables import table_in
+from trireme_shared.errors import CheckpointUnusable
+from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
+from trireme_shared.storage.tensor_file import Entry
 
 STORAGE = "memory://simulated"
 

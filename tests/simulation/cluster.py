@@ -14,14 +14,6 @@ from functools import lru_cache, partial
 from typing import Any
 
 from master_service.core.queue.checks import violations
-from shared.errors import TriremeError
-from shared.keys import Keys
-from shared.membership.directory import Directory
-from shared.records import Dispatch, JobState, MasterLock, Mode, Phase, PserverMember, SlotMap, Strategy
-from shared.records.operations import Operation
-from shared.serving.core.store import Store
-from shared.serving.pserver import Pserver
-from shared.storage import files
 from tests.equipment.cluster.cluster import Cluster
 from tests.equipment.cluster.network import STEADY, Conditions, Network
 from tests.equipment.cluster.network_ports import SimulatedHandoff, SimulatedMaster
@@ -37,6 +29,14 @@ from tests.simulation.nodes import Node, described, expected
 from tests.simulation.plans import Plan
 from tests.simulation.rows import records_of
 from trireme.view.masterless_client import MasterlessClient
+from trireme_shared.errors import TriremeError
+from trireme_shared.keys import Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import Dispatch, JobState, MasterLock, Mode, Phase, PserverMember, SlotMap, Strategy
+from trireme_shared.records.operations import Operation
+from trireme_shared.serving.core.store import Store
+from trireme_shared.serving.pserver import Pserver
+from trireme_shared.storage import files
 
 LEAVE_S = 60.0
 UNWINDING_ROUNDS = 8
@@ -115,7 +115,9 @@ class SimulatedCluster(Cluster):
         outcome: int
         try:
             outcome = await main
-        except Exception as error:  # what shared/runtime/service.py makes of it: exit code 1, or a traceback
+        except (
+            Exception
+        ) as error:  # what shared/trireme_shared/runtime/service.py makes of it: exit code 1, or a traceback
             outcome = 1
             self.say(f"{process.name} ends: {described(error)}")
             if not expected(error):

@@ -13,13 +13,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shared.errors import AnotherProcess
-from shared.records import Dispatch, Exchange, Mode, Phase, SlotMap, Strategy, TrainerMember
-from shared.records.step import StepRecord
-from shared.serving.core.pushes import OpenPush
-from shared.serving.core.store import Store
-from shared.wire.messages import PushBlock, PushHeader
-from shared.wire.verdict import Verdict
 from tests.equipment.cluster.network_ports import STALL_S
 from tests.simulation.failing_storage import failing
 from tests.simulation.plans import SLOWEST_STORAGE_S, FaultKind, Plan, plan_of
@@ -27,6 +20,13 @@ from trainer_agent.collective.mean_blocks import Arrived, MeanStore
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.collective.server import ShareServer
 from trainer_agent.collective.state.messages import Portion, StateRequest
+from trireme_shared.errors import AnotherProcess
+from trireme_shared.records import Dispatch, Exchange, Mode, Phase, SlotMap, Strategy, TrainerMember
+from trireme_shared.records.step import StepRecord
+from trireme_shared.serving.core.pushes import OpenPush
+from trireme_shared.serving.core.store import Store
+from trireme_shared.wire.messages import PushBlock, PushHeader
+from trireme_shared.wire.verdict import Verdict
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import SimulatedCluster

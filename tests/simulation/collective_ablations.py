@@ -9,10 +9,6 @@ from typing import Any
 
 from master_service.core.changes import Decision
 from master_service.core.decisions import lifecycle
-from shared.errors import NotReady, PeerError, StaleGeneration
-from shared.records import JobSpec, JobState, Phase, SlotMap
-from shared.serving.block_server import BlockServer
-from shared.wire.messages import PserverInfo
 from tests.equipment.replaced import replaced
 from trainer_agent.collective.arriving import Arriving
 from trainer_agent.collective.exchange import CollectiveGroup
@@ -20,6 +16,10 @@ from trainer_agent.collective.gathering import MeanGradients
 from trainer_agent.collective.groups import Group
 from trainer_agent.collective.mean_blocks import MeanStore
 from trainer_agent.collective.server import ShareServer
+from trireme_shared.errors import NotReady, PeerError, StaleGeneration
+from trireme_shared.records import JobSpec, JobState, Phase, SlotMap
+from trireme_shared.serving.block_server import BlockServer
+from trireme_shared.wire.messages import PserverInfo
 
 SILENT_S, AGAIN_S = 0.5, 0.02
 

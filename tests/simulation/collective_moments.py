@@ -12,7 +12,6 @@ import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from shared.records import Mode
 from tests.equipment.cluster.network import STEADY
 from tests.equipment.replaced import replaced
 from tests.simulation import collective
@@ -23,6 +22,7 @@ from tests.simulation.nodes import Node
 from tests.simulation.plans import Plan
 from tests.simulation.run import Outcome, simulate
 from trainer_agent.collective.mean_blocks import MeanStore
+from trireme_shared.records import Mode
 
 FIRST = 2  # version from which on something happens
 LATE_S = 0.6

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from shared.records import Dispatch
 from tests.simulation.collective import collective_plan
 from tests.simulation.plans import CLIP, OperatorRequest, Plan, RequestKind
+from trireme_shared.records import Dispatch
 
 FILES: tuple[tuple[tuple[int, ...], int, int], ...] = (
     # files, records per task, minibatch

@@ -7,7 +7,6 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from shared.records import Dispatch
 from tests.simulation.collective_settings import varied_plan
 from tests.simulation.drawn import longer
 from tests.simulation.plans import (
@@ -21,6 +20,7 @@ from tests.simulation.plans import (
     Plan,
     RequestKind,
 )
+from trireme_shared.records import Dispatch
 
 KINDS = (
     FaultKind.KILL_TRAINER,

@@ -22,21 +22,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from shared.blocks.buffer_mean import add_changes, combine_buffers
-from shared.blocks.narrow import DTYPES
-from shared.lanes import Interval, combine
-from shared.logged_metrics import Logged
-from shared.records import Mode
-from shared.records.job_spec import Narrow, Transported
-from shared.records.layout import Block, Layout, OptimizerSpec, Segment
-from shared.records.step import LaneZero
-from shared.tables.grouping import grouped
-from shared.tables.lanes import LaneRows
 from tests.simulation.rows import SLOTS, PinnedRows, gradients_of, ids_of, no_rows, sum_of, table_of
 from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, BlockSink, LaneResult, Ready, Records
 from trainer_agent.tables.files import StoredTable
 from trainer_agent.tables.remote import Lookup
 from trainer_agent.waiting import to_its_end
+from trireme_shared.blocks.buffer_mean import add_changes, combine_buffers
+from trireme_shared.blocks.narrow import DTYPES
+from trireme_shared.lanes import Interval, combine
+from trireme_shared.logged_metrics import Logged
+from trireme_shared.records import Mode
+from trireme_shared.records.job_spec import Narrow, Transported
+from trireme_shared.records.layout import Block, Layout, OptimizerSpec, Segment
+from trireme_shared.records.step import LaneZero
+from trireme_shared.tables.grouping import grouped
+from trireme_shared.tables.lanes import LaneRows
 
 RECORD_SLOTS = 48
 BLOCK_ELEMENTS = 64

@@ -8,8 +8,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shared.evaluations import EvaluationStatus
-from shared.records import Dispatch, Mode, Phase, Stage, TaskMeta
 from tests.simulation import operator_requests
 from tests.simulation.plans import (
     CLIP,
@@ -25,6 +23,8 @@ from tests.simulation.plans import (
     plan_of,
 )
 from tests.simulation.reference import tasks_of
+from trireme_shared.evaluations import EvaluationStatus
+from trireme_shared.records import Dispatch, Mode, Phase, Stage, TaskMeta
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import SimulatedCluster

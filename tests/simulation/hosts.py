@@ -16,14 +16,6 @@ from pathlib import Path
 from typing import IO
 
 from pserver_service.own_index import OwnIndex, own_number
-from shared.etcd import Etcd
-from shared.etcd.reading import read_record
-from shared.keys import ClusterKeys, Keys
-from shared.membership.directory import Directory
-from shared.records import PserverMember, TrainerMember
-from shared.records.cluster import Assignment, Kind, PoolMember
-from shared.runtime import ids, service
-from shared.runtime.service import READY_FILE
 from tests.equipment.virtual_loop import Process
 from tests.simulation.many_jobs import SimulatedJobs
 from trainer_agent.membership.lease import Membership
@@ -31,6 +23,14 @@ from trireme.pool.host_folder import HostFolder
 from trireme.pool.place import Host as PlacesOfHost
 from trireme.pool.place import Place
 from trireme.pool.place_keys import PlaceKeys
+from trireme_shared.etcd import Etcd
+from trireme_shared.etcd.reading import read_record
+from trireme_shared.keys import ClusterKeys, Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import PserverMember, TrainerMember
+from trireme_shared.records.cluster import Assignment, Kind, PoolMember
+from trireme_shared.runtime import ids, service
+from trireme_shared.runtime.service import READY_FILE
 
 KINDS: tuple[Kind, ...] = ("pserver", "trainer")
 START_S = 0.3  # of a member

@@ -11,12 +11,6 @@ import numpy as np
 from master_service.core.state.series import SeriesTable
 from master_service.core.state.whole_steps import WholeSteps
 from master_service.storage.series_files import add_encoded, to_read
-from shared.criteria import Criterion
-from shared.evaluations import Evaluation, EvaluationStatus, results_count
-from shared.records import Dispatch, EvaluationSums, JobResult, Mode, Phase, SlotMap, TaskMeta
-from shared.records.checkpoints import history
-from shared.records.pauses import Losses
-from shared.tables.hashing import slots_of
 from tests.simulation.asynchronous_evaluations import asynchronous_evaluations
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.compute import INTEGER_BLOCK, INTEGERS, RECORD_SLOTS, applied_of, param_blocks
@@ -36,6 +30,12 @@ from tests.simulation.reference import (
     trained_tasks,
 )
 from tests.simulation.rows import COUNTING, SLOTS, counted
+from trireme_shared.criteria import Criterion
+from trireme_shared.evaluations import Evaluation, EvaluationStatus, results_count
+from trireme_shared.records import Dispatch, EvaluationSums, JobResult, Mode, Phase, SlotMap, TaskMeta
+from trireme_shared.records.checkpoints import history
+from trireme_shared.records.pauses import Losses
+from trireme_shared.tables.hashing import slots_of
 
 
 def violations(cluster: SimulatedCluster) -> Iterator[str]:

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from master_service.cluster.leader import ClusterMaster
-from shared.errors import NotLeader, PeerError
-from shared.etcd import Etcd
-from shared.etcd.transport import Body, Transport
-from shared.keys import ClusterKeys
-from shared.records import JobState
-from shared.records.cluster import Assignment, ClusterJob, PoolMember, Standing, TaskRun, TaskState
 from tests.equipment.cluster.crash_point import CrashPoint
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import Process
 from tests.equipment.waiting import until
 from tests.master_service.many_jobs import Jobs, leads
+from trireme_shared.errors import NotLeader, PeerError
+from trireme_shared.etcd import Etcd
+from trireme_shared.etcd.transport import Body, Transport
+from trireme_shared.keys import ClusterKeys
+from trireme_shared.records import JobState
+from trireme_shared.records.cluster import Assignment, ClusterJob, PoolMember, Standing, TaskRun, TaskState
 
 ANSWER_S = 4.0
 UNWINDING_ROUNDS = 5

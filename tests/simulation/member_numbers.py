@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from shared.records import JobSpec
-from shared.records.assignments import GivenNumbers
-from shared.runtime.service import LEASE_LOST
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.nodes import Node
+from trireme_shared.records import JobSpec
+from trireme_shared.records.assignments import GivenNumbers
+from trireme_shared.runtime.service import LEASE_LOST
 
 
 class MemberNumbers:

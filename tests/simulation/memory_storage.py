@@ -10,13 +10,13 @@ from pathlib import Path
 
 from master_service.core.queue.file_table import FileTable
 from master_service.core.queue.task_sizes import TaskSizes
-from shared.checkpoints import stored
-from shared.records import JobSpec
-from shared.records.checkpoints import CheckpointRef, Manifest
-from shared.records.datasets import Dataset
 from tests.simulation.dataset import files_of
 from tests.simulation.job_spec import EVALUATION, TRAINING
 from tests.simulation.plans import Plan
+from trireme_shared.checkpoints import stored
+from trireme_shared.records import JobSpec
+from trireme_shared.records.checkpoints import CheckpointRef, Manifest
+from trireme_shared.records.datasets import Dataset
 
 
 class MemorySeries:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from shared.lanes import Interval
 from tests.simulation.compute import TinyCompute, names_of
 from trainer_agent.model.compute import BlockSink, LaneResult, Ready, Records
+from trireme_shared.lanes import Interval
 
 
 def is_nonfinite(names: Sequence[int]) -> bool:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 
 from master_service.leadership.master import Master
-from shared.errors import CallerError, Conflict, NotFound, PeerError, TriremeError
-from shared.records import Dispatch, Stage
-from shared.records.checkpoints import CheckpointLatest
-from shared.records.operations import Operation, OperationKind, OperationState, Strategy
-from shared.runtime import ids
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.plans import OperatorRequest, RequestKind
+from trireme_shared.errors import CallerError, Conflict, NotFound, PeerError, TriremeError
+from trireme_shared.records import Dispatch, Stage
+from trireme_shared.records.checkpoints import CheckpointLatest
+from trireme_shared.records.operations import Operation, OperationKind, OperationState, Strategy
+from trireme_shared.runtime import ids
 
 LIMIT_S = 60.0
 SAVE_S = 30.0

@@ -9,20 +9,6 @@ from functools import partial
 from typing import Any
 
 from master_service.masterless.dispatcher import Dispatcher
-from shared.blocks.buffers import Buffer
-from shared.membership.directory import Directory
-from shared.records import Dispatch, TrainerMember
-from shared.records.layout import ROWS
-from shared.runtime import ids
-from shared.runtime.service import LEASE_LOST
-from shared.serving.core.pushes import OpenPush
-from shared.serving.core.store import Store
-from shared.serving.core.table.row_steps import RowsServer, StepsAtOnce
-from shared.serving.data_plane.row_turns import RowTurns
-from shared.serving.ports import ServerPorts
-from shared.serving.pserver import Pserver
-from shared.wire.messages import PushBlock, PushHeader
-from shared.wire.verdict import Verdict
 from tests.equipment.cluster.network_ports import STALL_S, SimulatedMaster, SimulatedPserver
 from tests.simulation.cluster import Main, SimulatedCluster
 from tests.simulation.collective import ports_of
@@ -32,6 +18,20 @@ from tests.simulation.nodes import Node
 from tests.simulation.nonfinite import SkippingCompute
 from trainer_agent.agent import Agent
 from trainer_agent.data_plane.fleet_client import call_limit_s
+from trireme_shared.blocks.buffers import Buffer
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import Dispatch, TrainerMember
+from trireme_shared.records.layout import ROWS
+from trireme_shared.runtime import ids
+from trireme_shared.runtime.service import LEASE_LOST
+from trireme_shared.serving.core.pushes import OpenPush
+from trireme_shared.serving.core.store import Store
+from trireme_shared.serving.core.table.row_steps import RowsServer, StepsAtOnce
+from trireme_shared.serving.data_plane.row_turns import RowTurns
+from trireme_shared.serving.ports import ServerPorts
+from trireme_shared.serving.pserver import Pserver
+from trireme_shared.wire.messages import PushBlock, PushHeader
+from trireme_shared.wire.verdict import Verdict
 
 DRAIN_S = 10.0
 MAX_VIOLATIONS = 1000

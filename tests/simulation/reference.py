@@ -17,11 +17,6 @@ from master_service.core.queue.epoch_order import EpochOrder
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.queue.streams import Streams
 from master_service.core.state.series import Value
-from shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
-from shared.criteria import Criterion
-from shared.lanes import step_seed
-from shared.records import Mode, TaskKind
-from shared.records.job_spec import StopEarly
 from tests.simulation.compute import (
     BLOCK_ELEMENTS,
     RATE,
@@ -38,6 +33,11 @@ from tests.simulation.plans import Job
 from tests.simulation.rows import PinnedRows, ReferenceRows, lane_rows, no_rows, sum_of
 from trainer_agent.data.order import minibatch_indices, minibatches_in
 from trainer_agent.model.compute import LaneResult
+from trireme_shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
+from trireme_shared.criteria import Criterion
+from trireme_shared.lanes import step_seed
+from trireme_shared.records import Mode, TaskKind
+from trireme_shared.records.job_spec import StopEarly
 
 
 def tasks_of(job: Job) -> list[list[int]]:

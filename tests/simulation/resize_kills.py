@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from shared.records import SlotMap
-from shared.records.assignments import Migration
-from shared.records.operations import Operation, OperationKind
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.nodes import Node
 from tests.simulation.operator_requests import may_lose_pserver
 from tests.simulation.plans import ResizeKill, Victim
+from trireme_shared.records import SlotMap
+from trireme_shared.records.assignments import Migration
+from trireme_shared.records.operations import Operation, OperationKind
 
 LOOK_S = 0.002
 

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from master_service.control import series_keeper
-from shared.records import Mode, Strategy
 from tests.equipment.cluster.network import STEADY
 from tests.equipment.replaced import replaced
 from tests.simulation.plans import CLIP, Job, OperatorRequest, Plan, RequestKind, Speed, plan_of
+from trireme_shared.records import Mode, Strategy
 
 
 def stored_at_once() -> AbstractContextManager[None]:

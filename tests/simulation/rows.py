@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from shared.blocks.narrow import DTYPES
-from shared.records import Mode
-from shared.records.job_spec import Transported
-from shared.records.layout import RowInit, RowOptimizer, TableSpec
-from shared.tables.lanes import LaneRows, mean_over_lanes
-from shared.tables.saving.snapshot import to_records
-from shared.tables.table import Table, joined
 from trainer_agent.tables.files import StoredTable, StoredTables
+from trireme_shared.blocks.narrow import DTYPES
+from trireme_shared.records import Mode
+from trireme_shared.records.job_spec import Transported
+from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.tables.lanes import LaneRows, mean_over_lanes
+from trireme_shared.tables.saving.snapshot import to_records
+from trireme_shared.tables.table import Table, joined
 
 SLOTS = 128
 TABLE = TableSpec(

@@ -7,9 +7,6 @@ import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from shared.records import Dispatch, Mode, Strategy
-from shared.records.operations import Operation
-from shared.records.pauses import Losses
 from tests.equipment import logs
 from tests.equipment.cluster.network import STEADY
 from tests.equipment.virtual_loop import Process, VirtualLoop, run
@@ -21,6 +18,9 @@ from tests.simulation.nodes import Node
 from tests.simulation.plans import Fault, FaultKind, Peer, Plan, plan_of
 from tests.simulation.processes import MAINS
 from tests.simulation.resize_kills import kill_in
+from trireme_shared.records import Dispatch, Mode, Strategy
+from trireme_shared.records.operations import Operation
+from trireme_shared.records.pauses import Losses
 
 MAX_CALLBACKS = 1_500_000
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from shared.keys import Keys
-from shared.records import JobState, PendingTask, Phase
+from trireme_shared.keys import Keys
+from trireme_shared.records import JobState, PendingTask, Phase
 
 
 def _lost_one(held: PendingTask, given: PendingTask) -> bool:

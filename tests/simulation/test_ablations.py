@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from shared.records import Dispatch, Mode
 from tests.equipment.cluster.network import STEADY
 from tests.equipment.replaced import replaced
 from tests.simulation.ablations import ABLATIONS, no_copy_on_write, no_previous_version
@@ -16,6 +15,7 @@ from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.compute import Speed
 from tests.simulation.plans import Fault, FaultKind, Job, Plan, plan_of
 from tests.simulation.run import Outcome, simulate
+from trireme_shared.records import Dispatch, Mode
 
 # (mode, dispatch, chance that a request is doubled in a storm, first seed known to show it); a seed may change its meaning
 # when the product changes, so more are tried; 0: the seed's own conditions

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from shared.records import Dispatch, Mode
-from shared.records.operations import OperationState
 from tests.simulation.plans import OperatorRequest, Plan, RequestKind, plan_of
 from tests.simulation.run import simulate
+from trireme_shared.records import Dispatch, Mode
+from trireme_shared.records.operations import OperationState
 
 
 def crowded(seed: int, mode: Mode, dispatch: Dispatch) -> Plan:

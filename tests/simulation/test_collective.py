@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from master_service.core.decisions.collective import members
-from shared.records import Mode
 from tests.equipment.cluster.network import STEADY
 from tests.equipment.replaced import replaced
 from tests.simulation.collective import collective_plan
@@ -20,6 +19,7 @@ from tests.simulation.compute import Speed
 from tests.simulation.plans import Fault, FaultKind
 from tests.simulation.run import simulate
 from trainer_agent.collective import mean_blocks
+from trireme_shared.records import Mode
 
 FEW, MANY = 2, 320
 MENDED = (257, 259, 296, 8782, 20088)  # what they showed once may not come again

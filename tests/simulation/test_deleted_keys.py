@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from shared.membership.own_key import OwnKey
-from shared.records import Mode, Phase
 from tests.equipment.cluster.network import STEADY
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import Process
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.plans import Plan, plan_of
 from tests.simulation.run import Outcome, simulate
+from trireme_shared.membership.own_key import OwnKey
+from trireme_shared.records import Mode, Phase
 
 BOUND_S = 30.0
 

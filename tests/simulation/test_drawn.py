@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shared.records import Dispatch, Mode
 from tests.simulation.drawn import drawn_plan
 from tests.simulation.run import simulate
+from trireme_shared.records import Dispatch, Mode
 
 FIRST, FEW, MANY, CHUNK = 4, 2, 404, 50
 REGRESSIONS = {

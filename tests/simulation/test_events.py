@@ -13,17 +13,17 @@ from master_service.core.changes import Event
 from master_service.leadership.master import Master
 from master_service.store import schema
 from master_service.store.writer import GroupCommit, MasterWriter
-from shared.errors import NotReady, StaleAttempt, TriremeError
-from shared.etcd import Etcd
-from shared.events import EventChunk, EventRecord
-from shared.records import AcquireTask, FailTask, JobState, Task, TaskAnswer, UserFailure
-from shared.runtime import ids
 from tests.equipment.cluster.crash_point import CrashPoint
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import Process, run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import MasterCluster, done, spec_of
 from tests.simulation.many_jobs import unwind
+from trireme_shared.errors import NotReady, StaleAttempt, TriremeError
+from trireme_shared.etcd import Etcd
+from trireme_shared.events import EventChunk, EventRecord
+from trireme_shared.records import AcquireTask, FailTask, JobState, Task, TaskAnswer, UserFailure
+from trireme_shared.runtime import ids
 
 ANSWER_S = 2.0
 NO = UserFailure(error_type="ValueError", message="no")

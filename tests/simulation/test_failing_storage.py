@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from shared.records import Mode
 from tests.equipment.cluster.network import STEADY
 from tests.equipment.replaced import replaced
 from tests.simulation.collective import collective_plan
@@ -17,6 +16,7 @@ from tests.simulation.plans import Plan, plan_of
 from tests.simulation.run import simulate
 from trainer_agent.loops import evaluate_export
 from trainer_agent.loops.reading import read_checkpoint
+from trireme_shared.records import Mode
 
 FAILS_S = 8.0
 ENOUGH_S = 60.0  # without another attempt the job waits for ten minutes

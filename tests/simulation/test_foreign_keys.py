@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from shared.records import Dispatch, Mode
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import Process
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.plans import plan_of
 from tests.simulation.run import simulate
+from trireme_shared.records import Dispatch, Mode
 
 FOREIGN = (
     *(

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from shared.lanes import step_seed
-from shared.records import Mode
 from tests.equipment.cluster.network import STEADY
 from tests.equipment.replaced import replaced
 from tests.simulation import collective
@@ -20,6 +18,8 @@ from tests.simulation.compute import Speed, TinyCompute
 from tests.simulation.plans import Plan
 from tests.simulation.run import simulate
 from trainer_agent.waiting import to_its_end
+from trireme_shared.lanes import step_seed
+from trireme_shared.records import Mode
 
 EVERY = 14  # versions: the first one that is evaluated comes when the usual time of a step is known
 LATE_S = 0.8

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from shared.records import Dispatch, Mode
 from tests.equipment.cluster.network import STEADY
 from tests.equipment.replaced import replaced
 from tests.simulation.compute import Speed, TinyCompute
@@ -18,6 +17,7 @@ from tests.simulation.plans import Plan, plan_of
 from tests.simulation.run import simulate
 from trainer_agent.loops.reading import read_checkpoint
 from trainer_agent.tasks.source import TaskSource
+from trireme_shared.records import Dispatch, Mode
 
 
 def undisturbed(mode: Mode, dispatch: Dispatch, every: int | str | None = None) -> Plan:

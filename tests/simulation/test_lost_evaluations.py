@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from master_service.core.decisions.evaluations import lost_evaluation
-from shared.checkpoints.saving import commit
-from shared.records import Mode
 from tests.equipment.replaced import replaced
 from tests.simulation.collective import collective_plan
 from tests.simulation.drawn import drawn_plan
 from tests.simulation.plans import Fault, FaultKind, Plan
 from tests.simulation.run import simulate
+from trireme_shared.checkpoints.saving import commit
+from trireme_shared.records import Mode
 
 BACK = "was not written: the job goes back to step"
 OVER = "was not written, and no checkpoint before it: training starts over"

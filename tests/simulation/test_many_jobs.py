@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from master_service.cluster import writer
-from shared.errors import Conflict, NotFound
-from shared.records.cluster import Standing
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.many_jobs import create_once, job_of
 from tests.simulation.many_jobs import SimulatedJobs
+from trireme_shared.errors import Conflict, NotFound
+from trireme_shared.records.cluster import Standing
 
 TASKS = 5
 EVERY = 2  # rounds: the first tries writes 0, 2, 4, ..., the second 1, 3, 5, ...

@@ -15,18 +15,18 @@ import pytest
 from master_service.core.decisions import resize
 from master_service.core.placement import slot_moves as moves
 from master_service.core.state.job import Job
-from shared.records import Mode
-from shared.records.assignments import Handed, Migration
-from shared.records.operations import OperationState, ResizePhase
-from shared.serving.core.asynchronous import ledger
-from shared.serving.core.blocks import BlockState
-from shared.serving.core.store import Store
-from shared.serving.core.table.rows import TableRows
 from tests.equipment.cluster.network import STEADY, conditions_of
 from tests.equipment.replaced import replaced
 from tests.simulation.compute import Speed
 from tests.simulation.plans import OperatorRequest, Plan, RequestKind, ResizeKill, Victim, plan_of
 from tests.simulation.run import Outcome, simulate
+from trireme_shared.records import Mode
+from trireme_shared.records.assignments import Handed, Migration
+from trireme_shared.records.operations import OperationState, ResizePhase
+from trireme_shared.serving.core.asynchronous import ledger
+from trireme_shared.serving.core.blocks import BlockState
+from trireme_shared.serving.core.store import Store
+from trireme_shared.serving.core.table.rows import TableRows
 
 SMALL_GROUP_BYTES = 1600  # so that a resize of the small model moves several groups
 WITH_SKETCHES_BYTES = 1 << 17  # the same, of slots with sketches

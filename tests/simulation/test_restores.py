@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from shared.records import Dispatch, Mode
-from shared.records.operations import OperationKind, OperationState
 from tests.simulation.collective_settings import varied_plan
 from tests.simulation.drawn import drawn_plan
 from tests.simulation.plans import Plan
 from tests.simulation.restores import back_and_forth, restored, stored_at_once
 from tests.simulation.run import Outcome, simulate
+from trireme_shared.records import Dispatch, Mode
+from trireme_shared.records.operations import OperationKind, OperationState
 
 
 def drawn(kind: str, seed: int) -> Plan:

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from shared.records import Mode
-from shared.records.step import LaneZero
 from tests.equipment.cluster.network import STEADY
 from tests.equipment.replaced import replaced
 from tests.simulation.compute import TinyCompute
@@ -16,6 +14,8 @@ from tests.simulation.plans import Plan, plan_of
 from tests.simulation.reference import series_of
 from tests.simulation.run import Outcome, simulate
 from trainer_agent.loops.evaluating import Evaluator
+from trireme_shared.records import Mode
+from trireme_shared.records.step import LaneZero
 
 EPOCH_SEEDS, PLATEAU_SEEDS = (44, 49), (12, 37)  # the second ones are rolled back, behind a change of the rate
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from shared.records import Dispatch, Mode
 from tests.equipment.cluster.network import STEADY
 from tests.simulation.compute import Speed
 from tests.simulation.plans import Fault, FaultKind, Plan, plan_of
 from tests.simulation.run import Outcome, simulate
+from trireme_shared.records import Dispatch, Mode
 
 AWAY_S = (2.0, 6.0, 10.0, 60.0)
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from shared.checkpoints.saving.evaluated_first import EvaluatedFirst
-from shared.records import Dispatch, Mode
 from tests.equipment.cluster.network import STEADY
 from tests.equipment.replaced import replaced
 from tests.simulation import collective
@@ -19,6 +17,8 @@ from tests.simulation.collective import collective_plan
 from tests.simulation.compute import Speed
 from tests.simulation.plans import Fault, FaultKind, Plan
 from tests.simulation.run import simulate
+from trireme_shared.checkpoints.saving.evaluated_first import EvaluatedFirst
+from trireme_shared.records import Dispatch, Mode
 
 SLOW, STORAGE_S = "trainer-0", 6.0
 SEEDS = [(Dispatch.MASTER, 0), (Dispatch.MASTER, 3), (Dispatch.ETCD, 2)]  # the lanes leave it at the right moment

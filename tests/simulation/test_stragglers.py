@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from shared.records import Dispatch, Mode, Strategy
 from tests.equipment.cluster.network import STEADY
 from tests.equipment.replaced import replaced
 from tests.simulation import job_spec
@@ -17,6 +16,7 @@ from tests.simulation.collective import collective_plan
 from tests.simulation.compute import Speed
 from tests.simulation.plans import Fault, FaultKind, Plan, plan_of
 from tests.simulation.run import Outcome, simulate
+from trireme_shared.records import Dispatch, Mode, Strategy
 
 
 def plan_with_a_slow_trainer(seed: int, mode: Mode, dispatch: Dispatch, *, stragglers: bool, epochs: int = 4) -> Plan:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from shared.keys import Keys
-from shared.records import JobState, PendingTask, Phase, Record
 from tests.simulation.task_checker import TaskChecker
+from trireme_shared.keys import Keys
+from trireme_shared.records import JobState, PendingTask, Phase, Record
 
 KEYS = Keys("checked")
 

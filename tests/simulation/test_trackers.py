@@ -16,13 +16,13 @@ from master_service.trackers.follower import StoredSeriesReader
 from master_service.trackers.made import make
 from master_service.trackers.points import new_points, told_with
 from master_service.trackers.tracker import Run, Tracker
-from shared.records import Mode
-from shared.trackers import Tracker as Wanted
 from tests.equipment.replaced import replaced
 from tests.simulation.memory_storage import MemorySeries
 from tests.simulation.plans import plan_of
 from tests.simulation.reference import series_of
 from tests.simulation.run import simulate
+from trireme_shared.records import Mode
+from trireme_shared.trackers import Tracker as Wanted
 
 
 class Followers:

@@ -12,9 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from shared.errors import TriremeError
-from shared.records import Mode, Strategy
-from shared.runtime import telemetry
 from tests.soak import isolation
 from tests.soak.growth import Growth
 from tests.soak.inflict import Cost
@@ -24,6 +21,9 @@ from tests.soak.run import SoakError, Trained
 from tests.soak.soak import disturbed, epochs_for, undisturbed
 from tests.soak.verify import check_bits, check_exactly_once, verify
 from tests.soak.workload import WORKLOADS
+from trireme_shared.errors import TriremeError
+from trireme_shared.records import Mode, Strategy
+from trireme_shared.runtime import telemetry
 
 
 def main() -> int:

@@ -14,8 +14,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
-from shared.errors import TriremeError
-from shared.records import Strategy
 from tests.soak.isolation import DroppedPackets
 from tests.soak.plan import LOSS, SERVERS, Crew, Fault, Kind
 from tests.soak.run import ALIVE_S, POLL_S, Run, SoakError, asked, until
@@ -26,6 +24,8 @@ from trireme.cli.faults.job_probe import JobProbe
 from trireme.cli.faults.receipt import Before, Receipt, measure, observe
 from trireme.client import ONLY_JOB
 from trireme.launch import run_folder
+from trireme_shared.errors import TriremeError
+from trireme_shared.records import Strategy
 
 VERY_SLOWLY_S = 0.4  # a minibatch longer, so that the job does not end before the fault does
 SLOWLY_S = 0.03

@@ -11,8 +11,8 @@ from enum import StrEnum
 from itertools import islice
 from random import Random
 
-from shared.records import Strategy
 from trireme.cli.doctor import MASTER_TTL_S
+from trireme_shared.records import Strategy
 
 LEASE_S = 2.0
 MAX_PAUSE_S = 1.0

@@ -20,12 +20,6 @@ import psutil
 import torch
 
 from master_service.storage.series_files import StoredSeries, read_all
-from shared.errors import DeadlineExceeded, NotReady, PeerError
-from shared.metric_names import LOSS
-from shared.records import Mode, Strategy
-from shared.runtime.lifelines import die_with_parent
-from shared.security.token_folder import admin_token
-from shared.wire.messages import PserverInfo
 from tests.soak.isolation import SmallDisk
 from tests.soak.plan import LEASE_S
 from tests.soak.workload import CHARLM, Workload
@@ -35,6 +29,12 @@ from trireme.cli.targets import token_of_run
 from trireme.client import AsyncClient
 from trireme.launch import run_folder
 from trireme.view.job_address import client_of
+from trireme_shared.errors import DeadlineExceeded, NotReady, PeerError
+from trireme_shared.metric_names import LOSS
+from trireme_shared.records import Mode, Strategy
+from trireme_shared.runtime.lifelines import die_with_parent
+from trireme_shared.security.token_folder import admin_token
+from trireme_shared.wire.messages import PserverInfo
 
 T = TypeVar("T")
 JOB = "soak"

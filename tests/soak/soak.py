@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from shared.records import Mode, Strategy
 from tests.soak.growth import Growth
 from tests.soak.inflict import VERY_SLOWLY_S, Cost, inflict
 from tests.soak.plan import ANYWHERE, DISKS, PACKETS, SERVERS, Crew, Kind, plan
 from tests.soak.run import ALIVE_S, POLL_S, Run, SoakError, Trained, pserver_infos, until
 from tests.soak.workload import CHARLM, Workload
 from trireme.cli.faults.job_probe import JobProbe
+from trireme_shared.records import Mode, Strategy
 
 STEPS_PER_FAULT = 5
 STEPS_PER_FAULT_OF_COLLECTIVE = 20  # trainers join meanwhile

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.records.layout import RowInit, RowOptimizer, TableSpec
-from shared.tables import table as tables
-from shared.tables.hashing import mix64, slots_of
-from shared.tables.table import Table, joined, living
+from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.tables import table as tables
+from trireme_shared.tables.hashing import mix64, slots_of
+from trireme_shared.tables.table import Table, joined, living
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 DIM, SLOTS, SEED = 2, 1024, 5

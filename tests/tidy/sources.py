@@ -9,8 +9,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("master_service", "pserver_service", "trainer_agent")
-PACKAGES = (*SERVICES, "shared", "trireme")
-SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+PACKAGES = (*SERVICES, "trireme_shared", "trireme")
+
+
+def folder_of(package: str) -> Path:
+    """The package trireme_shared lies in the folder shared/, each other package in a folder of its own name."""
+    return ROOT / "shared" / package if package == "trireme_shared" else ROOT / package
+
+
+def parts_of(path: Path) -> tuple[str, ...]:
+    """The folders and the file of a path below the folder that is on sys.path: the first one is the package."""
+    parts = path.relative_to(ROOT).parts
+    return parts[1:] if parts[:2] == ("shared", "trireme_shared") else parts
+
+
+SOURCES = sorted(path for package in PACKAGES for path in folder_of(package).rglob("*.py"))
 EVERYTHING = [
     *SOURCES,
     *sorted(
@@ -27,8 +40,8 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def module_of(path: Path) -> str:
-    """`shared/etcd/lock.py` is shared.etcd.lock, `shared/etcd/__init__.py` is shared.etcd."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
+    """`shared/trireme_shared/etcd/lock.py` is trireme_shared.etcd.lock, `shared/trireme_shared/etcd/__init__.py` is trireme_shared.etcd."""
+    parts = parts_of(path.with_suffix(""))
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -59,7 +72,7 @@ def _imports(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def arrows(path: Path) -> set[str]:
-    """Our own modules that a file imports. `from shared.wire import codec` is an arrow to shared.wire.codec alone."""
+    """Our own modules that a file imports. `from trireme_shared.wire import codec` is an arrow to trireme_shared.wire.codec alone."""
     found = set()
     for node in nodes_of(path):
         if isinstance(node, ast.Import):

@@ -9,7 +9,6 @@ import subprocess
 import pytest
 import yaml
 
-from shared.etcd.embedded import BCRYPT_COST, COMPACTION_RETENTION, QUOTA_BYTES
 from tests.tidy.compose_file import (
     ALONE,
     COMPOSE,
@@ -29,6 +28,7 @@ from trireme.containers import object_storage, secrets
 from trireme.containers.setup import HEALTH
 from trireme.containers.setup import Settings as SetupSettings
 from trireme.launchers.docker_engine import DEFAULT
+from trireme_shared.etcd.embedded import BCRYPT_COST, COMPACTION_RETENTION, QUOTA_BYTES
 
 ONCE = {name for name, service in SERVICES.items() if service.get("restart") == "no" or name == "setup"}
 COMMANDS = {"cli"}

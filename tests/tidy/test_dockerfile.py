@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.membership.settings import MemberSettings
 from tests.tidy.compose_file import DOCKERFILE, DOCS, ENTRYPOINT, IGNORED, ROOT, SERVICES, TEXT, UID
 from trireme.docker import Settings as LauncherSettings
+from trireme_shared.membership.settings import MemberSettings
 
 
 def stages() -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tidy.sources import ROOT, imports, where
+from tests.tidy.sources import folder_of, imports, where
 
 FLOORS = {
     "master_service": [
@@ -34,7 +34,7 @@ FLOORS = {
         {"recovery"},
         {"member"},
     ],
-    "shared": [
+    "trireme_shared": [
         {"errors", "keys", "lanes", "slots", "times", "cron", "logged_metrics", "records"},
         {"runtime", "blocks", "datasets", "tables"},
         {"etcd", "storage", "wire", "security"},
@@ -75,8 +75,8 @@ def floor_of(package: str, module: str) -> int | None:
 @pytest.mark.parametrize("package", FLOORS)
 def test_no_room_imports_from_a_higher_floor(package: str) -> None:
     wrong = []
-    for path in sorted((ROOT / package).rglob("*.py")):
-        own = floor_of(package, ".".join(path.relative_to(ROOT / package).with_suffix("").parts))
+    for path in sorted(folder_of(package).rglob("*.py")):
+        own = floor_of(package, ".".join(path.relative_to(folder_of(package)).with_suffix("").parts))
         for module, line in imports(path):
             theirs = floor_of(package, module.removeprefix(f"{package}.")) if module.startswith(f"{package}.") else None
             if own is not None and theirs is not None and theirs > own:

@@ -16,8 +16,8 @@ from clients.write_openapi import OPENAPI, current
 from master_service.api.app import api_of
 from master_service.api.openapi.document import FOLLOWED, PROBLEMS, operations
 from master_service.api.openapi.properties import PARAMETERS, PROPERTIES, TAGS
-from shared import errors
 from tests.tidy.sources import ROOT
+from trireme_shared import errors
 
 Json = dict[str, Any]
 SUCCESS = re.compile(r"2\d\d")

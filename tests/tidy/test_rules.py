@@ -20,11 +20,11 @@ def test_two_circles_are_told_apart():
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    """Write a package `shared` and have it read as the sources."""
+    """Write a package `trireme_shared` and have it read as the sources."""
 
     def write(**files: str):
         for name, text in files.items():
-            path = tmp_path / "shared" / f"{name.replace('__', '/')}.py"
+            path = tmp_path / "shared" / "trireme_shared" / f"{name.replace('__', '/')}.py"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         monkeypatch.setattr(sources, "ROOT", tmp_path)
@@ -37,9 +37,9 @@ def tree(tmp_path, monkeypatch):
 
 def test_imports_for_types_only_and_inside_functions_are_arrows(tree):
     found = tree(
-        a__one="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from shared.b import two\n",
-        b__two="def late():\n    from shared.a.one import something\n",
+        a__one="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from trireme_shared.b import two\n",
+        b__two="def late():\n    from trireme_shared.a.one import something\n",
     )
     graph = {module: sources.arrows(path) for module, path in found.items()}
-    assert graph == {"shared.a.one": {"shared.b.two"}, "shared.b.two": {"shared.a.one"}}
-    assert circles(graph) == [["shared.a.one", "shared.b.two"]]
+    assert graph == {"trireme_shared.a.one": {"trireme_shared.b.two"}, "trireme_shared.b.two": {"trireme_shared.a.one"}}
+    assert circles(graph) == [["trireme_shared.a.one", "trireme_shared.b.two"]]

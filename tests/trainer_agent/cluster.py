@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from master_service.leadership.master import Master
-from shared.membership.directory import Directory
-from shared.records import JobSpec, JobState, Phase, PserverMember, TrainerMember
-from shared.serving.core.clipping import Clipping
-from shared.serving.pserver import Pserver
 from tests.equipment.cluster.cluster import Cluster
 from tests.equipment.cluster.direct_ports import DirectMaster, DirectPserver
 from trainer_agent.agent import Agent
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import JobSpec, JobState, Phase, PserverMember, TrainerMember
+from trireme_shared.serving.core.clipping import Clipping
+from trireme_shared.serving.pserver import Pserver
 
 
 class TorchCluster(Cluster):

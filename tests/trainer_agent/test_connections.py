@@ -7,15 +7,15 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from shared.errors import PeerError
-from shared.etcd import Etcd
-from shared.keys import Keys
-from shared.membership.directory import Directory
-from shared.records import PserverMember, SlotMap
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.waiting import until
 from trainer_agent.process import Connections
 from trainer_agent.settings import Settings
+from trireme_shared.errors import PeerError
+from trireme_shared.etcd import Etcd
+from trireme_shared.keys import Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import PserverMember, SlotMap
 
 STALL_S = 20.0
 

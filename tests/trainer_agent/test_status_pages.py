@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import aiohttp
 
-from shared.records import CompleteTask, StepMetrics, Task, TaskKind
-from shared.security.access import Access
-from shared.security.tokens import Role, TokenRecord, Tokens, TokenTable, digest_of
 from tests.equipment.metric_names import names_in, wrong_metrics
 from trainer_agent.status_pages import COUNTERS, StatusPages
 from trainer_agent.tasks.activity import Activity, LanePace
 from trainer_agent.tasks.reports import Done, Reports
+from trireme_shared.records import CompleteTask, StepMetrics, Task, TaskKind
+from trireme_shared.security.access import Access
+from trireme_shared.security.tokens import Role, TokenRecord, Tokens, TokenTable, digest_of
 
 VIEWER = TokenRecord(name="v", role=Role.VIEWER, sha256=digest_of("reads"))
 

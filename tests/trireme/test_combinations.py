@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from shared.records import JobSpec
-from shared.records.datasets import TextLines
-from shared.records.job_spec import JobSettings, without_effect
 from trireme.validation import field_problems
+from trireme_shared.records import JobSpec
+from trireme_shared.records.datasets import TextLines
+from trireme_shared.records.job_spec import JobSettings, without_effect
 
 BASIC: dict[str, Any] = {
     "job": "j",

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import InvalidArgument
-from shared.membership.etcd_access import EtcdAccess
-from shared.membership.settings import MemberSettings
 from trireme.existing_etcd import access_of
 from trireme.settings import UsageError, from_environment, from_flags, from_toml, merge
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.membership.etcd_access import EtcdAccess
+from trireme_shared.membership.settings import MemberSettings
 
 URL = "http://a:2379"
 
@@ -69,7 +69,9 @@ def test_a_member_reads_its_password_from_a_file(tmp_path, monkeypatch):
     for name, value in {"ETCD": "http://h:1", "ETCD_USER": "u", "ETCD_PASSWORD_FILE": tmp_path / "password"}.items():
         monkeypatch.setenv(f"TRIREME_{name}", str(value))
     given: dict[str, object] = {}
-    monkeypatch.setattr("shared.membership.etcd_access.connect", lambda urls, **rest: given.update(rest, urls=urls))
+    monkeypatch.setattr(
+        "trireme_shared.membership.etcd_access.connect", lambda urls, **rest: given.update(rest, urls=urls)
+    )
     MemberSettings(job="j").connect()
     assert (given["urls"], given["user"], given["password"]) == (("http://h:1",), "u", "secret")
     Path(tmp_path / "password").unlink()

@@ -20,15 +20,15 @@ from torch import nn
 import trireme
 from master_service.core.queue.task_sizes import TaskSizes
 from master_service.storage.counting import count_records
-from shared.errors import InvalidArgument, UserCodeError
-from shared.lanes import step_seed
-from shared.tables.updates import initial_values
 from trainer_agent.data import default_collate
 from trainer_agent.script.inspect import inspect_script
 from trainer_agent.script.user_module import load
 from trainer_agent.tables.files import read_table, write_tables
 from trainer_agent.tables.of_model import tables_of
 from trireme.plain import PlainResult, epoch_minibatches, plain_spec, run, train
+from trireme_shared.errors import InvalidArgument, UserCodeError
+from trireme_shared.lanes import step_seed
+from trireme_shared.tables.updates import initial_values
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch says it once, of its own optimizers
 IDS, RECORDS = 60, 96

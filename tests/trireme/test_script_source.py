@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import InvalidArgument
-from shared.records import JobSpec
-from shared.records.cluster import SOURCE_BYTES
-from shared.security.script_digests import MAX_FILES
 from trireme.script_source import digests_of, read_source
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.records import JobSpec
+from trireme_shared.records.cluster import SOURCE_BYTES
+from trireme_shared.security.script_digests import MAX_FILES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -9,8 +9,6 @@ import pytest
 from pydantic import ValidationError
 
 import trireme
-from shared.records import JobSpec, Mode
-from shared.storage.tensor_file import CHECKSUMS
 from trireme.config import ConfigError
 from trireme.settings import (
     UsageError,
@@ -25,6 +23,8 @@ from trireme.settings import (
     merge,
     outside_script,
 )
+from trireme_shared.records import JobSpec, Mode
+from trireme_shared.storage.tensor_file import CHECKSUMS
 
 FIXED = {"script": "/s.py", "storage": "/d", "dataset": {"kind": "text_lines", "urls": ["x"]}}
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 import trireme
-from shared.between_runs import FIXED
-from shared.records import JobSpec
 from tests.trireme.test_settings import spec_of
 from trireme.config import ConfigError
 from trireme.settings import (
@@ -19,6 +17,8 @@ from trireme.settings import (
     from_toml,
     merge,
 )
+from trireme_shared.between_runs import FIXED
+from trireme_shared.records import JobSpec
 
 ASYNC = {"mode": "async"}
 

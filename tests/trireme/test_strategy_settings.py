@@ -7,11 +7,11 @@ import re
 import pytest
 
 import trireme
-from shared.between_runs import renewed
-from shared.records import JobSpec, Strategy
 from tests.trireme.test_settings import spec_of
 from trireme.config import ConfigError
 from trireme.settings import UsageError, check_fields, from_environment, from_flags, from_script, from_toml, merge
+from trireme_shared.between_runs import renewed
+from trireme_shared.records import JobSpec, Strategy
 
 COLLECTIVE = {"strategy": "collective"}
 

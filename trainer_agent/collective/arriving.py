@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from shared.blocks.buffer_mean import bits_of
-from shared.blocks.buffers import Buffer, tensor_over
-from shared.errors import BadFrame, PeerError, StaleGeneration
-from shared.records.job_spec import Narrow
-from shared.records.layout import Layout
-from shared.tables.hashing import Ids
-from shared.tables.payload import Rows, ids_in, rows_in
-from shared.wire.messages import RowMeansPart, TableRequest
 from trainer_agent.collective.mean_blocks import MeanStore
 from trainer_agent.collective.server import ShareServer
 from trainer_agent.data_plane.fleet_client import FleetClient
 from trainer_agent.waiting import Backoff
+from trireme_shared.blocks.buffer_mean import bits_of
+from trireme_shared.blocks.buffers import Buffer, tensor_over
+from trireme_shared.errors import BadFrame, PeerError, StaleGeneration
+from trireme_shared.records.job_spec import Narrow
+from trireme_shared.records.layout import Layout
+from trireme_shared.tables.hashing import Ids
+from trireme_shared.tables.payload import Rows, ids_in, rows_in
+from trireme_shared.wire.messages import RowMeansPart, TableRequest
 
 if TYPE_CHECKING:
     from trainer_agent.collective.rows.means import RowMeans

@@ -6,18 +6,18 @@ whoever has the same values has version 0, and says so in its key; the others ge
 
 from __future__ import annotations
 
-from shared.checkpoints.background import Offload
-from shared.checkpoints.start_tables import mark_in
-from shared.errors import NotReady, PeerError
-from shared.etcd import Compare, Etcd, LeaseLost, Put
-from shared.membership.directory import Directory
-from shared.records import Holding, JobSpec
-from shared.runtime import telemetry
 from trainer_agent.collective.exchange import CollectiveGroup
 from trainer_agent.membership.initialise import LOOK_S, PATIENCE_S, fits, lock
 from trainer_agent.membership.lease import Membership
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import Backoff
+from trireme_shared.checkpoints.background import Offload
+from trireme_shared.checkpoints.start_tables import mark_in
+from trireme_shared.errors import NotReady, PeerError
+from trireme_shared.etcd import Compare, Etcd, LeaseLost, Put
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import Holding, JobSpec
+from trireme_shared.runtime import telemetry
 
 log = telemetry.logger("beginning")
 

@@ -11,14 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from shared.errors import Gone
-from shared.lanes import Interval
-from shared.records import JobSpec
-from shared.records.operations import CheckpointRequest
-from shared.records.step import StepRecord, StepResult
-from shared.runtime import telemetry
-from shared.tables.hashing import Ids
-from shared.wire.messages import PushHeader
 from trainer_agent.collective.gathering import LAST_ASK_S, MeanGradients, with_norm
 from trainer_agent.collective.groups import Group
 from trainer_agent.collective.mean_blocks import MeanStore, released
@@ -32,6 +24,14 @@ from trainer_agent.data_plane.row_lookups import RowRouter, Rows
 from trainer_agent.data_plane.step_norm import check_finite
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import SingleErrorGroup, to_its_end
+from trireme_shared.errors import Gone
+from trireme_shared.lanes import Interval
+from trireme_shared.records import JobSpec
+from trireme_shared.records.operations import CheckpointRequest
+from trireme_shared.records.step import StepRecord, StepResult
+from trireme_shared.runtime import telemetry
+from trireme_shared.tables.hashing import Ids
+from trireme_shared.wire.messages import PushHeader
 
 if TYPE_CHECKING:
     from trainer_agent.collective.rows.stepping import ReplicaRows  # loads numba

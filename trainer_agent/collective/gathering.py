@@ -15,13 +15,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
-from shared.errors import Gone, NotReady, PeerError, StaleGeneration
-from shared.records import JobSpec, TrainerList
-from shared.records.layout import Layout
-from shared.records.step import StepRecord
-from shared.runtime import telemetry
-from shared.serving.core.progress import missing_lanes
-from shared.wire.messages import PserverInfo
 from trainer_agent.collective.arriving import Arriving
 from trainer_agent.collective.groups import Group, GroupView
 from trainer_agent.collective.late_members import LateMembers
@@ -37,6 +30,13 @@ from trainer_agent.data_plane.pulls import Pull, Pulls
 from trainer_agent.data_plane.step_exchange import found
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import SingleErrorGroup
+from trireme_shared.errors import Gone, NotReady, PeerError, StaleGeneration
+from trireme_shared.records import JobSpec, TrainerList
+from trireme_shared.records.layout import Layout
+from trireme_shared.records.step import StepRecord
+from trireme_shared.runtime import telemetry
+from trireme_shared.serving.core.progress import missing_lanes
+from trireme_shared.wire.messages import PserverInfo
 
 GRACE_S = 0.1  # for answers to calls of a generation that is over; then their connections are closed
 FIRST_ASK_S, LAST_ASK_S = 0.002, 0.1  # pauses between questions to a trainer that is not in the generation yet

@@ -13,16 +13,16 @@ import asyncio
 from collections.abc import Callable, Iterable
 from functools import cached_property
 
-from shared.etcd import Etcd
-from shared.etcd.reading import read_record
-from shared.keys import Keys
-from shared.membership.directory import Directory
-from shared.records import JobState, MasterAddress, PserverMember, SlotMap, TrainerList, TrainerMember
-from shared.records.assignments import Migration
-from shared.runtime import telemetry
-from shared.slots import spread
-from shared.wire.messages import PserverInfo
 from trainer_agent.waiting import retry
+from trireme_shared.etcd import Etcd
+from trireme_shared.etcd.reading import read_record
+from trireme_shared.keys import Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import JobState, MasterAddress, PserverMember, SlotMap, TrainerList, TrainerMember
+from trireme_shared.records.assignments import Migration
+from trireme_shared.runtime import telemetry
+from trireme_shared.slots import spread
+from trireme_shared.wire.messages import PserverInfo
 
 log = telemetry.logger("groups")
 

@@ -21,22 +21,22 @@ from typing import TYPE_CHECKING
 import torch
 from xxhash import xxh3_64
 
-from shared.blocks.accumulator import Node
-from shared.blocks.buffer_mean import bits_of
-from shared.blocks.buffers import Buffer, BufferPool
-from shared.records import Mode, SlotMap
-from shared.records.layout import Block, Layout
-from shared.records.step import StepRecord
-from shared.serving.core.admission import Push, StepPushes
-from shared.serving.core.blocks import BlockState
-from shared.serving.core.optimizers import Options
-from shared.serving.core.store import Store
-from shared.wire.messages import MOST_STATED, InitHeader, PushBlock
-from shared.wire.verdict import Verdict
+from trireme_shared.blocks.accumulator import Node
+from trireme_shared.blocks.buffer_mean import bits_of
+from trireme_shared.blocks.buffers import Buffer, BufferPool
+from trireme_shared.records import Mode, SlotMap
+from trireme_shared.records.layout import Block, Layout
+from trireme_shared.records.step import StepRecord
+from trireme_shared.serving.core.admission import Push, StepPushes
+from trireme_shared.serving.core.blocks import BlockState
+from trireme_shared.serving.core.optimizers import Options
+from trireme_shared.serving.core.store import Store
+from trireme_shared.wire.messages import MOST_STATED, InitHeader, PushBlock
+from trireme_shared.wire.verdict import Verdict
 
 if TYPE_CHECKING:
-    from shared.serving.core.table.rows import TableRows  # loads numba
     from trainer_agent.collective.rows.means import MeanRows, RowMeans
+    from trireme_shared.serving.core.table.rows import TableRows  # loads numba
 
 STATED = 3  # at least so many versions a trainer says what they are made of: as far as trainers with lanes are apart, and the one that it has
 KEPT_BYTES = 8 << 20  # it stays in a processor's cache; a model of more than that keeps no older ones

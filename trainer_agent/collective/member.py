@@ -9,12 +9,6 @@ from __future__ import annotations
 
 import asyncio
 
-from shared.etcd import Etcd
-from shared.membership.directory import Directory
-from shared.records import JobSpec
-from shared.records.step import StepRecord
-from shared.runtime import clock, telemetry
-from shared.serving.core.clipping import Clipping
 from trainer_agent.collective.exchange import CollectiveGroup
 from trainer_agent.collective.gathering import MeanGradients
 from trainer_agent.collective.groups import GroupView
@@ -29,6 +23,12 @@ from trainer_agent.data_plane.fleet_client import Connect, Suspect
 from trainer_agent.membership.lease import Membership
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import SingleErrorGroup
+from trireme_shared.etcd import Etcd
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import JobSpec
+from trireme_shared.records.step import StepRecord
+from trireme_shared.runtime import clock, telemetry
+from trireme_shared.serving.core.clipping import Clipping
 
 LOOK_S = 0.05
 

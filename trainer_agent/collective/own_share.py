@@ -6,10 +6,10 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from shared.errors import InvalidArgument
-from shared.wire.messages import PserverInfo, PullEnd, PullRequest, PushAnswer, PushBlock, PushHeader
 from trainer_agent.collective.server import ShareServer
 from trainer_agent.data_plane.http import Placed, Sink
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.wire.messages import PserverInfo, PullEnd, PullRequest, PushAnswer, PushBlock, PushHeader
 
 
 class OwnShare:

@@ -18,13 +18,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from shared.checkpoints.background import Background, Offload
-from shared.errors import PeerError
-from shared.records import Exchange, JobSpec, Strategy, TrainerMember
-from shared.serving.data_plane.server import make_app, serving, socket_path
-from shared.serving.ports import ServerPorts
-from shared.serving.table_loops import compile_in_thread
-from shared.wire.region_allocator import RegionAllocator
 from trainer_agent.collective.groups import pserver_of
 from trainer_agent.collective.native.exchange import NativePlace
 from trainer_agent.collective.native.link import backend_of
@@ -32,6 +25,13 @@ from trainer_agent.collective.server import ShareServer
 from trainer_agent.collective.state.catching_up import Donor
 from trainer_agent.collective.state.serving import HttpDonor, add_route
 from trainer_agent.settings import Settings
+from trireme_shared.checkpoints.background import Background, Offload
+from trireme_shared.errors import PeerError
+from trireme_shared.records import Exchange, JobSpec, Strategy, TrainerMember
+from trireme_shared.serving.data_plane.server import make_app, serving, socket_path
+from trireme_shared.serving.ports import ServerPorts
+from trireme_shared.serving.table_loops import compile_in_thread
+from trireme_shared.wire.region_allocator import RegionAllocator
 
 SWITCH_S = 0.001
 

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 import torch
 from xxhash import xxh3_128
 
-from shared.blocks.buffers import bytes_of, tensor_over
-from shared.blocks.gradient_norm import norm_of, squares_of
-from shared.errors import BadFrame
-from shared.records.layout import Block, Layout
-from shared.records.step import LanePosition, StepRecord
-from shared.serving.core.clipping import Clipping
-from shared.serving.core.optimizers import options_of
 from trainer_agent.collective.replica_optimizer import optimizer_of
 from trainer_agent.model.compute import Compute
+from trireme_shared.blocks.buffers import bytes_of, tensor_over
+from trireme_shared.blocks.gradient_norm import norm_of, squares_of
+from trireme_shared.errors import BadFrame
+from trireme_shared.records.layout import Block, Layout
+from trireme_shared.records.step import LanePosition, StepRecord
+from trireme_shared.serving.core.clipping import Clipping
+from trireme_shared.serving.core.optimizers import options_of
 
 if TYPE_CHECKING:
     from trainer_agent.collective.rows.stepping import ReplicaRows  # loads numba

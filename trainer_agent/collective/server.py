@@ -12,17 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from shared.blocks.buffers import Buffer
-from shared.errors import NotReady, StaleGeneration, WrongOwner
-from shared.records import Mode, SlotMap
-from shared.runtime import telemetry
-from shared.serving.block_server import BlockServer
-from shared.serving.core.calls import CallServer, OpenPull
-from shared.serving.core.progress import missing_lanes
-from shared.serving.core.pushes import OpenPush
-from shared.serving.core.store import Store
-from shared.serving.ports import ServerPorts
-from shared.wire.messages import (
+from trainer_agent.collective.mean_blocks import MeanStore
+from trainer_agent.collective.state.giving import StateGiver
+from trireme_shared.blocks.buffers import Buffer
+from trireme_shared.errors import NotReady, StaleGeneration, WrongOwner
+from trireme_shared.records import Mode, SlotMap
+from trireme_shared.runtime import telemetry
+from trireme_shared.serving.block_server import BlockServer
+from trireme_shared.serving.core.calls import CallServer, OpenPull
+from trireme_shared.serving.core.progress import missing_lanes
+from trireme_shared.serving.core.pushes import OpenPush
+from trireme_shared.serving.core.store import Store
+from trireme_shared.serving.ports import ServerPorts
+from trireme_shared.wire.messages import (
     MessageHeader,
     PserverInfo,
     PullEnd,
@@ -31,11 +33,9 @@ from shared.wire.messages import (
     TableEnd,
     TableRequest,
 )
-from trainer_agent.collective.mean_blocks import MeanStore
-from trainer_agent.collective.state.giving import StateGiver
 
 if TYPE_CHECKING:
-    from shared.serving.core.table.rows import TableRows  # loads numba
+    from trireme_shared.serving.core.table.rows import TableRows  # loads numba
 
 AHEAD = 1  # how many versions the step of a push may be ahead of this trainer's own
 

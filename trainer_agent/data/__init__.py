@@ -9,7 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import assert_never
 
-from shared.records.datasets import (
+from trainer_agent.data.arrays import BytesReader, NpyReader
+from trainer_agent.data.collate import default_collate
+from trainer_agent.data.column_types import TypedByFirstRecord
+from trainer_agent.data.custom import CustomReader
+from trainer_agent.data.formats.frames import RecordIOReader, TFRecordReader
+from trainer_agent.data.formats.image_folder import ImageFolderReader
+from trainer_agent.data.formats.in_code import IterableStyleReader, MapStyleReader
+from trainer_agent.data.formats.tars import WebDatasetReader
+from trainer_agent.data.lines import LineReader
+from trainer_agent.data.order import evaluation_seed, minibatch_in, minibatch_indices, minibatches_in
+from trainer_agent.data.reader import Blaming, Reader
+from trainer_agent.data.shard import Minibatch, Shard
+from trireme_shared.records.datasets import (
     Bytes,
     Csv,
     Custom,
@@ -26,19 +38,7 @@ from shared.records.datasets import (
     TFRecord,
     WebDataset,
 )
-from shared.storage.stamps import CountedFiles
-from trainer_agent.data.arrays import BytesReader, NpyReader
-from trainer_agent.data.collate import default_collate
-from trainer_agent.data.column_types import TypedByFirstRecord
-from trainer_agent.data.custom import CustomReader
-from trainer_agent.data.formats.frames import RecordIOReader, TFRecordReader
-from trainer_agent.data.formats.image_folder import ImageFolderReader
-from trainer_agent.data.formats.in_code import IterableStyleReader, MapStyleReader
-from trainer_agent.data.formats.tars import WebDatasetReader
-from trainer_agent.data.lines import LineReader
-from trainer_agent.data.order import evaluation_seed, minibatch_in, minibatch_indices, minibatches_in
-from trainer_agent.data.reader import Blaming, Reader
-from trainer_agent.data.shard import Minibatch, Shard
+from trireme_shared.storage.stamps import CountedFiles
 
 __all__ = [
     "Blaming",

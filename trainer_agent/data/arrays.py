@@ -10,13 +10,13 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from shared.datasets import npy
-from shared.errors import DatasetError
-from shared.records.datasets import Bytes, Npy
-from shared.storage import files
-from shared.storage.trouble import kept_open
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Shard
+from trireme_shared.datasets import npy
+from trireme_shared.errors import DatasetError
+from trireme_shared.records.datasets import Bytes, Npy
+from trireme_shared.storage import files
+from trireme_shared.storage.trouble import kept_open
 
 
 class BytesReader:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from shared.errors import DatasetError
 from trainer_agent.data.shard import Column, Minibatch, columns_of, named_column
+from trireme_shared.errors import DatasetError
 
 Batch = dict[str, Any]
 
@@ -19,7 +19,7 @@ _HINT = "define collate(records) in your script, or make the values alike in the
 def default_collate(minibatch: Mapping[str, Column] | Sequence[Mapping[str, Any]]) -> Batch:
     """Column -> tensor (n, …), copied; columns of text or bytes stay lists. Takes columns or records.
 
-    Python's numbers get the dtype that shared/datasets/numbers.py says (floats: mostly torch.float32, whole numbers torch.int64 or
+    Python's numbers get the dtype that shared/trireme_shared/datasets/numbers.py says (floats: mostly torch.float32, whole numbers torch.int64 or
     torch.uint64); arrays keep theirs. Raises DatasetError, naming the column and both values, if a value is missing, fits into no
     dtype, or shapes or kinds differ within the minibatch.
     """

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from shared.datasets.numbers import DType, Misfit, column_of, common_dtype, shown
-from shared.errors import DatasetError
-from shared.records.datasets import Dataset
-from shared.storage.dataset_files import from_first_file
 from trainer_agent.data.reader import Reader
 from trainer_agent.data.shard import Column, Record, RecordShard, Shard, as_column, columns_of
+from trireme_shared.datasets.numbers import DType, Misfit, column_of, common_dtype, shown
+from trireme_shared.errors import DatasetError
+from trireme_shared.records.datasets import Dataset
+from trireme_shared.storage.dataset_files import from_first_file
 
 Kind = DType | str | DatasetError
 """`str`, `bytes`: what values are. "": anything else, which is not looked at. An error: the first records fit into no dtype."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from threading import Lock
 
-from shared.datasets.line_scan import refuse_archive
-from shared.records.datasets import Csv
-from shared.storage import files
-from shared.storage.compressed import Decompressed
-from shared.storage.csv_columns import CsvColumns
 from trainer_agent.data.arrow import columns_of_table
 from trainer_agent.data.lines import read_range
 from trainer_agent.data.shard import Shard
+from trireme_shared.datasets.line_scan import refuse_archive
+from trireme_shared.records.datasets import Csv
+from trireme_shared.storage import files
+from trireme_shared.storage.compressed import Decompressed
+from trireme_shared.storage.csv_columns import CsvColumns
 
 
 class CsvReader:

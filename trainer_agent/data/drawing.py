@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
-from shared.datasets.random_state import Generators, seed_everything, seed_of, undisturbed
-from shared.errors import InvalidArgument
-from shared.runtime import clock
+from trireme_shared.datasets.random_state import Generators, seed_everything, seed_of, undisturbed
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.runtime import clock
 
 EVALUATION = -1
 PROBED = 256  # first records of a dataset in a process

@@ -10,12 +10,12 @@ from threading import Lock
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shared.errors import DatasetError
-from shared.records.datasets import Parquet
-from shared.storage import files
 from trainer_agent.data.arrow import columns_of_table
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Shard
+from trireme_shared.errors import DatasetError
+from trireme_shared.records.datasets import Parquet
+from trireme_shared.storage import files
 
 KEPT_BYTES = 256 << 20
 

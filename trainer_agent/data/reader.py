@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from shared.errors import DatasetError, TriremeError, is_interrupt
-from shared.storage.stamps import CountedFiles
-from shared.storage.trouble import trouble_in_user_code
 from trainer_agent.data.shard import Shard
+from trireme_shared.errors import DatasetError, TriremeError, is_interrupt
+from trireme_shared.storage.stamps import CountedFiles
+from trireme_shared.storage.trouble import trouble_in_user_code
 
 
 class Reader(Protocol):

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shared.datasets.random_state import Generators
-from shared.logged_metrics import Logged, collected
+from trireme_shared.datasets.random_state import Generators
+from trireme_shared.logged_metrics import Logged, collected
 
 
 @dataclass(frozen=True, slots=True)

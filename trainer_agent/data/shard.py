@@ -13,10 +13,10 @@ from typing import Any, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from shared.datasets.numbers import Misfit, column_of, common_dtype, shown
-from shared.errors import DatasetError
-from shared.runtime import begun
 from trainer_agent.data.order import Indices
+from trireme_shared.datasets.numbers import Misfit, column_of, common_dtype, shown
+from trireme_shared.errors import DatasetError
+from trireme_shared.runtime import begun
 
 Column = npt.NDArray[Any] | list[Any]
 Record = dict[str, Any]
@@ -94,7 +94,7 @@ class RecordShard(Shard):
 
 class Minibatch(Sequence[Record]):
     """The records of one minibatch; `columns` gives the same values faster. `work`: what it is, for the journal of the process that
-    computes it (shared.runtime.begun)."""
+    computes it (trireme_shared.runtime.begun)."""
 
     work = b""
 
@@ -161,7 +161,7 @@ def named_column(name: str, values: list[Any]) -> Column:
 
 def as_column(values: list[Any]) -> Column:
     """An array if all values are numbers, or arrays of numbers, of one shape; a list of arrays if their shapes differ; else the list as
-    it is. Python's numbers get the dtype that shared/datasets/numbers.py says, numpy's keep theirs. Raises Misfit if there is none.
+    it is. Python's numbers get the dtype that shared/trireme_shared/datasets/numbers.py says, numpy's keep theirs. Raises Misfit if there is none.
     """
     if not values or any(issubclass(kind, str | bytes | Mapping | NoneType) for kind in set(map(type, values))):
         return values

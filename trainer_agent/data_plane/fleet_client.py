@@ -15,18 +15,18 @@ from contextlib import suppress
 from itertools import count
 from typing import Any, Protocol, TypeVar
 
-from shared.errors import DeadlineExceeded, NotReady, PeerError, StaleGeneration, TriremeError, WrongOwner
-from shared.keys import Keys
-from shared.lanes import Interval
-from shared.membership.directory import Directory
-from shared.records import JobSpec, JobState, MasterAddress, PserverMember, SlotMap
-from shared.records.assignments import Migration
-from shared.records.layout import Layout
-from shared.runtime import clock, ids, telemetry
-from shared.wire.messages import PserverInfo
 from trainer_agent.data_plane.http import PserverPort
 from trainer_agent.data_plane.routing import Routes, route
 from trainer_agent.waiting import Backoff, SingleErrorGroup
+from trireme_shared.errors import DeadlineExceeded, NotReady, PeerError, StaleGeneration, TriremeError, WrongOwner
+from trireme_shared.keys import Keys
+from trireme_shared.lanes import Interval
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import JobSpec, JobState, MasterAddress, PserverMember, SlotMap
+from trireme_shared.records.assignments import Migration
+from trireme_shared.records.layout import Layout
+from trireme_shared.runtime import clock, ids, telemetry
+from trireme_shared.wire.messages import PserverInfo
 
 REFRESH_S = 0.5
 REROUTE_S = 0.25

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
-from shared.lanes import Interval
-from shared.records.job_spec import Narrow
-from shared.records.layout import ROWS
-from shared.records.step import NodeResult
-from shared.wire.messages import PushBlock
 from trainer_agent.data_plane.routing import Routes
 from trainer_agent.data_plane.row_lookups import RowPart
+from trireme_shared.lanes import Interval
+from trireme_shared.records.job_spec import Narrow
+from trireme_shared.records.layout import ROWS
+from trireme_shared.records.step import NodeResult
+from trireme_shared.wire.messages import PushBlock
 
 if TYPE_CHECKING:
-    from shared.tables.lanes import LaneRows  # loads numba
+    from trireme_shared.tables.lanes import LaneRows  # loads numba
 
 
 @dataclass(frozen=True, slots=True)

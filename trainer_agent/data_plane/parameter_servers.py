@@ -10,11 +10,6 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-from shared.lanes import Interval
-from shared.records.job_spec import Nonfinite, Transported
-from shared.records.operations import CheckpointRequest
-from shared.records.step import StepRecord, StepResult
-from shared.wire.messages import LedgerAnswer, LedgerQuery, PushHeader
 from trainer_agent.data_plane.fleet_client import FleetClient, Unanswered
 from trainer_agent.data_plane.outbox import Outbox
 from trainer_agent.data_plane.pulls import Pull, Pulls, StagingVectors, Within
@@ -23,6 +18,11 @@ from trainer_agent.data_plane.routing import Routes
 from trainer_agent.data_plane.row_lookups import RowLookups, RowRouter
 from trainer_agent.data_plane.step_exchange import found
 from trainer_agent.model.compute import Compute
+from trireme_shared.lanes import Interval
+from trireme_shared.records.job_spec import Nonfinite, Transported
+from trireme_shared.records.operations import CheckpointRequest
+from trireme_shared.records.step import StepRecord, StepResult
+from trireme_shared.wire.messages import LedgerAnswer, LedgerQuery, PushHeader
 
 
 class ParameterServers:

@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from shared.errors import BadFrame, Gone, InvalidArgument, PeerError, StaleGeneration, UserCodeError, WrongOwner
-from shared.records.job_spec import Narrow, Transported
-from shared.records.layout import Layout
-from shared.tables.hashing import Ids, slots_of_tables
-from shared.tables.payload import ids_in, joined, rows_in, size_of
-from shared.wire.messages import LookupEnd, LookupRequest, TableEnd, TableRequest
-from shared.wire.row_memory import GradientMemory
 from trainer_agent.data_plane.fleet_client import FleetClient
 from trainer_agent.data_plane.routing import Routes
 from trainer_agent.tables.files import in_order
 from trainer_agent.waiting import Backoff, SingleErrorGroup
+from trireme_shared.errors import BadFrame, Gone, InvalidArgument, PeerError, StaleGeneration, UserCodeError, WrongOwner
+from trireme_shared.records.job_spec import Narrow, Transported
+from trireme_shared.records.layout import Layout
+from trireme_shared.tables.hashing import Ids, slots_of_tables
+from trireme_shared.tables.payload import ids_in, joined, rows_in, size_of
+from trireme_shared.wire.messages import LookupEnd, LookupRequest, TableEnd, TableRequest
+from trireme_shared.wire.row_memory import GradientMemory
 
 if TYPE_CHECKING:
-    from shared.tables.lanes import LaneRows  # loads numba
+    from trireme_shared.tables.lanes import LaneRows  # loads numba
 
 LOOKUP_WAIT_S = 10.0
 Rows = npt.NDArray[np.float32]
@@ -106,7 +106,7 @@ class RowRouter:
 
     def mean_rows(self, minibatches: Sequence[Sequence[LaneRows]]) -> Sequence[LaneRows]:
         """The mean over several minibatches, of each table."""
-        from shared.tables.lanes import mean_over_minibatches  # noqa: PLC0415  only where there are tables: it loads numba
+        from trireme_shared.tables.lanes import mean_over_minibatches  # noqa: PLC0415  only where there are tables: it loads numba
 
         return mean_over_minibatches(minibatches, self.dims)
 

@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from shared.errors import Gone
-from shared.lanes import Interval
-from shared.records.operations import CheckpointRequest
-from shared.records.step import StepRecord, StepResult
-from shared.tables.hashing import Ids
-from shared.wire.messages import PushHeader
 from trainer_agent.data_plane.fleet_client import FleetClient
 from trainer_agent.data_plane.outbox import Outbox
 from trainer_agent.data_plane.pushes import Verdict
 from trainer_agent.data_plane.row_lookups import RowRouter, Rows
+from trireme_shared.errors import Gone
+from trireme_shared.lanes import Interval
+from trireme_shared.records.operations import CheckpointRequest
+from trireme_shared.records.step import StepRecord, StepResult
+from trireme_shared.tables.hashing import Ids
+from trireme_shared.wire.messages import PushHeader
 
 
 class RowReader(Protocol):

@@ -12,11 +12,11 @@ import asyncio
 import math
 from collections.abc import Collection, Iterable
 
-from shared.blocks.gradient_norm import norm_of
-from shared.errors import InvalidArgument
-from shared.records.step import StepRecord
-from shared.runtime.waiting import event_within
-from shared.wire.messages import StepNorm
+from trireme_shared.blocks.gradient_norm import norm_of
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.records.step import StepRecord
+from trireme_shared.runtime.waiting import event_within
+from trireme_shared.wire.messages import StepNorm
 
 
 class StepNormFinder:

@@ -1,4 +1,4 @@
-"""A PserverPort over an upgraded stream (shared/wire/stream.py): one connection, pushes and pulls at the same time.
+"""A PserverPort over an upgraded stream (shared/trireme_shared/wire/stream.py): one connection, pushes and pulls at the same time.
 
     none --first call--> connected --calls, by id--> ... --an error, a timeout, a cancelled call--> none, calls in flight fail
 
@@ -15,13 +15,15 @@ from contextlib import asynccontextmanager
 from functools import lru_cache, partial
 from typing import Any
 
-from shared.errors import CallerError, NotReady, PeerError
-from shared.lanes import Interval
-from shared.records import PserverMember
-from shared.runtime import clock, http, telemetry
-from shared.wire import codec
-from shared.wire.lending import Place
-from shared.wire.messages import (
+from trainer_agent.data_plane.http import HttpPserver, Placed, Sink, socket_of, waits_s
+from trainer_agent.data_plane.trainer_stream import TrainerStream
+from trireme_shared.errors import CallerError, NotReady, PeerError
+from trireme_shared.lanes import Interval
+from trireme_shared.records import PserverMember
+from trireme_shared.runtime import clock, http, telemetry
+from trireme_shared.wire import codec
+from trireme_shared.wire.lending import Place
+from trireme_shared.wire.messages import (
     LookupEnd,
     LookupRequest,
     PullEnd,
@@ -30,9 +32,7 @@ from shared.wire.messages import (
     PushBlock,
     PushHeader,
 )
-from shared.wire.upgrade import UpgradeRefused, upgrade
-from trainer_agent.data_plane.http import HttpPserver, Placed, Sink, socket_of, waits_s
-from trainer_agent.data_plane.trainer_stream import TrainerStream
+from trireme_shared.wire.upgrade import UpgradeRefused, upgrade
 
 CONNECT_S = 2.0
 

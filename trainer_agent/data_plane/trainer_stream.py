@@ -1,4 +1,4 @@
-"""The trainer's end of one upgraded connection (shared/wire/stream.py): its calls in flight, by id.
+"""The trainer's end of one upgraded connection (shared/trireme_shared/wire/stream.py): its calls in flight, by id.
 
 call ─► frames ─► answered       given up before its answer, or what came with an answer is lost ─► the connection is over
 """
@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 
-from shared.errors import BadFrame, CallerError, DeadlineExceeded, PeerError, TriremeError, from_map
-from shared.records import Record
-from shared.runtime import clock
-from shared.tables.payload import MOST_BYTES
-from shared.wire import codec
-from shared.wire.lending import NOTHING, Offers, Place, place_in
-from shared.wire.messages import LookupIds, PulledBlock
-from shared.wire.shared_memory import Region, peer_of
-from shared.wire.stream import HEAD_COST_BYTES, HEADS, FrameStream
 from trainer_agent.data_plane.http import Placed, Sink
 from trainer_agent.data_plane.memory import TrainerMemory
+from trireme_shared.errors import BadFrame, CallerError, DeadlineExceeded, PeerError, TriremeError, from_map
+from trireme_shared.records import Record
+from trireme_shared.runtime import clock
+from trireme_shared.tables.payload import MOST_BYTES
+from trireme_shared.wire import codec
+from trireme_shared.wire.lending import NOTHING, Offers, Place, place_in
+from trireme_shared.wire.messages import LookupIds, PulledBlock
+from trireme_shared.wire.shared_memory import Region, peer_of
+from trireme_shared.wire.stream import HEAD_COST_BYTES, HEADS, FrameStream
 
 CLOSE_S = 2.0
 

@@ -14,15 +14,6 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from shared.errors import DeadlineExceeded, Gone, StaleGeneration, TriremeError, UserCodeError
-from shared.lanes import step_seed
-from shared.records import Mode, Task, TaskKind
-from shared.records.pauses import Paused
-from shared.records.step import LaneZero
-from shared.runtime import clock, telemetry
-from shared.tables.hashing import Ids
-from shared.tables.payload import Rows
-from shared.wire.messages import LedgerQuery, PushHeader
 from trainer_agent.core.duties import Duty
 from trainer_agent.data import minibatches_in
 from trainer_agent.data_plane.outbox import NodeSink, Outboxes, PushedRows
@@ -41,9 +32,18 @@ from trainer_agent.tasks.activity import Held, LanePace
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TrainingOver, outcome_of
 from trainer_agent.tasks.step_times import Times
 from trainer_agent.waiting import Backoff, SingleErrorGroup
+from trireme_shared.errors import DeadlineExceeded, Gone, StaleGeneration, TriremeError, UserCodeError
+from trireme_shared.lanes import step_seed
+from trireme_shared.records import Mode, Task, TaskKind
+from trireme_shared.records.pauses import Paused
+from trireme_shared.records.step import LaneZero
+from trireme_shared.runtime import clock, telemetry
+from trireme_shared.tables.hashing import Ids
+from trireme_shared.tables.payload import Rows
+from trireme_shared.wire.messages import LedgerQuery, PushHeader
 
 if TYPE_CHECKING:
-    from shared.tables.lanes import LaneRows  # loads numba
+    from trireme_shared.tables.lanes import LaneRows  # loads numba
 
 REFRESH_S = 0.5
 

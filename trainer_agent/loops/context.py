@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from shared.etcd import Etcd
-from shared.membership.directory import Directory
-from shared.records import JobSpec
-from shared.records.job_spec import Narrow
 from trainer_agent.core.duties import Next, next_duty
 from trainer_agent.data_plane.step_exchange import StepExchange
 from trainer_agent.model.compute import Compute
 from trainer_agent.tasks.activity import Activity
 from trainer_agent.tasks.reports import Reports
 from trainer_agent.tasks.source import TaskSource
+from trireme_shared.etcd import Etcd
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import JobSpec
+from trireme_shared.records.job_spec import Narrow
 
 
 @dataclass(frozen=True, slots=True)

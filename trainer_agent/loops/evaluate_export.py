@@ -10,22 +10,6 @@ import math
 from collections.abc import Awaitable
 from functools import partial
 
-from shared.errors import (
-    CheckpointUnusable,
-    InvalidArgument,
-    StaleGeneration,
-    StorageUnreachable,
-    TriremeError,
-    UserCodeError,
-)
-from shared.etcd.reading import must_read, read_record
-from shared.evaluations import Evaluation, better, evaluations_before
-from shared.records import CompleteTask, EvaluationSums, Mode, TakeNext, Task, TaskKind
-from shared.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
-from shared.records.step import StepRecord, StepResult
-from shared.records.tasks import BestEvaluation
-from shared.runtime import clock, ids, telemetry
-from shared.storage import files
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.evaluating import Evaluator, TaskSums
 from trainer_agent.loops.reading import read_again, read_checkpoint
@@ -35,6 +19,22 @@ from trainer_agent.tables.export import export_tables
 from trainer_agent.tasks.activity import Held
 from trainer_agent.tasks.source import TaskFailed
 from trainer_agent.waiting import retry, to_its_end
+from trireme_shared.errors import (
+    CheckpointUnusable,
+    InvalidArgument,
+    StaleGeneration,
+    StorageUnreachable,
+    TriremeError,
+    UserCodeError,
+)
+from trireme_shared.etcd.reading import must_read, read_record
+from trireme_shared.evaluations import Evaluation, better, evaluations_before
+from trireme_shared.records import CompleteTask, EvaluationSums, Mode, TakeNext, Task, TaskKind
+from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
+from trireme_shared.records.step import StepRecord, StepResult
+from trireme_shared.records.tasks import BestEvaluation
+from trireme_shared.runtime import clock, ids, telemetry
+from trireme_shared.storage import files
 
 REFRESH_S = 0.5
 

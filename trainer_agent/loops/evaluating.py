@@ -16,29 +16,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.errors import (
-    CheckpointUnusable,
-    PeerError,
-    StaleGeneration,
-    StorageUnreachable,
-    TooLarge,
-    TriremeError,
-    UserCodeError,
-)
-from shared.etcd.reading import must_read, read_record
-from shared.evaluations import (
-    Evaluation,
-    EvaluationStatus,
-    RunningEvaluation,
-    evaluation_of,
-    evaluations_before,
-    plateau_value,
-)
-from shared.records import JobSpec, TakeNext, Task, TaskKind, ValidationSums
-from shared.records.checkpoints import CheckpointRef
-from shared.records.step import StepRecord
-from shared.runtime import ids, telemetry
-from shared.runtime.waiting import event_within
 from trainer_agent.data import evaluation_seed, minibatches_in
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.reading import STORAGE_TRIES, read_again, read_checkpoint
@@ -48,6 +25,29 @@ from trainer_agent.tables.checkpoint import read_tables
 from trainer_agent.tasks.activity import Held
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource
 from trainer_agent.waiting import retry
+from trireme_shared.errors import (
+    CheckpointUnusable,
+    PeerError,
+    StaleGeneration,
+    StorageUnreachable,
+    TooLarge,
+    TriremeError,
+    UserCodeError,
+)
+from trireme_shared.etcd.reading import must_read, read_record
+from trireme_shared.evaluations import (
+    Evaluation,
+    EvaluationStatus,
+    RunningEvaluation,
+    evaluation_of,
+    evaluations_before,
+    plateau_value,
+)
+from trireme_shared.records import JobSpec, TakeNext, Task, TaskKind, ValidationSums
+from trireme_shared.records.checkpoints import CheckpointRef
+from trireme_shared.records.step import StepRecord
+from trireme_shared.runtime import ids, telemetry
+from trireme_shared.runtime.waiting import event_within
 
 LOOK_S = 0.5
 PAUSE_S = 0.5

@@ -14,10 +14,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from itertools import count
 
-from shared.errors import TriremeError
-from shared.records.step import LanePosition
-from shared.runtime import clock, telemetry
-from shared.wire.messages import PushHeader
 from trainer_agent.core.duties import Next
 from trainer_agent.core.helpers import lanes_to_help, usual_share_s
 from trainer_agent.loops.context import LoopContext
@@ -25,6 +21,10 @@ from trainer_agent.loops.lane_pusher import LanePusher
 from trainer_agent.loops.step import LaneWork, Step
 from trainer_agent.tasks.lane_reader import Portion, is_due, portion_of
 from trainer_agent.tasks.source import LoadedTask, TaskFailed
+from trireme_shared.errors import TriremeError
+from trireme_shared.records.step import LanePosition
+from trireme_shared.runtime import clock, telemetry
+from trireme_shared.wire.messages import PushHeader
 
 KEPT_TASKS = 8
 LEAST_LATE_S = 0.05  # shorter delays are jitter

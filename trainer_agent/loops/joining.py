@@ -12,9 +12,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from shared.errors import Gone, StaleGeneration
-from shared.records.step import LaneZero, StepRecord
-from shared.runtime import ids, telemetry
 from trainer_agent.core.duties import Duty
 from trainer_agent.core.steps import checkpoint_asked, ends_epoch
 from trainer_agent.loops.context import LoopContext
@@ -24,6 +21,9 @@ from trainer_agent.model.compute import BeforeStep
 from trainer_agent.tasks.lane_reader import LaneReaders
 from trainer_agent.tasks.source import TaskFailed, TrainingOver
 from trainer_agent.waiting import backoff_s
+from trireme_shared.errors import Gone, StaleGeneration
+from trireme_shared.records.step import LaneZero, StepRecord
+from trireme_shared.runtime import ids, telemetry
 
 REFRESH_S = 0.5
 

@@ -12,10 +12,6 @@ from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from statistics import median
 
-from shared.errors import UserCodeError
-from shared.lanes import Interval, step_seed
-from shared.runtime import clock
-from shared.wire.messages import PushHeader
 from trainer_agent.core.steps import nodes_to_compute
 from trainer_agent.data_plane.outbox import NodeSink, Outboxes, PushedRows
 from trainer_agent.data_plane.pushes import Verdict
@@ -26,6 +22,10 @@ from trainer_agent.model.compute import Ready, node_result
 from trainer_agent.tasks.lane_reader import LaneReaders, Portion
 from trainer_agent.tasks.source import TaskFailed
 from trainer_agent.waiting import SingleErrorGroup
+from trireme_shared.errors import UserCodeError
+from trireme_shared.lanes import Interval, step_seed
+from trireme_shared.runtime import clock
+from trireme_shared.wire.messages import PushHeader
 
 KEPT = 16
 ENOUGH = 3  # the first minibatches compile, allocate, warm up

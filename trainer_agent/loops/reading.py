@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from shared.checkpoints import stored
-from shared.errors import PeerError
-from shared.records import JobSpec
-from shared.records.checkpoints import CheckpointRef, Manifest
-from shared.runtime import ids, telemetry
+from trireme_shared.checkpoints import stored
+from trireme_shared.errors import PeerError
+from trireme_shared.records import JobSpec
+from trireme_shared.records.checkpoints import CheckpointRef, Manifest
+from trireme_shared.runtime import ids, telemetry
 
 STORAGE_TRIES = 4
 PAUSE_S = 0.5

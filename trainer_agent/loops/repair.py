@@ -15,11 +15,6 @@ import contextlib
 from collections.abc import Iterator
 from functools import partial
 
-from shared.errors import DeadlineExceeded, StaleGeneration, StepTorn
-from shared.records import Mode
-from shared.runtime import telemetry
-from shared.runtime.waiting import event_within
-from shared.wire.messages import PushHeader
 from trainer_agent.core.duties import Next
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.helping import LaneHelper
@@ -29,6 +24,11 @@ from trainer_agent.loops.step import LaneWork, Step
 from trainer_agent.loops.timeline import RolledBack, timeline_of
 from trainer_agent.tasks.lane_reader import LaneReaders
 from trainer_agent.waiting import SingleErrorGroup
+from trireme_shared.errors import DeadlineExceeded, StaleGeneration, StepTorn
+from trireme_shared.records import Mode
+from trireme_shared.runtime import telemetry
+from trireme_shared.runtime.waiting import event_within
+from trireme_shared.wire.messages import PushHeader
 
 SETTLE_S = 10.0
 TORN_S = 60.0

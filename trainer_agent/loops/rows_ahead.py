@@ -15,13 +15,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shared.errors import TriremeError
 from trainer_agent.model.compute import Compute, Ready, Records
 from trainer_agent.tasks.source import outcome_of
+from trireme_shared.errors import TriremeError
 
 if TYPE_CHECKING:
-    from shared.tables.grouping import Numbers
-    from shared.tables.memory import Floats
+    from trireme_shared.tables.grouping import Numbers
+    from trireme_shared.tables.memory import Floats
 
 
 Lookup = Callable[[int | None, "Sequence[Numbers]"], Awaitable["Sequence[Floats]"]]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from shared.lanes import Interval
-from shared.records import StepMetrics, Task
-from shared.records.step import LanePosition, LaneZero, NodeResult, result_of
 from trainer_agent.core.steps import nodes_to_compute
 from trainer_agent.data_plane.outbox import Outboxes
 from trainer_agent.model.compute import Compute, LaneResult, metrics_of, node_result
 from trainer_agent.tasks.lane_reader import Portion
 from trainer_agent.tasks.step_times import Times
+from trireme_shared.lanes import Interval
+from trireme_shared.records import StepMetrics, Task
+from trireme_shared.records.step import LanePosition, LaneZero, NodeResult, result_of
 
 
 @dataclass

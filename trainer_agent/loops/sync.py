@@ -12,9 +12,6 @@ joining.py (between steps), repair.py and helping.py (within a step).
 
 from __future__ import annotations
 
-from shared.checkpoints.schedule import is_final
-from shared.records.step import StepRecord
-from shared.runtime import clock, telemetry
 from trainer_agent.core.steps import positions_of_step
 from trainer_agent.data_plane.step_exchange import found
 from trainer_agent.loops.context import LoopContext
@@ -27,6 +24,9 @@ from trainer_agent.loops.step import Step
 from trainer_agent.tasks.activity import Held, LanePace
 from trainer_agent.tasks.lane_reader import LaneReaders
 from trainer_agent.waiting import SingleErrorGroup
+from trireme_shared.checkpoints.schedule import is_final
+from trireme_shared.records.step import StepRecord
+from trireme_shared.runtime import clock, telemetry
 
 log = telemetry.logger("sync_loop")
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from shared.membership.directory import Directory
 from trainer_agent.waiting import SingleErrorGroup
+from trireme_shared.membership.directory import Directory
 
 LOOK_S = 0.5
 

@@ -9,21 +9,21 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Sequence
 
-from shared.errors import LayoutMismatch, NotReady, PeerError, StaleGeneration, WrongOwner
-from shared.etcd import Compare, Etcd, LeaseLost, Put
-from shared.etcd.reading import read_record
-from shared.membership import hash_seed
-from shared.membership.directory import Directory
-from shared.records import JobSpec, JobState, Mode, PserverMember, SlotMap
-from shared.records.layout import Layout, TableSpec
-from shared.records.step import LanePosition, StepRecord
-from shared.runtime import telemetry
-from shared.wire.messages import InitBlock, InitHeader
 from trainer_agent.data_plane.fleet_client import Connect
 from trainer_agent.data_plane.routing import Routes, route
 from trainer_agent.membership.lease import Membership
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import Backoff, SingleErrorGroup
+from trireme_shared.errors import LayoutMismatch, NotReady, PeerError, StaleGeneration, WrongOwner
+from trireme_shared.etcd import Compare, Etcd, LeaseLost, Put
+from trireme_shared.etcd.reading import read_record
+from trireme_shared.membership import hash_seed
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import JobSpec, JobState, Mode, PserverMember, SlotMap
+from trireme_shared.records.layout import Layout, TableSpec
+from trireme_shared.records.step import LanePosition, StepRecord
+from trireme_shared.runtime import telemetry
+from trireme_shared.wire.messages import InitBlock, InitHeader
 
 LOOK_S = 0.5
 PATIENCE_S = 3600.0

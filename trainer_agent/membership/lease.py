@@ -8,12 +8,12 @@ created again if the lease ran out meanwhile. While etcd is down (connections ar
 
 from __future__ import annotations
 
-from shared.errors import PeerError
-from shared.keys import Keys
-from shared.membership.own_key import OwnKey
-from shared.records import TrainerMember
-from shared.runtime import telemetry
 from trainer_agent.waiting import retry
+from trireme_shared.errors import PeerError
+from trireme_shared.keys import Keys
+from trireme_shared.membership.own_key import OwnKey
+from trireme_shared.records import TrainerMember
+from trireme_shared.runtime import telemetry
 
 log = telemetry.logger("membership")
 

@@ -1,6 +1,6 @@
 """What holds up a trainer's event loop, so that it cannot renew its lease: code of the user that keeps Python's interpreter.
 
-the loop runs ─► sign of life (shared.membership.life_sign)        held up for longer than the lease, which is gone ─► the master is told
+the loop runs ─► sign of life (trireme_shared.membership.life_sign)        held up for longer than the lease, which is gone ─► the master is told
 of which records: counted as a death there (they are discarded, after some)           of nothing on record: a failure of the user's code
 """
 
@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from shared.errors import TriremeError
-from shared.etcd import Etcd
-from shared.membership.life_sign import LifeFile
-from shared.records import FailTask, UserFailure
-from shared.records.begun import BegunWork
-from shared.runtime import begun, clock, telemetry
-from shared.runtime.processor_use import WORKS_FROM
 from trainer_agent.membership.lease import Membership
 from trainer_agent.tasks.master import MasterPort
 from trainer_agent.waiting import retry
+from trireme_shared.errors import TriremeError
+from trireme_shared.etcd import Etcd
+from trireme_shared.membership.life_sign import LifeFile
+from trireme_shared.records import FailTask, UserFailure
+from trireme_shared.records.begun import BegunWork
+from trireme_shared.runtime import begun, clock, telemetry
+from trireme_shared.runtime.processor_use import WORKS_FROM
 
 BEAT_S = 0.25
 

@@ -10,15 +10,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 
-from shared.errors import PeerError
-from shared.etcd import Etcd, LeaseLost
-from shared.etcd.reading import read_record
-from shared.membership.directory import Directory
-from shared.records import Phase
-from shared.records.pauses import Pause, Paused, Saving
-from shared.runtime import clock, ids, telemetry
-from shared.runtime.waiting import event_within
 from trainer_agent.membership.lease import Membership
+from trireme_shared.errors import PeerError
+from trireme_shared.etcd import Etcd, LeaseLost
+from trireme_shared.etcd.reading import read_record
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import Phase
+from trireme_shared.records.pauses import Pause, Paused, Saving
+from trireme_shared.runtime import clock, ids, telemetry
+from trireme_shared.runtime.waiting import event_within
 
 LOOK_S = 0.5
 PAUSE_S = 0.2

@@ -1,4 +1,4 @@
-"""The norm of a whole gradient that one process has, with the bits that parameter servers find: block by block (shared.blocks.gradient_norm)."""
+"""The norm of a whole gradient that one process has, with the bits that parameter servers find: block by block (trireme_shared.blocks.gradient_norm)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
 from trainer_agent.model.finite import WHAT_TO_DO, NonFiniteError
 from trainer_agent.model.flat import Plan, Vector
+from trireme_shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
 
 
 def norm_of_vector(plan: Plan, gradients: Vector) -> float:

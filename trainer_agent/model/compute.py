@@ -12,22 +12,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shared.lanes import Interval
-from shared.logged_metrics import Logged
-from shared.metric_names import MOST_NAMES
-from shared.records import StepMetrics
-from shared.records.job_spec import Narrow
-from shared.records.layout import Layout
-from shared.records.step import LaneZero, NodeResult
-from shared.records.tasks import MetricValue
+from trireme_shared.lanes import Interval
+from trireme_shared.logged_metrics import Logged
+from trireme_shared.metric_names import MOST_NAMES
+from trireme_shared.records import StepMetrics
+from trireme_shared.records.job_spec import Narrow
+from trireme_shared.records.layout import Layout
+from trireme_shared.records.step import LaneZero, NodeResult
+from trireme_shared.records.tasks import MetricValue
 
 if TYPE_CHECKING:
-    from shared.tables.grouping import Grouped, Numbers
-    from shared.tables.lanes import LaneRows  # loads numba
-    from shared.tables.memory import Floats
     from trainer_agent.model.flat import Place
     from trainer_agent.tables.files import StoredTable
     from trainer_agent.tables.remote import Lookup
+    from trireme_shared.tables.grouping import Grouped, Numbers
+    from trireme_shared.tables.lanes import LaneRows  # loads numba
+    from trireme_shared.tables.memory import Floats
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -121,7 +121,7 @@ class BlockSink(Protocol):
 class Compute(Protocol):
     """One trainer's model. Calls are never concurrent: the loop awaits `gradient`, `evaluate` and `export` one by one.
 
-    Errors of the user's code are raised as shared.errors.UserCodeError.
+    Errors of the user's code are raised as trireme_shared.errors.UserCodeError.
     """
 
     @property
@@ -190,7 +190,7 @@ class Compute(Protocol):
 
         One call for each lane of a node [first, last), in order. During the call for the last lane, `sink.done(block)` is
         called in the event loop, exactly once per block, when backward has finished with the block (small blocks may wait for
-        others). From then on `contribution(node, block)` is the weighted mean over the node's lanes (shared.lanes.combine,
+        others). From then on `contribution(node, block)` is the weighted mean over the node's lanes (trireme_shared.lanes.combine,
         canonical tree), cast to the dtype in which gradients are sent. If cancelled, it returns only when no thread uses the
         vectors any more. `ready`: of these records and this seed, with rows; for one call. The result is the same with and without it.
         """

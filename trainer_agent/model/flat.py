@@ -21,16 +21,16 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from shared.blocks.narrow import DTYPES
-from shared.errors import InvalidArgument
-from shared.optimizers.parameter_parts import rounds_by_parameter
-from shared.records.job_spec import Transported
-from shared.records.layout import ALIGNMENT_BYTES, ELEMENT_BYTES, Block, Layout, OptimizerSpec, Segment
-from shared.wire.region_allocator import new_region
 from trainer_agent.model.devices import HOST, is_host
 from trainer_agent.model.optimizer.watched import check_has_not_begun
 from trainer_agent.model.optimizer_spec import spec_of
 from trainer_agent.model.watch.shared_storage import check_storage
+from trireme_shared.blocks.narrow import DTYPES
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.optimizers.parameter_parts import rounds_by_parameter
+from trireme_shared.records.job_spec import Transported
+from trireme_shared.records.layout import ALIGNMENT_BYTES, ELEMENT_BYTES, Block, Layout, OptimizerSpec, Segment
+from trireme_shared.wire.region_allocator import new_region
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -18,12 +18,6 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
-from shared.datasets.random_state import START_SEED, seed_everything, seeded
-from shared.errors import InvalidArgument
-from shared.logged_metrics import Logged, add, collected, loss_in, metrics_beside
-from shared.metric_names import LOSS
-from shared.records import JobSpec, Mode, Strategy
-from shared.tables.grouping import Grouped
 from trainer_agent.data.collate import default_collate
 from trainer_agent.data.ready_batch import ReadyBatch
 from trainer_agent.model.compute import BlockSink, Ready, Records
@@ -37,6 +31,12 @@ from trainer_agent.model.watch.modes import Modes, evaluating
 from trainer_agent.model.watch.own_state import Watch
 from trainer_agent.model.watch.unshared_state import UnsharedState, digest
 from trainer_agent.own_loop.gradients import notices
+from trireme_shared.datasets.random_state import START_SEED, seed_everything, seeded
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.logged_metrics import Logged, add, collected, loss_in, metrics_beside
+from trireme_shared.metric_names import LOSS
+from trireme_shared.records import JobSpec, Mode, Strategy
+from trireme_shared.tables.grouping import Grouped
 
 CHANGED_LATE = (
     "a hook changed the gradient of {name} after backward had computed it, when it was on its way already; change it in a hook of the parameter "

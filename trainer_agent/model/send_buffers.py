@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import torch
 
-from shared.blocks.narrow import cast_into
-from shared.records.job_spec import Narrow, Transported
 from trainer_agent.model.devices import HOST
 from trainer_agent.model.flat import Plan, Vector
+from trireme_shared.blocks.narrow import cast_into
+from trireme_shared.records.job_spec import Narrow, Transported
 
 
 class SendBuffers:

@@ -19,15 +19,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from shared.blocks.narrow import DTYPES
-from shared.datasets.random_state import alone, drawing
-from shared.errors import InvalidArgument, UserCodeError
-from shared.lanes import Interval
-from shared.records import JobSpec, Mode
-from shared.records.job_spec import Narrow
-from shared.records.layout import Layout
-from shared.records.step import LaneZero
-from shared.runtime.light_torch import optimizers_without_compiler
 from trainer_agent.data.shard import on_record
 from trainer_agent.model import optimizer_spec as optimizers
 from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, BlockSink, LaneResult, Ready, Records
@@ -47,10 +38,19 @@ from trainer_agent.start_values.load import start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
 from trainer_agent.tables.files import StoredTable, StoredTables
 from trainer_agent.tables.trained import TrainedTables
+from trireme_shared.blocks.narrow import DTYPES
+from trireme_shared.datasets.random_state import alone, drawing
+from trireme_shared.errors import InvalidArgument, UserCodeError
+from trireme_shared.lanes import Interval
+from trireme_shared.records import JobSpec, Mode
+from trireme_shared.records.job_spec import Narrow
+from trireme_shared.records.layout import Layout
+from trireme_shared.records.step import LaneZero
+from trireme_shared.runtime.light_torch import optimizers_without_compiler
 
 if TYPE_CHECKING:
-    from shared.tables.lanes import LaneRows  # loads numba
     from trainer_agent.tables.remote import Lookup
+    from trireme_shared.tables.lanes import LaneRows  # loads numba
 
 T = TypeVar("T")
 

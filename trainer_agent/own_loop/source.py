@@ -16,7 +16,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from shared.errors import InvalidArgument
+from trireme_shared.errors import InvalidArgument
 
 MAIN = "__main__"
 _mains: list[ModuleType] = []

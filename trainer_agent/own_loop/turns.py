@@ -26,8 +26,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shared.errors import InvalidArgument, UserCodeError
-from shared.logged_metrics import Logged, collect_in, collector, loss_in
 from trainer_agent.own_loop.autocast import enabled
 from trainer_agent.own_loop.buffers import noted, put_back
 from trainer_agent.own_loop.grad_scaler import Scaling, unscale_for_kernel
@@ -35,6 +33,8 @@ from trainer_agent.own_loop.gradients import check_none_is_left, forget_those_of
 from trainer_agent.own_loop.places import GOES_ON, Place
 from trainer_agent.own_loop.prepared import Prepared, check, check_loss, is_function
 from trainer_agent.own_loop.threads import use_threads
+from trireme_shared.errors import InvalidArgument, UserCodeError
+from trireme_shared.logged_metrics import Logged, collect_in, collector, loss_in
 
 CLOSE_S = 5.0
 

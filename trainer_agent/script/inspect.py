@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
-from shared.datasets.random_state import seeded
-from shared.errors import InvalidArgument, TriremeError, UserCodeError
-from shared.evaluations import check_criteria
-from shared.records import JobSpec
-from shared.records.datasets import Dataset
 from trainer_agent.own_loop.job_steps import UNCOUNTED, JobSteps, telling
 from trainer_agent.script.sample_records import compare_files, first_records
 from trainer_agent.script.user_module import UserModule, load
+from trireme_shared.datasets.random_state import seeded
+from trireme_shared.errors import InvalidArgument, TriremeError, UserCodeError
+from trireme_shared.evaluations import check_criteria
+from trireme_shared.records import JobSpec
+from trireme_shared.records.datasets import Dataset
 
 if TYPE_CHECKING:
     from trainer_agent.model.compute import LaneResult, Records
@@ -80,7 +80,7 @@ def _described(user: UserModule, check: bool, settings: dict[str, str]) -> dict[
     if check:
         found |= _try(user, dataset, evaluation, wanted)
     if wanted.get("backend") == "nccl":
-        from shared.collective.group import nccl_is_there  # noqa: PLC0415  torch only when it is needed
+        from trireme_shared.collective.group import nccl_is_there  # noqa: PLC0415  torch only when it is needed
 
         found["nccl"] = nccl_is_there()
     return found
@@ -141,8 +141,8 @@ async def _gradient(compute: TorchCompute, minibatch: Records) -> LaneResult:
 async def _with_rows(compute: TorchCompute, work: Callable[[], Awaitable[T]]) -> T:
     """Embedding tables have their initial rows."""
     if tables := compute.layout.tables:
-        from shared.tables.first_use import compile_loops  # noqa: PLC0415  numba only when it is needed
         from trainer_agent.tables.local import LocalTables  # noqa: PLC0415
+        from trireme_shared.tables.first_use import compile_loops  # noqa: PLC0415  numba only when it is needed
 
         compile_loops()  # all of them: the members find them on disk
         compute.read_rows(LocalTables(tables, compute.layout.slot_count).rows)

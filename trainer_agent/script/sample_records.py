@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from shared.errors import DatasetError
-from shared.records.datasets import Dataset, JsonLines, TFRecord, WebDataset
-from shared.storage import files
-from shared.storage.compressed import is_compressed
-from shared.storage.dataset_files import files_of
 from trainer_agent.data import Reader, Shard, default_collate, open_dataset
 from trainer_agent.model.compute import Records
+from trireme_shared.errors import DatasetError
+from trireme_shared.records.datasets import Dataset, JsonLines, TFRecord, WebDataset
+from trireme_shared.storage import files
+from trireme_shared.storage.compressed import is_compressed
+from trireme_shared.storage.dataset_files import files_of
 
 COMPARED_FILES = 32
 

@@ -6,7 +6,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from shared.errors import TriremeError
+from trireme_shared.errors import TriremeError
 
 ONE_RECORD = "Expected more than 1 value per channel when training"  # torch's words
 DROP_LAST = (
@@ -14,7 +14,7 @@ DROP_LAST = (
     "minibatches out, or another global_batch_size or number of lanes"
 )
 _PACKAGES = Path(__file__).resolve().parents[2]
-_OURS = ("shared", "trainer_agent", "trireme")
+_OURS = ("trireme_shared", "trainer_agent", "trireme")
 
 
 def message_of(error: BaseException) -> str:

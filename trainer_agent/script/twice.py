@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from shared.datasets.in_code import made_objects
-from shared.errors import InvalidArgument
-from shared.records import JobSpec, Mode
 from trainer_agent.model.compute import LaneResult, Records
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.model.watch.own_state import Snapshot, Verdict, difference_of, judged, snapshot
 from trainer_agent.model.watch.unshared_state import digest
+from trireme_shared.datasets.in_code import made_objects
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.records import JobSpec, Mode
 
 T = TypeVar("T")
 

@@ -19,14 +19,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast, get_args
 
-from shared.datasets.in_code import make
-from shared.datasets.random_state import START_SEED, seeded
-from shared.errors import InvalidArgument, TriremeError, UserCodeError, is_interrupt
-from shared.records.datasets import Dataset, IterableStyle, MapStyle
 from trainer_agent.own_loop.prepared import Prepared, is_function
 from trainer_agent.own_loop.source import FromSource, has_own_loop, run_as_main
 from trainer_agent.own_loop.turns import OwnLoop
 from trainer_agent.script.tracebacks import message_of, traceback_of
+from trireme_shared.datasets.in_code import make
+from trireme_shared.datasets.random_state import START_SEED, seeded
+from trireme_shared.errors import InvalidArgument, TriremeError, UserCodeError, is_interrupt
+from trireme_shared.records.datasets import Dataset, IterableStyle, MapStyle
 
 DATASETS = get_args(get_args(Dataset)[0])
 REQUIRED = {

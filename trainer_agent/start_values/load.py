@@ -19,13 +19,13 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from shared.checkpoints.start_tables import Fit, StartTable, digest_in, fit_tables, marked
-from shared.errors import InvalidArgument
-from shared.records import JobSpec
-from shared.runtime import telemetry
-from shared.storage import files
 from trainer_agent.start_values.read import read_tensors
 from trainer_agent.tables.of_model import tables_of
+from trireme_shared.checkpoints.start_tables import Fit, StartTable, digest_in, fit_tables, marked
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.records import JobSpec
+from trireme_shared.runtime import telemetry
+from trireme_shared.storage import files
 
 SHOWN = 10
 PARTIAL = "--init-partial (init_partial = true) leaves out what does not fit"

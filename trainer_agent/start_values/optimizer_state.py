@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shared.errors import InvalidArgument
-from shared.optimizers.state import SCALAR, kinds_of
-from shared.records import JobSpec
 from trainer_agent.start_values.read import TrainingState, read_training_state
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.optimizers.state import SCALAR, kinds_of
+from trireme_shared.records import JobSpec
 
 SHOWN = 5
 

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shared.checkpoints.table_rows import read_changes, read_rows
-from shared.errors import TooLarge
-from shared.records.checkpoints import CheckpointRef, Manifest
-from shared.records.layout import TableSpec
 from trainer_agent.tables.deltas import TableDelta
 from trainer_agent.tables.export import MOST_BYTES, left_out
 from trainer_agent.tables.files import StoredTable, in_order, write_tables
+from trireme_shared.checkpoints.table_rows import read_changes, read_rows
+from trireme_shared.errors import TooLarge
+from trireme_shared.records.checkpoints import CheckpointRef, Manifest
+from trireme_shared.records.layout import TableSpec
 
 if TYPE_CHECKING:
-    from shared.tables.table import RowsOfIds  # loads numba
+    from trireme_shared.tables.table import RowsOfIds  # loads numba
 
 
 def read_table(

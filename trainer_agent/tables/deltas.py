@@ -18,10 +18,6 @@ from pydantic import Field, ValidationError
 from safetensors.numpy import save
 from torch import nn
 
-from shared.errors import InvalidArgument
-from shared.records.layout import TableSpec
-from shared.records.record import Record
-from shared.storage import files
 from trainer_agent.tables.files import (
     FOLDER,
     SUFFIX,
@@ -32,6 +28,10 @@ from trainer_agent.tables.files import (
     read_table,
 )
 from trainer_agent.tables.of_model import ModelTables
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.records.layout import TableSpec
+from trireme_shared.records.record import Record
+from trireme_shared.storage import files
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from shared.errors import InvalidArgument
-from shared.records.layout import RowInit, RowOptimizer
-from shared.tables.grouping import grouped
 from trainer_agent.tables.ids import check_offsets, integers, on_host, signed
 from trainer_agent.tables.settings import Adagrad, spec_of
 from trainer_agent.tables.source import Bound
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.records.layout import RowInit, RowOptimizer
+from trireme_shared.tables.grouping import grouped
 
 NO_ROWS = (
     "table {name} has no rows here: the model is called outside of training and evaluation; "

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from shared.records.layout import TableSpec
-from shared.runtime import telemetry
-from shared.tables.hashing import Ids
-from shared.tables.payload import Rows
 from trainer_agent.tables.files import StoredTable, write_tables
+from trireme_shared.records.layout import TableSpec
+from trireme_shared.runtime import telemetry
+from trireme_shared.tables.hashing import Ids
+from trireme_shared.tables.payload import Rows
 
 MOST_BYTES = 2 << 30  # of ids and values of one table: the trainer has up to three times as much while it writes them
 

@@ -15,11 +15,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from torch import nn
 
-from shared.errors import InvalidArgument
-from shared.records.layout import TableSpec
-from shared.storage import files
-from shared.tables.grouping import Numbers
 from trainer_agent.tables.of_model import ModelTables
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.records.layout import TableSpec
+from trireme_shared.storage import files
+from trireme_shared.tables.grouping import Numbers
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -58,7 +58,7 @@ class StoredTables:
         self._tables = tables
 
     def lookup(self, table: int, ids: Numbers) -> Floats:
-        from shared.tables.updates import initial_values  # noqa: PLC0415  only where there are tables: it loads numba
+        from trireme_shared.tables.updates import initial_values  # noqa: PLC0415  only where there are tables: it loads numba
 
         stored = self._tables[table]
         found = initial_values(stored.spec, ids)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from shared.errors import InvalidArgument
-from shared.tables.grouping import Grouped, Numbers, grouped
-from shared.tables.hashing import ids_of_texts
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.tables.grouping import Grouped, Numbers, grouped
+from trireme_shared.tables.hashing import ids_of_texts
 
 INTEGERS = torch.int64, torch.int32, torch.uint64, torch.uint32
 

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shared.checkpoints.start_tables import StartTable, put_rows
-from shared.records.layout import TableSpec
-from shared.tables.grouping import Numbers
-from shared.tables.lanes import LaneRows, mean_over_lanes
-from shared.tables.memory import Floats
-from shared.tables.sharded import ShardedTable
-from shared.tables.table import Table, joined, living
 from trainer_agent.tables.files import StoredTable
+from trireme_shared.checkpoints.start_tables import StartTable, put_rows
+from trireme_shared.records.layout import TableSpec
+from trireme_shared.tables.grouping import Numbers
+from trireme_shared.tables.lanes import LaneRows, mean_over_lanes
+from trireme_shared.tables.memory import Floats
+from trireme_shared.tables.sharded import ShardedTable
+from trireme_shared.tables.table import Table, joined, living
 
 
 class LocalTables:

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from shared.errors import InvalidArgument
-from shared.records.layout import MOST_TABLES, TableSpec
-from shared.tables.grouping import Grouped
-from shared.tables.hashing import table_seed
 from trainer_agent.tables.embedding import TableLayer
 from trainer_agent.tables.recording import Recording
 from trainer_agent.tables.source import Bound, RowSource
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.records.layout import MOST_TABLES, TableSpec
+from trireme_shared.tables.grouping import Grouped
+from trireme_shared.tables.hashing import table_seed
 
 
 def layers_of(model: nn.Module) -> list[TableLayer]:

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from shared.checkpoints.start_tables import StartTable
-from shared.records.layout import schedule_factor
 from trainer_agent.tables.files import StoredTable
 from trainer_agent.tables.of_model import ModelTables
 from trainer_agent.tables.recording import Recording
+from trireme_shared.checkpoints.start_tables import StartTable
+from trireme_shared.records.layout import schedule_factor
 
 if TYPE_CHECKING:
-    from shared.tables.lanes import LaneRows
     from trainer_agent.tables.local import LocalTables
+    from trireme_shared.tables.lanes import LaneRows
 
 
 class OneLane:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from shared.errors import InvalidArgument
-from shared.records.layout import TableSpec
-from shared.tables.grouping import Grouped, Numbers, grouped
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.records.layout import TableSpec
+from trireme_shared.tables.grouping import Grouped, Numbers, grouped
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from shared.tables.lanes import LaneRows
+    from trireme_shared.tables.lanes import LaneRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Recording:
         gradient is multiplied by `factor` before. `records`: of the minibatch. Raises InvalidArgument for a minibatch that does not fit a table."""
         if not self._specs:
             return ()
-        from shared.tables.lanes import LaneRows, sums_of  # noqa: PLC0415  only where there are tables: it loads numba
+        from trireme_shared.tables.lanes import LaneRows, sums_of  # noqa: PLC0415  only where there are tables: it loads numba
 
         found = []
         for spec, calls in self._named():

@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from shared.errors import NotReady
-from shared.runtime import begun, telemetry
-from shared.tables.grouping import Grouped, Numbers
+from trireme_shared.errors import NotReady
+from trireme_shared.runtime import begun, telemetry
+from trireme_shared.tables.grouping import Grouped, Numbers
 
 log = telemetry.logger("remote_rows")
 

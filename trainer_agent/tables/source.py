@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from shared.tables.grouping import Numbers
+from trireme_shared.tables.grouping import Numbers
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,17 +13,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from shared.errors import InvalidArgument
-from shared.records import JobSpec, Mode, Strategy
-from shared.tables.grouping import Grouped
 from trainer_agent.tables.ids import named_ids
 from trainer_agent.tables.of_model import ModelTables
 from trainer_agent.tables.recording import Recording
 from trainer_agent.tables.remote import AtHand, RemoteRows
 from trainer_agent.tables.source import RowSource
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.records import JobSpec, Mode, Strategy
+from trireme_shared.tables.grouping import Grouped
 
 if TYPE_CHECKING:
-    from shared.tables.lanes import LaneRows
+    from trireme_shared.tables.lanes import LaneRows
 
 
 class TrainedTables:
@@ -47,7 +47,7 @@ class TrainedTables:
     def begin_lane(self, at_hand: AtHand = ()) -> None:
         """Nothing is known of its rows but what is at hand."""
         if self.specs:
-            from shared.tables.lanes import LaneRows  # noqa: PLC0415  only where there are tables: it loads numba
+            from trireme_shared.tables.lanes import LaneRows  # noqa: PLC0415  only where there are tables: it loads numba
 
             none = np.empty(0, np.int64)
             self.lane = tuple(LaneRows(none, np.empty((0, table.dim), np.float32), 0) for table in self.specs)

@@ -13,19 +13,19 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from shared.errors import CallerError, PeerError, StaleAttempt, TriremeError
-from shared.logged_metrics import Logged
-from shared.metric_names import MOST_NAMES
-from shared.records import CompleteTask, MetricBatch, MetricsTaken, StepMetrics, Task, TaskProgress
-from shared.records.step import StepRecord, StepResult
-from shared.records.tasks import MOST_WARNINGS, WAITS_FOR_CHARACTERS, MetricValue
-from shared.runtime import clock, ids, telemetry
 from trainer_agent.model.compute import LaneResult
 from trainer_agent.tasks.activity import PROGRESS_S, Activity, LanePace
 from trainer_agent.tasks.master import MasterPort
 from trainer_agent.tasks.step_times import Times, TimesBuffer
 from trainer_agent.tasks.whole_steps import WholeSteps
 from trainer_agent.waiting import retry
+from trireme_shared.errors import CallerError, PeerError, StaleAttempt, TriremeError
+from trireme_shared.logged_metrics import Logged
+from trireme_shared.metric_names import MOST_NAMES
+from trireme_shared.records import CompleteTask, MetricBatch, MetricsTaken, StepMetrics, Task, TaskProgress
+from trireme_shared.records.step import StepRecord, StepResult
+from trireme_shared.records.tasks import MOST_WARNINGS, WAITS_FOR_CHARACTERS, MetricValue
+from trireme_shared.runtime import clock, ids, telemetry
 
 QUEUED = 10_000
 SUSPECT_EVERY_S = 1.0

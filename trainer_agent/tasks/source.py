@@ -13,13 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from shared.errors import CallerError, DatasetError, DeadlineExceeded, PeerError, StaleAttempt, TriremeError
-from shared.records import AcquireTask, CompleteTask, FailTask, JobSpec, TakeNext, Task, TaskAnswer, TaskProgress
-from shared.records.begun import BegunWork
-from shared.records.datasets import IterableStyle, MapStyle
-from shared.records.step import LanePosition
-from shared.records.tasks import WAITS_FOR_CHARACTERS
-from shared.runtime import begun, ids, telemetry
 from trainer_agent.data import Blaming, Shard, minibatch_in, open_dataset
 from trainer_agent.data.drawing import EVALUATION, reading
 from trainer_agent.data.order import Indices, record_order
@@ -28,6 +21,22 @@ from trainer_agent.model.compute import Records
 from trainer_agent.script.tracebacks import traceback_of
 from trainer_agent.tasks.master import MasterPort, failure_of
 from trainer_agent.waiting import Backoff, retry
+from trireme_shared.errors import CallerError, DatasetError, DeadlineExceeded, PeerError, StaleAttempt, TriremeError
+from trireme_shared.records import (
+    AcquireTask,
+    CompleteTask,
+    FailTask,
+    JobSpec,
+    TakeNext,
+    Task,
+    TaskAnswer,
+    TaskProgress,
+)
+from trireme_shared.records.begun import BegunWork
+from trireme_shared.records.datasets import IterableStyle, MapStyle
+from trireme_shared.records.step import LanePosition
+from trireme_shared.records.tasks import WAITS_FOR_CHARACTERS
+from trireme_shared.runtime import begun, ids, telemetry
 
 WAIT_S = 10.0  # the master answers as soon as there is a task
 READ_LIMIT_S = 120.0

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shared.records import MetricsTaken, StepMetrics
-from shared.records.step import StepResult
-from shared.records.tasks import MetricValue
+from trireme_shared.records import MetricsTaken, StepMetrics
+from trireme_shared.records.step import StepResult
+from trireme_shared.records.tasks import MetricValue
 
 MOST_STEPS = 4096
 

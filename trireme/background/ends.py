@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shared.errors import PeerError, TriremeError, UserCodeError, from_map
-from shared.records import Phase, UserFailure
 from trireme.background.errors import InvalidSetting, JobFailed, JobStopped, in_python
 from trireme.launch import child, disk_space  # noqa: F401  from_map knows the errors of modules that are loaded
 from trireme.settings import UsageError
 from trireme.view.report import failure_lines
+from trireme_shared.errors import PeerError, TriremeError, UserCodeError, from_map
+from trireme_shared.records import Phase, UserFailure
 
 
 @dataclass(frozen=True, slots=True)

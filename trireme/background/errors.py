@@ -1,12 +1,12 @@
-"""What `trireme.run` and its `Run` raise, beside the errors of shared.errors."""
+"""What `trireme.run` and its `Run` raise, beside the errors of trireme_shared.errors."""
 
 from __future__ import annotations
 
 import re
 
-from shared.errors import DeadlineExceeded, TriremeError
 from trireme.config import ConfigError
 from trireme.settings import UsageError
+from trireme_shared.errors import DeadlineExceeded, TriremeError
 
 _SHOWN_AS = "trireme"  # where users find them, as tracebacks say it
 _FLAG = re.compile(r"--([a-z][a-z-]*[a-z])(?: ([A-Z]{2,}|\d+)\b)?")

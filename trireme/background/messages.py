@@ -19,9 +19,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shared.records import JobSpec
 from trireme.background.errors import in_python
 from trireme.view.progress import Progress
+from trireme_shared.records import JobSpec
 
 MOST_WAITING = 5000  # messages that the parent has not read
 WRITTEN_S = 10.0

@@ -14,13 +14,13 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from shared.errors import TriremeError
-from shared.runtime import telemetry
-from shared.runtime.lifelines import die_with
 from trireme.background.errors import in_python
 from trireme.background.messages import Lines, MessageDisplay, Messages
 from trireme.cli.run import RunRequest, run_job
 from trireme.preflight import ScriptError, check_path
+from trireme_shared.errors import TriremeError
+from trireme_shared.runtime import telemetry
+from trireme_shared.runtime.lifelines import die_with
 
 
 def main() -> None:

@@ -21,10 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from shared.errors import DeadlineExceeded, NotFound, TriremeError
-from shared.runtime import clock
-from shared.runtime.log_files import Logs
-from shared.storage import files
 from trireme.background.errors import InvalidSetting, WaitTimedOut
 from trireme.background.picture import Picture
 from trireme.background.result import RunResult
@@ -34,6 +30,10 @@ from trireme.background.watching import Attended, watcher
 from trireme.preflight import check_path
 from trireme.settings import UsageError, check_fields, from_call, merge
 from trireme.view.progress import Progress
+from trireme_shared.errors import DeadlineExceeded, NotFound, TriremeError
+from trireme_shared.runtime import clock
+from trireme_shared.runtime.log_files import Logs
+from trireme_shared.storage import files
 
 if TYPE_CHECKING:
     import torch

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from shared.metric_names import LOSS
-from shared.runtime import clock
 from trireme.background.picture import Picture
 from trireme.background.supervised import Told, Watcher
 from trireme.cli.history.runs import outcome
 from trireme.view.chart import last_chart
 from trireme.view.progress import LineDisplay
+from trireme_shared.metric_names import LOSS
+from trireme_shared.runtime import clock
 
 REDRAW_S = 0.25
 

@@ -15,14 +15,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from shared.checkpoints import stored
-from shared.errors import CheckpointUnusable, NotFound, PeerError, TriremeError
-from shared.evaluations import evaluation_of
-from shared.records import JobSpec
-from shared.records.checkpoints import CheckpointRef, Manifest, PartLink
-from shared.records.operations import Operation
-from shared.runtime import ids
-from shared.storage import files
 from trireme.cli import exit_codes
 from trireme.cli.queries import stdout_console
 from trireme.cli.targets import Target, cluster_of, job_target
@@ -32,6 +24,14 @@ from trireme.validation import allowed_name
 from trireme.view.job_address import AnyClient, OpenJob, open_job
 from trireme.view.operations import call_any_master, wait_for_operation
 from trireme.view.progress import say
+from trireme_shared.checkpoints import stored
+from trireme_shared.errors import CheckpointUnusable, NotFound, PeerError, TriremeError
+from trireme_shared.evaluations import evaluation_of
+from trireme_shared.records import JobSpec
+from trireme_shared.records.checkpoints import CheckpointRef, Manifest, PartLink
+from trireme_shared.records.operations import Operation
+from trireme_shared.runtime import ids
+from trireme_shared.storage import files
 
 Answer = tuple[dict[str, Any], int]
 

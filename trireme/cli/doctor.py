@@ -13,17 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from master_service.control.pause_runner import seconds_between
-from shared.errors import PeerError, TriremeError
-from shared.etcd import NoSpace, Space
-from shared.etcd.embedded import READY_TIMEOUT_S, find_binary
-from shared.membership import hash_seed
-from shared.membership.etcd_access import EtcdAccess
-from shared.membership.settings import MemberSettings
-from shared.records import JobSpec
 from trireme.cli.version import version_of
 from trireme.launch import run_folder
 from trireme.launch.cluster import HOST
 from trireme.launch.run_folder import DATA_DIR
+from trireme_shared.errors import PeerError, TriremeError
+from trireme_shared.etcd import NoSpace, Space
+from trireme_shared.etcd.embedded import READY_TIMEOUT_S, find_binary
+from trireme_shared.membership import hash_seed
+from trireme_shared.membership.etcd_access import EtcdAccess
+from trireme_shared.membership.settings import MemberSettings
+from trireme_shared.records import JobSpec
 
 LATE_EXPIRY_S = 0.5  # etcd may revoke an expired lease this late
 MASTER_TTL_S = 3.0

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import sys
 
-from shared.errors import (
+from trireme.launch.child import ClusterError
+from trireme.launch.disk_space import DiskFull
+from trireme.view.report import failure_lines
+from trireme_shared.errors import (
     CallerError,
     CheckpointUnusable,
     Conflict,
@@ -18,10 +21,7 @@ from shared.errors import (
     Unauthorized,
     UserCodeError,
 )
-from shared.records import UserFailure
-from trireme.launch.child import ClusterError
-from trireme.launch.disk_space import DiskFull
-from trireme.view.report import failure_lines
+from trireme_shared.records import UserFailure
 
 OK, JOB_FAILED, USAGE, NOT_FOUND, CONFLICT, AUTH, UNREACHABLE, TIMED_OUT, DISK_FULL, CANCELLED = range(10)
 INTERRUPTED = 130

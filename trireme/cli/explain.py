@@ -11,14 +11,6 @@ import os
 from pathlib import Path
 
 from master_service.core.explanation.cause import Cause, Code, Explanation, explanation_of
-from shared.errors import CallerError, NotFound, PeerError, TriremeError, Unauthorized
-from shared.etcd import Etcd, Get
-from shared.etcd.reading import read_record
-from shared.keys import Keys
-from shared.membership.etcd_access import EtcdAccess
-from shared.membership.settings import MemberSettings
-from shared.records import JobState, MasterAddress, MasterLock, Phase
-from shared.runtime import telemetry
 from trireme.cli import exit_codes
 from trireme.cli.targets import Target, checked_name, target_in_cluster, token_of_run
 from trireme.client.exchange import MASTERLESS, given_token
@@ -26,6 +18,14 @@ from trireme.launch import resume, run_folder
 from trireme.view.job_address import address_of, open_job
 from trireme.view.names import without_tokens
 from trireme.view.stopped_run import explain_ended, explain_stopped, told_by_launcher
+from trireme_shared.errors import CallerError, NotFound, PeerError, TriremeError, Unauthorized
+from trireme_shared.etcd import Etcd, Get
+from trireme_shared.etcd.reading import read_record
+from trireme_shared.keys import Keys
+from trireme_shared.membership.etcd_access import EtcdAccess
+from trireme_shared.membership.settings import MemberSettings
+from trireme_shared.records import JobState, MasterAddress, MasterLock, Phase
+from trireme_shared.runtime import telemetry
 
 ANSWER_S = 3.0
 MASTER_S = 8.0  # a masterless job is watched for some seconds

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from shared.checkpoints import stored
-from shared.records import JobSpec
-from shared.records.checkpoints import CheckpointRef, Manifest
-from shared.records.cluster import stored_source
-from shared.records.job_spec import TRAINING_FILE
-from shared.storage import files
 from trireme.cli import exit_codes
 from trireme.cli.checkpoint import Answer, answer, choose, spec_of
 from trireme.cli.targets import Target, cluster_of
 from trireme.view.job_address import client_of
+from trireme_shared.checkpoints import stored
+from trireme_shared.records import JobSpec
+from trireme_shared.records.checkpoints import CheckpointRef, Manifest
+from trireme_shared.records.cluster import stored_source
+from trireme_shared.records.job_spec import TRAINING_FILE
+from trireme_shared.storage import files
 
 if TYPE_CHECKING:
     from trainer_agent.tables.files import StoredTable  # loads torch

@@ -14,9 +14,6 @@ from typing import Any, cast
 from rich.console import Console
 from rich.table import Table
 
-from shared.errors import TriremeError
-from shared.records import Phase, UserFailure
-from shared.runtime import telemetry
 from trireme.cli import exit_codes
 from trireme.cli.targets import Target, job_target, local_run
 from trireme.client.asynchronous import TaskState
@@ -26,6 +23,9 @@ from trireme.view.names import without_tokens
 from trireme.view.progress import members_text, progress_of
 from trireme.view.report import evaluation_line, failure_lines, loss_rows, summary_text
 from trireme.view.stopped_run import explain_stopped
+from trireme_shared.errors import TriremeError
+from trireme_shared.records import Phase, UserFailure
+from trireme_shared.runtime import telemetry
 
 COUNTS = ("trainers", "trainers_desired", "pservers", "pservers_desired")
 STOPPED = "STOPPED"  # no phase of a job: nobody runs it, and it is unfinished

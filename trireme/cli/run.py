@@ -11,15 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared.errors import PeerError, TriremeError
-from shared.keys import Keys
-from shared.membership.etcd_access import EtcdAccess
-from shared.records import Dispatch, FailureCause, JobSpec, JobState, Phase, Strategy
-from shared.runtime import clock, telemetry
-from shared.security import private_files
-from shared.security.access import is_loopback
-from shared.security.tls import Tls
-from shared.security.token_folder import TokenFolder
 from trireme import existing_etcd
 from trireme.cli import exit_codes
 from trireme.cli.history import kept_events
@@ -57,6 +48,15 @@ from trireme.view.child_events import restarts_in
 from trireme.view.live_progress import ProgressReporter
 from trireme.view.progress import Display, display
 from trireme.view.report import failure_text, result_document, summary_text
+from trireme_shared.errors import PeerError, TriremeError
+from trireme_shared.keys import Keys
+from trireme_shared.membership.etcd_access import EtcdAccess
+from trireme_shared.records import Dispatch, FailureCause, JobSpec, JobState, Phase, Strategy
+from trireme_shared.runtime import clock, telemetry
+from trireme_shared.security import private_files
+from trireme_shared.security.access import is_loopback
+from trireme_shared.security.tls import Tls
+from trireme_shared.security.token_folder import TokenFolder
 
 PUBLISH_S = 5.0
 REQUEST_TIMEOUT_S = 5.0

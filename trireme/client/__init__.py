@@ -10,7 +10,11 @@ with Client("http://127.0.0.1:8470") as client:
 """
 
 from master_service.api.resources_cluster import CreateJob, CreateSchedule
-from shared.errors import (
+from trireme.client.asynchronous import AsyncClient
+from trireme.client.exchange import ONLY_JOB
+from trireme.client.synchronous import Client
+from trireme.client.waiting import EventGap
+from trireme_shared.errors import (
     CallerError,
     Conflict,
     CursorExpired,
@@ -22,14 +26,10 @@ from shared.errors import (
     TriremeError,
     Unauthorized,
 )
-from shared.records.cluster import Scheduling, Source, Standing
-from shared.records.job_spec import JobSettings
-from shared.records.operations import Strategy
-from shared.security.tls import Tls
-from trireme.client.asynchronous import AsyncClient
-from trireme.client.exchange import ONLY_JOB
-from trireme.client.synchronous import Client
-from trireme.client.waiting import EventGap
+from trireme_shared.records.cluster import Scheduling, Source, Standing
+from trireme_shared.records.job_spec import JobSettings
+from trireme_shared.records.operations import Strategy
+from trireme_shared.security.tls import Tls
 
 __all__ = [
     "ONLY_JOB",

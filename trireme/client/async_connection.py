@@ -13,10 +13,10 @@ from typing import Self, TypeVar
 import httpx
 from pydantic import BaseModel
 
-from shared.errors import TriremeError
-from shared.runtime import clock
-from shared.security.tls import Tls
 from trireme.client.exchange import AGENT, Attempts, Call, Listing, Masters, given_token
+from trireme_shared.errors import TriremeError
+from trireme_shared.runtime import clock
+from trireme_shared.security.tls import Tls
 
 TIMEOUT_S = 15.0
 

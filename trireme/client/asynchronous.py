@@ -53,16 +53,16 @@ from master_service.api.resources_cluster import (
     ScheduleView,
 )
 from master_service.core.explanation.cause import Explanation
-from shared.errors import Conflict, CursorExpired
-from shared.evaluations import Evaluation
-from shared.events import EventRecord
-from shared.records import TaskKind, TaskSummary
-from shared.records.cluster import Standing
-from shared.records.operations import Operation, OperationState, ResizePrediction, Strategy
-from shared.runtime import clock
 from trireme.client.async_connection import AsyncConnection
 from trireme.client.exchange import Call, Listing, body_of, get, path_in, path_of, post
 from trireme.client.waiting import LONG_POLL_S, POLL_S, EventGap, Wait, has_ended, result_of
+from trireme_shared.errors import Conflict, CursorExpired
+from trireme_shared.evaluations import Evaluation
+from trireme_shared.events import EventRecord
+from trireme_shared.records import TaskKind, TaskSummary
+from trireme_shared.records.cluster import Standing
+from trireme_shared.records.operations import Operation, OperationState, ResizePrediction, Strategy
+from trireme_shared.runtime import clock
 
 TaskState = Literal["TODO", "PENDING", "REQUEUED", "DONE", "DISCARDED"]
 

@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from shared.errors import InvalidArgument
-from shared.membership.etcd_access import PASSWORD, EtcdAccess, split
-from shared.security.hidden import hidden
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.membership.etcd_access import PASSWORD, EtcdAccess, split
+from trireme_shared.security.hidden import hidden
 
 MOST_S = 365 * 86400.0  # the clocks of threads, torch and etcd end somewhere above
 

@@ -14,9 +14,11 @@ from typing import Any, Self
 
 import torch
 
-from shared.collective.background import Background
-from shared.collective.group import Broken, nccl_is_there
-from shared.collective.operations import (
+from trireme.communicator.arguments import access_of, job_of, seconds, weight_of, whole
+from trireme.communicator.status import Cause, Status
+from trireme_shared.collective.background import Background
+from trireme_shared.collective.group import Broken, nccl_is_there
+from trireme_shared.collective.operations import (
     MEAN,
     SUM,
     AllReduce,
@@ -29,14 +31,12 @@ from shared.collective.operations import (
     digest,
     number_of,
 )
-from shared.collective.progress import STATE
-from shared.collective.session import Session
-from shared.collective.settings import CANONICAL, GLOO, NATIVE, NCCL, PROTOCOL, Settings
-from shared.errors import InvalidArgument
-from shared.keys import Keys
-from shared.runtime import clock, telemetry
-from trireme.communicator.arguments import access_of, job_of, seconds, weight_of, whole
-from trireme.communicator.status import Cause, Status
+from trireme_shared.collective.progress import STATE
+from trireme_shared.collective.session import Session
+from trireme_shared.collective.settings import CANONICAL, GLOO, NATIVE, NCCL, PROTOCOL, Settings
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.keys import Keys
+from trireme_shared.runtime import clock, telemetry
 
 WAIT_S = 30.0  # for all members to begin an operation; then the group is built anew, until timeout_s is over
 MANIFEST_BYTES = 8 << 20  # of what a member called, tensor by tensor: told only if the members differ

@@ -20,12 +20,12 @@ import os
 import sys
 from pathlib import Path
 
-from shared.errors import InvalidArgument, TriremeError
-from shared.runtime import ids
-from shared.security import private_files
-from shared.security.token_folder import TABLE, TokenFile, TokenFolder, write_private
-from shared.security.tokens import Role, private_text
 from trireme.containers import object_storage
+from trireme_shared.errors import InvalidArgument, TriremeError
+from trireme_shared.runtime import ids
+from trireme_shared.security import private_files
+from trireme_shared.security.token_folder import TABLE, TokenFile, TokenFolder, write_private
+from trireme_shared.security.tokens import Role, private_text
 
 ROOT = Path("/secrets")
 ETCD_ROOT, ETCD, GRAFANA, PASSWORD = "etcd-root", "etcd", "grafana", "password"

@@ -6,8 +6,8 @@ import argparse
 import shutil
 import sys
 
-from shared.errors import TriremeError
-from shared.storage import files
+from trireme_shared.errors import TriremeError
+from trireme_shared.storage import files
 
 
 def main() -> int:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from shared.errors import TriremeError
-from shared.runtime import begun, clock
-from shared.runtime.service import EXIT_CODES, READY_FILE, health_url
-from shared.security import private_files
 from trireme.launch.processes import Process, Start, spawn
+from trireme_shared.errors import TriremeError
+from trireme_shared.runtime import begun, clock
+from trireme_shared.runtime.service import EXIT_CODES, READY_FILE, health_url
+from trireme_shared.security import private_files
 
 TAIL_BYTES = 16 << 10
 TAIL_LINES = 15

@@ -20,19 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from master_service.store.between_runs import renew, start_again
-from shared import etcd as etcd_client
-from shared.errors import DeadlineExceeded, TriremeError
-from shared.etcd.reading import must_read
-from shared.keys import Keys
-from shared.membership.directory import Directory
-from shared.membership.etcd_access import EtcdAccess
-from shared.records import Dispatch, JobSpec, JobState
-from shared.records.checkpoints import CheckpointLatest
-from shared.runtime import clock
-from shared.security import private_files
-from shared.security.tls import VARIABLES
-from shared.security.token_folder import TokenFolder
-from shared.security.tokens import Role
 from trireme.launch.child import Child, Exit
 from trireme.launch.leases import LostLease, LostLeases, Vouching, revoke_all_leases, revoke_leases_of
 from trireme.launch.member_numbers import MemberNumbers, cores, threads_for
@@ -43,6 +30,19 @@ from trireme.launch.supervision import GRACE_S, SupervisedProcesses
 from trireme.view.child_events import ChildEvent
 from trireme.view.job_address import OpenJob, client_of, masterless_address
 from trireme.view.masterless_client import MasterlessClient
+from trireme_shared import etcd as etcd_client
+from trireme_shared.errors import DeadlineExceeded, TriremeError
+from trireme_shared.etcd.reading import must_read
+from trireme_shared.keys import Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.membership.etcd_access import EtcdAccess
+from trireme_shared.records import Dispatch, JobSpec, JobState
+from trireme_shared.records.checkpoints import CheckpointLatest
+from trireme_shared.runtime import clock
+from trireme_shared.security import private_files
+from trireme_shared.security.tls import VARIABLES
+from trireme_shared.security.token_folder import TokenFolder
+from trireme_shared.security.tokens import Role
 
 HOST = "127.0.0.1"
 MODULES = {"trainer": "trainer_agent", "master": "master_service", "pserver": "pserver_service"}

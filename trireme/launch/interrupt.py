@@ -16,14 +16,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from shared.errors import TriremeError
-from shared.records import Phase, Stage
-from shared.records.checkpoints import saved_point
-from shared.records.operations import saves_on_demand
-from shared.runtime import ids
 from trireme.launch.cluster import LocalCluster
 from trireme.view.operations import wait_for_operation
 from trireme.view.progress import say
+from trireme_shared.errors import TriremeError
+from trireme_shared.records import Phase, Stage
+from trireme_shared.records.checkpoints import saved_point
+from trireme_shared.records.operations import saves_on_demand
+from trireme_shared.runtime import ids
 
 CHECKPOINT_S = 30.0
 MASTER_S = 2.0

@@ -13,15 +13,15 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
-from shared.errors import PeerError
-from shared.etcd import Etcd
-from shared.etcd.reading import read_record
-from shared.membership.directory import Directory
-from shared.records import JobSpec
-from shared.records.assignments import GivenNumbers
-from shared.runtime import ids
 from trireme.launch.child import Child
 from trireme.launch.model_facts import Facts, parameter_bytes
+from trireme_shared.errors import PeerError
+from trireme_shared.etcd import Etcd
+from trireme_shared.etcd.reading import read_record
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import JobSpec
+from trireme_shared.records.assignments import GivenNumbers
+from trireme_shared.runtime import ids
 
 LOOK_S = 5.0
 PAUSE_S = 0.5

@@ -17,12 +17,12 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import IO, Protocol, Self
 
-from shared.errors import PeerError, TriremeError
-from shared.membership import hash_seed
-from shared.runtime import telemetry
-from shared.runtime.lifelines import adopting, die_with_parent
-from shared.runtime.malloc import tunables
 from trireme.launch.fork_server import GO, Request
+from trireme_shared.errors import PeerError, TriremeError
+from trireme_shared.membership import hash_seed
+from trireme_shared.runtime import telemetry
+from trireme_shared.runtime.lifelines import adopting, die_with_parent
+from trireme_shared.runtime.malloc import tunables
 
 PYTHON_MODULE = (sys.executable, "-P", "-m")  # -P: the user's working directory must not shadow our packages
 MODULE = "trireme.launch.fork_server"

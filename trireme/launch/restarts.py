@@ -12,14 +12,14 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-from shared.records import JobSpec
-from shared.records.begun import BegunWork
-from shared.records.job_spec import RestartPolicy as Kind
-from shared.runtime import begun
-from shared.runtime.service import LEASE_LOST
 from trireme.launch.child import Exit
 from trireme.launch.leases import LostLease
 from trireme.view.child_events import ChildEvent
+from trireme_shared.records import JobSpec
+from trireme_shared.records.begun import BegunWork
+from trireme_shared.records.job_spec import RestartPolicy as Kind
+from trireme_shared.runtime import begun
+from trireme_shared.runtime.service import LEASE_LOST
 
 EARLY_S = 30.0
 MAX_EARLY_ENDS = 5

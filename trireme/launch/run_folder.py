@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shared.errors import NotFound
-from shared.runtime import clock
-from shared.security import private_files
-from shared.security.socket_folders import SocketFolder, sweep
 from trireme.launch.disk_space import told_if_full
 from trireme.settings import UsageError
 from trireme.validation import allowed_name
+from trireme_shared.errors import NotFound
+from trireme_shared.runtime import clock
+from trireme_shared.security import private_files
+from trireme_shared.security.socket_folders import SocketFolder, sweep
 
 DATA_DIR = Path(".trireme")
 RUN_FILE = "run.json"  # what other commands need to find the run

@@ -11,11 +11,11 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from shared.errors import PeerError, TriremeError, Unauthorized
-from shared.runtime import ids
-from shared.storage import files
-from shared.storage.object_store import REQUEST_S, endpoint, is_s3
 from trireme.settings import UsageError
+from trireme_shared.errors import PeerError, TriremeError, Unauthorized
+from trireme_shared.runtime import ids
+from trireme_shared.storage import files
+from trireme_shared.storage.object_store import REQUEST_S, endpoint, is_s3
 
 REPORT_AFTER_S = 2.0
 

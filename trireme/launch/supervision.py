@@ -18,20 +18,20 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
-from shared.errors import DeadlineExceeded
-from shared.etcd import Fatal
-from shared.etcd.embedded import EmbeddedEtcd
-from shared.membership import life_sign
-from shared.membership.etcd_access import EtcdAccess
-from shared.runtime import begun, clock
-from shared.runtime.service import READY_FILE
-from shared.security import private_files
 from trireme.launch.child import Child, ClusterError, Exit, tail_of
 from trireme.launch.disk_space import DiskFull, etcd_lacks_space, is_full
 from trireme.launch.leases import LostLease
 from trireme.launch.processes import PYTHON_MODULE, Start, inherited_environment
 from trireme.launch.restarts import RestartPolicy, death_event
 from trireme.view.child_events import ChildEvent, EventFile
+from trireme_shared.errors import DeadlineExceeded
+from trireme_shared.etcd import Fatal
+from trireme_shared.etcd.embedded import EmbeddedEtcd
+from trireme_shared.membership import life_sign
+from trireme_shared.membership.etcd_access import EtcdAccess
+from trireme_shared.runtime import begun, clock
+from trireme_shared.runtime.service import READY_FILE
+from trireme_shared.security import private_files
 
 GRACE_S = 5.0
 

@@ -21,7 +21,7 @@ from urllib.parse import quote, urlsplit
 
 import aiohttp
 
-from shared.errors import (
+from trireme_shared.errors import (
     Conflict,
     DeadlineExceeded,
     Forbidden,
@@ -31,7 +31,7 @@ from shared.errors import (
     TooLarge,
     TriremeError,
 )
-from shared.runtime.http import session
+from trireme_shared.runtime.http import session
 
 DEFAULT = "unix:///var/run/docker.sock"
 OLDEST, TESTED = (1, 40), (1, 41)

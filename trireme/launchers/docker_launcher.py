@@ -18,11 +18,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shared.errors import Conflict, InvalidArgument, NotFound, TriremeError
 from trireme.launchers.docker_copy import CLUSTER, GRACE_S, ID, ONE_OFF, PROJECT, ROLE, SERVICE, Creation, copy_of
 from trireme.launchers.docker_engine import Engine
 from trireme.launchers.launcher import Launched, OnEvent, Role
 from trireme.view.child_events import ChildEvent
+from trireme_shared.errors import Conflict, InvalidArgument, NotFound, TriremeError
 
 KINDS: tuple[Role, ...] = ("trainer", "pserver")
 LOOK_S = 2.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
-from shared.errors import PeerError
 from trireme.launchers.launcher import Launched, Role
+from trireme_shared.errors import PeerError
 
 
 class LocalLauncher:

@@ -23,14 +23,14 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from shared.errors import PeerError
-from shared.runtime import clock
 from trireme.launch.child import Exit
 from trireme.launch.restarts import RestartPolicy
 from trireme.launchers.launcher import MODULES, ROLES, Launched, OnEvent, Role
 from trireme.launchers.ray_process import RayProcess
 from trireme.launchers.resources import Resources
 from trireme.view.child_events import ChildEvent
+from trireme_shared.errors import PeerError
+from trireme_shared.runtime import clock
 
 STRATEGY: Mapping[Role, str] = {"master": "SPREAD", "pserver": "SPREAD", "trainer": "PACK"}
 NAMESPACE = "trireme"

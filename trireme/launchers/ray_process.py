@@ -14,8 +14,8 @@ from typing import IO
 
 import ray
 
-from shared.security import private_files
 from trireme.launch.processes import PYTHON_MODULE, Process, inherited_environment, spawn
+from trireme_shared.security import private_files
 
 LOG = "process.log"
 

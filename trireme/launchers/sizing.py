@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from master_service.api.resources_cluster import PoolKind, PoolMemberView, PoolView
-from shared.errors import PeerError, TriremeError
-from shared.records.cluster import Kind
-from shared.runtime import clock
 from trireme.launchers.launcher import Launched, Launcher, OnEvent
 from trireme.view.child_events import ChildEvent
+from trireme_shared.errors import PeerError, TriremeError
+from trireme_shared.records.cluster import Kind
+from trireme_shared.runtime import clock
 
 KINDS: tuple[Kind, Kind] = ("pserver", "trainer")
 LOOK_S = 1.0

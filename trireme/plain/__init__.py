@@ -19,15 +19,6 @@ import torch
 from torch import nn
 
 from master_service.core.state.series import Value
-from shared.datasets.random_state import START_SEED, drawing, seed_everything
-from shared.errors import InvalidArgument, TriremeError, UserCodeError
-from shared.lanes import step_seed
-from shared.logged_metrics import Logged, add, collected, metrics_beside
-from shared.metric_names import LOSS
-from shared.records import JobSpec
-from shared.runtime import clock
-from shared.runtime.service import allow_open_files
-from shared.storage import files
 from trainer_agent.data import open_dataset
 from trainer_agent.model.clipping import GradientClipper
 from trainer_agent.model.compute import BeforeStep
@@ -56,6 +47,15 @@ from trireme.plain.minibatches import Counted, batch_of, count
 from trireme.plain.minibatches import epoch_minibatches as epoch_minibatches
 from trireme.plain.result import PlainResult as PlainResult
 from trireme.view.chart import show_chart
+from trireme_shared.datasets.random_state import START_SEED, drawing, seed_everything
+from trireme_shared.errors import InvalidArgument, TriremeError, UserCodeError
+from trireme_shared.lanes import step_seed
+from trireme_shared.logged_metrics import Logged, add, collected, metrics_beside
+from trireme_shared.metric_names import LOSS
+from trireme_shared.records import JobSpec
+from trireme_shared.runtime import clock
+from trireme_shared.runtime.service import allow_open_files
+from trireme_shared.storage import files
 
 REPORT_SECONDS = 2.0
 

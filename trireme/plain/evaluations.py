@@ -12,10 +12,6 @@ from torch import nn
 from master_service.core.queue.file_table import FileTable
 from master_service.core.queue.task_sizes import TaskSizes
 from master_service.storage.counting import count_records
-from shared.datasets.random_state import START_SEED, seed_everything, seeded
-from shared.evaluations import Evaluation, Patience, better, check_criteria, patience_after, why_unreported
-from shared.records import EvaluationSums, JobSpec
-from shared.records.job_spec import Precision
 from trainer_agent.data import Blaming, Minibatch, evaluation_seed, minibatch_indices, minibatches_in, open_dataset
 from trainer_agent.model.devices import autocast
 from trainer_agent.model.minibatch import means_of, sums_of
@@ -23,6 +19,10 @@ from trainer_agent.model.watch.modes import evaluating
 from trainer_agent.script.user_module import UserModule
 from trireme.plain.minibatches import batch_of
 from trireme.plain.result import PlainResult
+from trireme_shared.datasets.random_state import START_SEED, seed_everything, seeded
+from trireme_shared.evaluations import Evaluation, Patience, better, check_criteria, patience_after, why_unreported
+from trireme_shared.records import EvaluationSums, JobSpec
+from trireme_shared.records.job_spec import Precision
 
 
 def _sums(

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared.errors import NotFound, PeerError
-from shared.membership.etcd_access import EtcdAccess
-from shared.security.token_folder import admin_token
 from trireme.launch.run_folder import DATA_DIR, is_locked, locked, read_json, write_json
 from trireme.settings import UsageError
+from trireme_shared.errors import NotFound, PeerError
+from trireme_shared.membership.etcd_access import EtcdAccess
+from trireme_shared.security.token_folder import admin_token
 
 NAME, FACTS, LOCK = "_cluster", "cluster.json", "cluster.lock"
 

@@ -18,13 +18,6 @@ from typing import TYPE_CHECKING
 import aiohttp
 import psutil
 
-from shared.errors import InvalidArgument, PeerError
-from shared.etcd import Etcd
-from shared.etcd.reading import read_record
-from shared.keys import ClusterKeys
-from shared.membership.status_server import StatusServer
-from shared.records.cluster import Assignment, Kind, PoolMember
-from shared.runtime import http, ids, service, telemetry
 from trireme.launch.child import Child
 from trireme.launch.leases import Vouching
 from trireme.launch.member_numbers import cores
@@ -37,9 +30,16 @@ from trireme.pool.place import Host, Place
 from trireme.pool.place_keys import PlaceKeys
 from trireme.pool.process_health import ProcessHealth
 from trireme.pool.settings import Settings, gpus, passed_on
+from trireme_shared.errors import InvalidArgument, PeerError
+from trireme_shared.etcd import Etcd
+from trireme_shared.etcd.reading import read_record
+from trireme_shared.keys import ClusterKeys
+from trireme_shared.membership.status_server import StatusServer
+from trireme_shared.records.cluster import Assignment, Kind, PoolMember
+from trireme_shared.runtime import http, ids, service, telemetry
 
 if TYPE_CHECKING:
-    from shared.etcd import KeyValue
+    from trireme_shared.etcd import KeyValue
 
 CLAIM_S = 60.0  # longer than the lease of a dead agent of this name
 KINDS: tuple[Kind, ...] = (

@@ -12,9 +12,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from shared.errors import Conflict, InvalidArgument
-from shared.security import private_files
 from trireme.launch.run_folder import read_json, write_json
+from trireme_shared.errors import Conflict, InvalidArgument
+from trireme_shared.security import private_files
 
 LOCK, AGENT_FILE = "agent.lock", "agent.json"
 

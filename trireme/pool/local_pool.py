@@ -18,17 +18,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.errors import DeadlineExceeded, PeerError, TriremeError
-from shared.etcd import Etcd
-from shared.etcd.reading import read_record
-from shared.keys import ClusterKeys
-from shared.membership.etcd_access import EtcdAccess
-from shared.records import MasterAddress, MasterLock
-from shared.records.cluster import Kind
-from shared.runtime.waiting import event_within
-from shared.security.tls import VARIABLES
-from shared.security.token_folder import TokenFolder
-from shared.security.tokens import Role as TokenRole
 from trireme.client import AsyncClient
 from trireme.launch.child import Child, Exit
 from trireme.launch.cluster import HOST
@@ -40,6 +29,17 @@ from trireme.launchers.local import LocalLauncher
 from trireme.launchers.sizing import Bounds, PoolSize
 from trireme.view.child_events import ChildEvent
 from trireme.view.job_address import client_of
+from trireme_shared.errors import DeadlineExceeded, PeerError, TriremeError
+from trireme_shared.etcd import Etcd
+from trireme_shared.etcd.reading import read_record
+from trireme_shared.keys import ClusterKeys
+from trireme_shared.membership.etcd_access import EtcdAccess
+from trireme_shared.records import MasterAddress, MasterLock
+from trireme_shared.records.cluster import Kind
+from trireme_shared.runtime.waiting import event_within
+from trireme_shared.security.tls import VARIABLES
+from trireme_shared.security.token_folder import TokenFolder
+from trireme_shared.security.tokens import Role as TokenRole
 
 PASSED_ON = (
     "TRIREME_TRANSPORT",

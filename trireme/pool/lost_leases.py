@@ -10,13 +10,13 @@ import signal
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from shared.errors import TriremeError
-from shared.etcd.reading import read_record
-from shared.keys import Keys
-from shared.records import JobSpec
-from shared.runtime import telemetry
 from trireme.launch.leases import LostLeases
 from trireme.pool.place import Host, Place
+from trireme_shared.errors import TriremeError
+from trireme_shared.etcd.reading import read_record
+from trireme_shared.keys import Keys
+from trireme_shared.records import JobSpec
+from trireme_shared.runtime import telemetry
 
 LOOK_S = 1.0
 

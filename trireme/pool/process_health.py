@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
-from shared.records.record import shortened
-from shared.runtime import clock
 from trireme.launch.child import Child
+from trireme_shared.records.record import shortened
+from trireme_shared.runtime import clock
 
 ANSWER_S = 1.0
 KEPT_S = 1.0  # whoever asks the agent asks its processes no more often

@@ -20,14 +20,14 @@ from types import FrameType
 
 from pydantic import Field
 
-from shared.errors import CallerError, InvalidArgument, PeerError, TriremeError
-from shared.etcd.reading import must_read
-from shared.keys import ClusterKeys
-from shared.membership.local_script import LocalScripts
-from shared.membership.settings import MemberSettings
-from shared.records.cluster import ClusterJob
-from shared.records.job_spec import JobTask
-from shared.runtime import clock, lifelines
+from trireme_shared.errors import CallerError, InvalidArgument, PeerError, TriremeError
+from trireme_shared.etcd.reading import must_read
+from trireme_shared.keys import ClusterKeys
+from trireme_shared.membership.local_script import LocalScripts
+from trireme_shared.membership.settings import MemberSettings
+from trireme_shared.records.cluster import ClusterJob
+from trireme_shared.records.job_spec import JobTask
+from trireme_shared.runtime import clock, lifelines
 
 BEGIN_S = 60.0  # how long etcd may be away
 PAUSE_S = 1.0

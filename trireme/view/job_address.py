@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
-from shared.errors import InvalidArgument
-from shared.security.hidden import without_user
 from trireme.client import ONLY_JOB, AsyncClient
 from trireme.client.exchange import MASTERLESS
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.security.hidden import without_user
 
 if TYPE_CHECKING:
     from trireme.view.masterless_client import MasterlessClient
@@ -53,10 +53,10 @@ async def open_job(address: str, *, token: str = "", timeout_s: float = TIMEOUT_
     endpoint, _, job = address.removeprefix(MASTERLESS).rpartition("/")
     if "//" not in endpoint or not job:
         raise InvalidArgument(f"{without_user(address)} names no masterless job; write etcd+http://HOST:PORT/JOB")
-    from shared.keys import Keys  # noqa: PLC0415  not loaded for a job with a master
-    from shared.membership.etcd_access import split  # noqa: PLC0415
-    from shared.membership.settings import MemberSettings  # noqa: PLC0415
     from trireme.view.masterless_client import MasterlessClient  # noqa: PLC0415
+    from trireme_shared.keys import Keys  # noqa: PLC0415  not loaded for a job with a master
+    from trireme_shared.membership.etcd_access import split  # noqa: PLC0415
+    from trireme_shared.membership.settings import MemberSettings  # noqa: PLC0415
 
     etcd = MemberSettings(job=job, etcd=split(endpoint)).connect()  # the user, say, is that of the environment
     masterless = MasterlessClient(etcd, Keys(job))

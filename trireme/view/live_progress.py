@@ -11,15 +11,15 @@ from types import MappingProxyType
 from typing import Any
 
 from master_service.api.resources import EventPage, JobView
-from shared.errors import CursorExpired, PeerError, TriremeError
-from shared.etcd import NoSpace
-from shared.records import JobSpec, Mode, Phase, Stage, Strategy, TaskSummary
-from shared.runtime import clock
 from trireme.view.child_events import ChildEvent
 from trireme.view.job_address import AnyClient, Connect
 from trireme.view.names import without_tokens
 from trireme.view.progress import Display, progress_of
 from trireme.view.report import Counts
+from trireme_shared.errors import CursorExpired, PeerError, TriremeError
+from trireme_shared.etcd import NoSpace
+from trireme_shared.records import JobSpec, Mode, Phase, Stage, Strategy, TaskSummary
+from trireme_shared.runtime import clock
 
 POLL_S = 0.5
 SILENT_S = 3.0  # a master that is started again takes less

@@ -9,10 +9,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from shared.errors import DeadlineExceeded, PeerError, from_map
-from shared.records.operations import Operation, OperationState
-from shared.runtime import clock, ids
 from trireme.view.job_address import AnyClient, Connect
+from trireme_shared.errors import DeadlineExceeded, PeerError, from_map
+from trireme_shared.records.operations import Operation, OperationState
+from trireme_shared.runtime import clock, ids
 
 LONG_POLL_S = 5.0
 PAUSE_S = 0.5

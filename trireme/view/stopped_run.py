@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from master_service.core.explanation.cause import Cause, Code, Explanation, explanation_of
-from shared.checkpoints import stored
-from shared.records import JobSpec, Phase
-from shared.records.checkpoints import saved_point
 from trireme.view.child_events import read_events
+from trireme_shared.checkpoints import stored
+from trireme_shared.records import JobSpec, Phase
+from trireme_shared.records.checkpoints import saved_point
 
 TOLD = 3  # deaths of processes
 

@@ -8,8 +8,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from master_service.api.prometheus import exposition
 from master_service.api.resources import Health, TokenAccess, Version
 from master_service.api.routes.dependencies import JobsOf
-from shared import __version__
-from shared.security.tokens import Role
+from trireme_shared import __version__
+from trireme_shared.security.tokens import Role
 
 router = APIRouter(tags=["system"])
 open_router = APIRouter(tags=["system"])

@@ -18,8 +18,8 @@ from master_service.core.placement.lanes import LaneSeconds, new_list
 from master_service.core.state import phases
 from master_service.core.state.job import FailureBudget, Job
 from master_service.core.state.members import Members
-from shared.errors import Conflict, DatasetError, LayoutMismatch, ResourceExhausted, StorageUnreachable
-from shared.records import (
+from trireme_shared.errors import Conflict, DatasetError, LayoutMismatch, ResourceExhausted, StorageUnreachable
+from trireme_shared.records import (
     CompleteTask,
     EvaluationSums,
     FailureCause,
@@ -33,9 +33,9 @@ from shared.records import (
     TrainerList,
     UserFailure,
 )
-from shared.records.queue import error_digest
-from shared.records.record import MESSAGE_CHARACTERS, shortened
-from shared.records.tasks import BestEvaluation
+from trireme_shared.records.queue import error_digest
+from trireme_shared.records.record import MESSAGE_CHARACTERS, shortened
+from trireme_shared.records.tasks import BestEvaluation
 
 REMEMBERED_ERRORS = 64
 

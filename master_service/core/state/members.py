@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shared.records import Holding, PserverMember, TrainerMember
-from shared.records.checkpoints import CheckpointLatest, OwnCheckpoints
-from shared.records.layout import Layout
+from trireme_shared.records import Holding, PserverMember, TrainerMember
+from trireme_shared.records.checkpoints import CheckpointLatest, OwnCheckpoints
+from trireme_shared.records.layout import Layout
 
 
 def started_by(member: TrainerMember | PserverMember) -> str:

@@ -15,12 +15,12 @@ from pserver_service.context import PserverContext
 from pserver_service.handoff_client import HandoffPort, HttpHandoff
 from pserver_service.member import Member
 from pserver_service.own_index import OwnIndex
-from shared.etcd import Etcd
-from shared.keys import Keys
-from shared.membership.directory import Directory
-from shared.records import JobSpec, PserverMember
-from shared.serving.pserver import Pserver
 from tests.equipment.etcd.simulated import SimulatedEtcd
+from trireme_shared.etcd import Etcd
+from trireme_shared.keys import Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import JobSpec, PserverMember
+from trireme_shared.serving.pserver import Pserver
 
 
 @dataclass(frozen=True)

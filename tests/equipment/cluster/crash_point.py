@@ -13,9 +13,9 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shared.etcd.transport import Body, Transport, is_write
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import Process
+from trireme_shared.etcd.transport import Body, Transport, is_write
 
 _CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 _watcher: Callable[[str], None] | None = None

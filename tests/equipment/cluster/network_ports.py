@@ -1,6 +1,6 @@
 """The trainer's ports over the simulated network, and the etcd of one process.
 
-They do what the HTTP adapters do (trainer_agent/tasks/master.py, trainer_agent/data_plane/http.py, shared/serving/data_plane/http.py), down
+They do what the HTTP adapters do (trainer_agent/tasks/master.py, trainer_agent/data_plane/http.py, shared/trireme_shared/serving/data_plane/http.py), down
 to memory: a payload lies in the receiver's one buffer only until the next is asked for.
 """
 
@@ -12,9 +12,11 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, Self
 
 from pserver_service.handoff_client import Parts
-from shared.errors import DeadlineExceeded, NotLeader, PeerError
-from shared.membership.directory import Directory
-from shared.records import (
+from tests.equipment.cluster.network import Network, Pipe, replay
+from trainer_agent.data_plane.http import waits_s
+from trireme_shared.errors import DeadlineExceeded, NotLeader, PeerError
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import (
     AcquireTask,
     Completed,
     CompleteTask,
@@ -26,8 +28,8 @@ from shared.records import (
     TaskProgress,
     UserFailure,
 )
-from shared.serving.data_plane.lookups import found_end, lookup, portion
-from shared.wire.messages import (
+from trireme_shared.serving.data_plane.lookups import found_end, lookup, portion
+from trireme_shared.wire.messages import (
     HandoffAnswer,
     HandoffHeader,
     HandoffPart,
@@ -47,8 +49,6 @@ from shared.wire.messages import (
     TableEnd,
     TableRequest,
 )
-from tests.equipment.cluster.network import Network, Pipe, replay
-from trainer_agent.data_plane.http import waits_s
 
 MASTER_TIMEOUT_S = 10.0
 STALL_S = 30.0

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from shared.errors import Conflict, DeadlineExceeded, PeerError
 from tests.equipment.cluster.network import STEADY, Conditions, Network, Pipe
 from tests.equipment.virtual_loop import Process, VirtualLoop, run
+from trireme_shared.errors import Conflict, DeadlineExceeded, PeerError
 
 
 class Counter:

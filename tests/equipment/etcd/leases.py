@@ -11,9 +11,9 @@ import contextvars
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared.etcd.transport import Body
-from shared.runtime import clock
 from tests.equipment.etcd.store import Store
+from trireme_shared.etcd.transport import Body
+from trireme_shared.runtime import clock
 
 MINIMUM_TTL_S = 2
 EXPIRY_LATE_S = 0.5

@@ -18,13 +18,13 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shared.errors import TriremeError
-from shared.etcd.errors import Refused, Retryable, unanswered
-from shared.etcd.operations import covers, prefix_end
-from shared.etcd.results import WatchEvent
-from shared.etcd.transport import GRANT, KEEP_ALIVE, REVOKE, TIME_TO_LIVE, WATCH, Body, is_write
 from tests.equipment.etcd.leases import Lessor
 from tests.equipment.etcd.store import STORE_METHODS, Store
+from trireme_shared.errors import TriremeError
+from trireme_shared.etcd.errors import Refused, Retryable, unanswered
+from trireme_shared.etcd.operations import covers, prefix_end
+from trireme_shared.etcd.results import WatchEvent
+from trireme_shared.etcd.transport import GRANT, KEEP_ALIVE, REVOKE, TIME_TO_LIVE, WATCH, Body, is_write
 
 PROGRESS_INTERVAL_S = 1.0
 _FIRST_LEASE = 0x694D_0000_0000_0000

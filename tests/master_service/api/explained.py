@@ -7,16 +7,16 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from master_service.leadership.master import Master
-from shared.records import (
+from tests.equipment.virtual_loop import run_virtually
+from tests.master_service.api.client import client_of
+from tests.master_service.cluster import KEYS, MasterCluster, Storage, leading, running, spec_of
+from trireme_shared.records import (
     MetricBatch,
     PserverMember,
     TrainerMember,
     UserFailure,
 )
-from shared.records.tasks import StepMetrics
-from tests.equipment.virtual_loop import run_virtually
-from tests.master_service.api.client import client_of
-from tests.master_service.cluster import KEYS, MasterCluster, Storage, leading, running, spec_of
+from trireme_shared.records.tasks import StepMetrics
 
 Explanation = dict[str, Any]
 LONG_S = 10.0  # without progress, but shorter than the time limit of a task

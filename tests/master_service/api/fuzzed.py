@@ -32,10 +32,6 @@ from master_service.api.limits import MAX_BODY_BYTES
 from master_service.api.logs.source import LogSource
 from master_service.api.server_sent import Streams
 from master_service.cluster.leader import ClusterMaster
-from shared.keys import Keys
-from shared.records import Mode
-from shared.records.cluster import Standing
-from shared.security.access import Access
 from tests.equipment.logs import configured
 from tests.equipment.quick_draws import quick_draws
 from tests.equipment.virtual_loop import VirtualLoop, isolated
@@ -43,6 +39,10 @@ from tests.equipment.waiting import until
 from tests.master_service.api.test_cluster_rest import SETTINGS
 from tests.master_service.control.restoring import checkpoint
 from tests.master_service.many_jobs import ROOT, Jobs
+from trireme_shared.keys import Keys
+from trireme_shared.records import Mode
+from trireme_shared.records.cluster import Standing
+from trireme_shared.security.access import Access
 
 URL = "http://127.0.0.1"
 RUNNING, ENDED, LOG = "digits", "ended", "h-trainer-0-1"

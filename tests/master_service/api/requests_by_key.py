@@ -14,14 +14,14 @@ from fastapi import FastAPI
 from master_service.api.app import make_api
 from master_service.cluster.leader import ClusterMaster
 from master_service.leadership.master import Master
-from shared.records import JobSpec, JobState, Phase
-from shared.records.cluster import ClusterJob, Drain, PoolMember, Standing
-from shared.records.job import FailureCause
 from tests.equipment.cluster.crash_point import StoppingProcess
 from tests.equipment.waiting import until
 from tests.master_service.cluster import MasterCluster, spec_of
 from tests.master_service.control.restoring import checkpoint, spec
 from tests.master_service.many_jobs import Jobs, job_of
+from trireme_shared.records import JobSpec, JobState, Phase
+from trireme_shared.records.cluster import ClusterJob, Drain, PoolMember, Standing
+from trireme_shared.records.job import FailureCause
 
 STAMP = "2026-01-01T00:00:00.000+00:00"
 SETTINGS = {

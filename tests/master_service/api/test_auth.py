@@ -14,13 +14,13 @@ from master_service.api.app import make_api, make_app
 from master_service.api.auth import role_needed
 from master_service.api.openapi.documentation import PATHS
 from master_service.leadership.jobs_led import JobsLed
-from shared.security.access import Access
-from shared.security.tokens import Role, Tokens
 from tests.equipment.tokens import access_by_role
 from tests.equipment.virtual_loop import run_virtually
 from tests.master_service.api.client import check_problem
 from tests.master_service.cluster import MasterCluster, leading, spec_of
 from tests.master_service.many_jobs import Jobs
+from trireme_shared.security.access import Access
+from trireme_shared.security.tokens import Role, Tokens
 
 METHODS = {"get", "put", "post", "delete", "patch"}
 OPEN = {"checkHealth", "checkReadiness"}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from shared.records.checkpoints import CheckpointLatest, CheckpointPart, PartLink
 from tests.master_service.api.client import client_of
 from tests.master_service.cluster import KEYS, MasterCluster, Storage, running
 from tests.master_service.control.restoring import checkpoint, spec
+from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointPart, PartLink
 
 
 def part(step: int, pserver: int, *chain: int) -> CheckpointPart:

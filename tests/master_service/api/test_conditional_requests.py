@@ -12,10 +12,6 @@ import pytest
 from master_service.api.app import api_of
 from master_service.api.openapi.document import operations, takes
 from master_service.core.decisions.cluster.versions import Expected, version_of_schedule
-from shared.records import JobState, Phase
-from shared.records.cluster import Standing
-from shared.runtime import clock
-from shared.times import rfc3339
 from tests.equipment.cluster.crash_point import StoppingProcess
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually
@@ -24,6 +20,10 @@ from tests.master_service.api.client import check_problem
 from tests.master_service.api.requests_by_key import WANTED, World, client_of
 from tests.master_service.api.test_cluster_rest import wanted
 from tests.master_service.many_jobs import Jobs
+from trireme_shared.records import JobState, Phase
+from trireme_shared.records.cluster import Standing
+from trireme_shared.runtime import clock
+from trireme_shared.times import rfc3339
 
 CRON = {**WANTED, "name": "s", "cron": "30 2 * * *"}
 CHANGED = (404, 412)  # 404: it is gone

@@ -15,13 +15,13 @@ from master_service.api.app import make_app
 from master_service.api.openapi.documentation import FILES as PAGES
 from master_service.dashboard import BUILT, FILES, POLICY
 from master_service.leadership.jobs_led import JobsLed
-from shared.security.tokens import Role
 from tests.equipment.tokens import access_by_role
 from tests.equipment.virtual_loop import run_virtually
 from tests.master_service.api.client import client_of
 from tests.master_service.api.test_auth import client_with
 from tests.master_service.cluster import MasterCluster, leading, running, spec_of
 from tests.master_service.many_jobs import Jobs
+from trireme_shared.security.tokens import Role
 
 ROOT = Path(__file__).parents[3]
 MOST_BYTES = 200_000

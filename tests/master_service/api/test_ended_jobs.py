@@ -10,15 +10,15 @@ from master_service.core.state.series import SeriesTable, Value
 from master_service.core.state.whole_steps import WholeSteps
 from master_service.storage import series_files
 from master_service.storage.series_files import READ_S, SeriesReader, encoded, name_of
-from shared.evaluations import Evaluation, EvaluationStatus
-from shared.records import MetricBatch, StepMetrics
-from shared.records.cluster import Standing
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.api.client import check_problem, client_of
 from tests.master_service.control.test_series import Files
 from tests.master_service.many_jobs import Jobs, job_of
+from trireme_shared.evaluations import Evaluation, EvaluationStatus
+from trireme_shared.records import MetricBatch, StepMetrics
+from trireme_shared.records.cluster import Standing
 
 CHECKPOINT = "c" * 32
 

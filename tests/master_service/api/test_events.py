@@ -11,13 +11,13 @@ import httpx
 
 from master_service.api import server_sent
 from master_service.api.app import make_api, make_app
-from shared.records.cluster import Standing
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.api.client import check_problem, client_of
 from tests.master_service.cluster import MasterCluster, running, spec_of
 from tests.master_service.many_jobs import Jobs, job_of
+from trireme_shared.records.cluster import Standing
 
 
 async def names_after(client: httpx.AsyncClient, path: str, after: int, **query: Any) -> tuple[list[str], int]:

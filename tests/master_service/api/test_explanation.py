@@ -10,14 +10,6 @@ import pytest
 from master_service.core.queue.file_table import FileTable
 from master_service.core.queue.task_sizes import TaskSizes
 from master_service.leadership.master import Master
-from shared.errors import LayoutMismatch, StorageUnreachable
-from shared.records import (
-    CompleteTask,
-    FailTask,
-    Phase,
-    Restored,
-)
-from shared.records.tasks import TaskProgress
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.api.client import check_problem, client_of
@@ -35,6 +27,14 @@ from tests.master_service.api.explained import (
 from tests.master_service.cluster import KEYS, MasterCluster, Storage, done, leading, running, spec_of, take
 from tests.master_service.control.restoring import checkpoint, rolling_back
 from tests.master_service.control.restoring import spec as spec_with_checkpoints
+from trireme_shared.errors import LayoutMismatch, StorageUnreachable
+from trireme_shared.records import (
+    CompleteTask,
+    FailTask,
+    Phase,
+    Restored,
+)
+from trireme_shared.records.tasks import TaskProgress
 
 
 def test_no_parameter_server_is_there() -> None:

@@ -5,12 +5,6 @@ from __future__ import annotations
 import asyncio
 
 from master_service.leadership.master import Master
-from shared.records import (
-    Phase,
-    TrainerMember,
-)
-from shared.records.pauses import Paused
-from shared.records.tasks import TaskProgress
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.api.explained import (
@@ -25,6 +19,12 @@ from tests.master_service.api.explained import (
 from tests.master_service.cluster import KEYS, MasterCluster, leading, running, spec_of, take
 from tests.master_service.control.restoring import checkpoint, rolling_back
 from tests.master_service.control.restoring import spec as spec_with_checkpoints
+from trireme_shared.records import (
+    Phase,
+    TrainerMember,
+)
+from trireme_shared.records.pauses import Paused
+from trireme_shared.records.tasks import TaskProgress
 
 
 def test_progress_tells_the_speed_and_the_time_left() -> None:

@@ -16,15 +16,15 @@ from master_service.api.limits import MAX_BODY_BYTES
 from master_service.api.requests import forwarding
 from master_service.api.server import Server
 from master_service.leadership.master import Master
-from shared.errors import NotLeader
-from shared.records import Mode
-from shared.security.tokens import Role
 from tests.equipment.replaced import replaced
 from tests.equipment.tokens import access_by_role
 from tests.equipment.uvicorn_server import served
 from tests.equipment.waiting import until
 from tests.master_service.api.client import check_problem
 from tests.master_service.cluster import MasterCluster, leading, spec_of
+from trireme_shared.errors import NotLeader
+from trireme_shared.records import Mode
+from trireme_shared.security.tokens import Role
 
 FORWARD = {"Trireme-Forward": "leader"}
 LIMIT_S = 30.0

@@ -16,12 +16,12 @@ from master_service.api.app import make_api
 from master_service.api.openapi.document import operations
 from master_service.api.openapi.documentation import FILES
 from master_service.api.problems import problem_of, problem_response
-from shared import __version__
-from shared.errors import NotLeader
 from tests.equipment.virtual_loop import run_virtually
 from tests.master_service.api.client import check_problem, client_of
 from tests.master_service.cluster import MasterCluster, leading, spec_of
 from tests.master_service.many_jobs import Jobs
+from trireme_shared import __version__
+from trireme_shared.errors import NotLeader
 
 
 @asynccontextmanager

@@ -10,14 +10,14 @@ from master_service.api.app import make_api
 from master_service.core.changes import DropAnswer
 from master_service.core.decisions.once import Once
 from master_service.core.state.answers import AT_ONCE, KEPT, KEPT_S, KeptAnswers
-from shared.records.operations import KeptAnswer
-from shared.times import rfc3339
 from tests.equipment.cluster.crash_point import StoppingProcess
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.api.client import check_problem
 from tests.master_service.api.requests_by_key import ASKED, WANTED, Asked, World, begin, post, shown
+from trireme_shared.records.operations import KeptAnswer
+from trireme_shared.times import rfc3339
 
 
 async def killed(asked: Asked, turns: int) -> bool:

@@ -18,11 +18,6 @@ from master_service.api import server_sent
 from master_service.api.app import make_api, make_app
 from master_service.api.logs import source as source_of_logs
 from master_service.api.logs.source import LogSource
-from shared.errors import DeadlineExceeded, TooManyRequests
-from shared.records.cluster import PoolMember
-from shared.runtime import log_files
-from shared.runtime.log_files import LogFile
-from shared.security.tokens import Role, new_token
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import VirtualLoop, run_virtually
 from tests.equipment.waiting import until
@@ -30,6 +25,11 @@ from tests.master_service.api.client import check_problem, client_of
 from tests.master_service.api.test_events import Reader
 from tests.master_service.cluster import MasterCluster, running, spec_of
 from tests.master_service.many_jobs import Jobs, job_of
+from trireme_shared.errors import DeadlineExceeded, TooManyRequests
+from trireme_shared.records.cluster import PoolMember
+from trireme_shared.runtime import log_files
+from trireme_shared.runtime.log_files import LogFile
+from trireme_shared.security.tokens import Role, new_token
 
 SECONDS = "2026-01-01T00:00:{:02}.000+00:00"
 

@@ -10,11 +10,6 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from master_service.core.changes import Decision
-from shared.records.cluster import PoolMember
-from shared.records.pauses import Losses
-from shared.serving.core.progress import Counters
-from shared.serving.data_plane.health import COUNTERS, Collector
-from shared.serving.pserver import Pserver
 from tests.equipment.metric_names import names_asked_for, names_in, wrong_metrics
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
@@ -22,6 +17,11 @@ from tests.master_service.api.client import client_of
 from tests.master_service.api.requests_by_key import WANTED, World, post
 from trainer_agent.status_pages import COUNTERS as OF_TRAINERS
 from trireme.pool.host_metrics import HostMetrics
+from trireme_shared.records.cluster import PoolMember
+from trireme_shared.records.pauses import Losses
+from trireme_shared.serving.core.progress import Counters
+from trireme_shared.serving.data_plane.health import COUNTERS, Collector
+from trireme_shared.serving.pserver import Pserver
 
 DASHBOARD = Path(__file__).parents[3] / "docker" / "grafana" / "trireme.json"
 TRAINERS = {f"trireme_trainer_{name}_total" for name, _ in OF_TRAINERS.values()}

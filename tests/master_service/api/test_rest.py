@@ -17,9 +17,9 @@ import pytest
 import trireme
 from master_service.api.limits import MAX_BODY_BYTES
 from master_service.leadership.master import Master
-from shared.records import Mode
 from tests.master_service.api.client import check_problem, client_of
 from tests.master_service.cluster import MasterCluster, Storage, leading, running, spec_of, until
+from trireme_shared.records import Mode
 
 Api = Callable[..., Any]
 

@@ -18,11 +18,11 @@ from master_service.api.app import make_api
 from master_service.api.logs.source import LogSource
 from master_service.api.server import Connections, Server
 from master_service.core.changes import Event
-from shared.runtime import log_files
 from tests.equipment.replaced import replaced
 from tests.equipment.uvicorn_server import served
 from tests.equipment.waiting import until
 from tests.master_service.cluster import MasterCluster, running, spec_of
+from trireme_shared.runtime import log_files
 
 LINES = 200_000  # of 100 bytes
 BUFFER_BYTES = 8 << 10  # of the kernel, at each end

@@ -12,14 +12,14 @@ import pytest
 
 from master_service.api.app import make_app
 from master_service.api.server import Server
-from shared.errors import PeerError
-from shared.security import authority
-from shared.security.tls import Tls
 from tests.equipment.uvicorn_server import served
 from tests.equipment.waiting import until
 from tests.master_service.cluster import MasterCluster, running, spec_of
 from trireme.client import ONLY_JOB, AsyncClient
 from trireme.view.job_address import client_of
+from trireme_shared.errors import PeerError
+from trireme_shared.security import authority
+from trireme_shared.security.tls import Tls
 
 
 async def test_clients_that_trust_its_authority_and_have_a_certificate_get_answers(

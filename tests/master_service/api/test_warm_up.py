@@ -14,9 +14,9 @@ from pydantic import TypeAdapter
 
 from master_service.api.app import make_api, warm_up
 from master_service.api.openapi import document
-from shared.errors import NotLeader, NotReady, TriremeError
 from tests.equipment.replaced import replaced
 from tests.master_service.cluster import MasterCluster, spec_of
+from trireme_shared.errors import NotLeader, NotReady, TriremeError
 
 
 class Leads:

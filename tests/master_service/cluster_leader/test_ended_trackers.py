@@ -14,13 +14,13 @@ from master_service.cluster import ended_jobs as module
 from master_service.cluster.ended_jobs import EndedTrackers
 from master_service.core.changes import Event
 from master_service.storage.job_storage import FileStorage
-from shared.records import JobState, Phase
-from shared.records.cluster import ClusterJob, Standing
-from shared.runtime import clock
 from tests.equipment.replaced import replaced
 from tests.equipment.stored_series import store
 from tests.master_service.control.test_tracking import followers, spec_in
 from tests.master_service.trackers.test_follower import losses, noted
+from trireme_shared.records import JobState, Phase
+from trireme_shared.records.cluster import ClusterJob, Standing
+from trireme_shared.runtime import clock
 
 pytestmark = pytest.mark.processes
 

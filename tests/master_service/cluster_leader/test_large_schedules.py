@@ -6,12 +6,12 @@ import asyncio
 from collections import Counter
 
 import master_service.cluster.term as cluster_term
-from shared.records.cluster import Standing
-from shared.records.datasets import Npy
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.many_jobs import Jobs, job_of
+from trireme_shared.records.cluster import Standing
+from trireme_shared.records.datasets import Npy
 
 JOBS = 100
 

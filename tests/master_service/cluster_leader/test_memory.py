@@ -14,17 +14,17 @@ import pytest
 from master_service.cluster.job_term import JobTerm
 from master_service.cluster.leader import ClusterMaster
 from master_service.core.state import event_log
-from shared import etcd as etcd_client
-from shared.errors import NotReady
-from shared.etcd import Etcd
-from shared.etcd.embedded import EmbeddedEtcd
-from shared.etcd.errors import Compacted
-from shared.etcd.transport import STATUS
-from shared.records.cluster import Standing
 from tests.equipment.etcd.real import embedded_etcd  # noqa: F401  a fixture
 from tests.equipment.replaced import replaced
 from tests.equipment.waiting import until
 from tests.master_service.many_jobs import Jobs, job_of
+from trireme_shared import etcd as etcd_client
+from trireme_shared.errors import NotReady
+from trireme_shared.etcd import Etcd
+from trireme_shared.etcd.embedded import EmbeddedEtcd
+from trireme_shared.etcd.errors import Compacted
+from trireme_shared.etcd.transport import STATUS
+from trireme_shared.records.cluster import Standing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 LIMIT_S = 120

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from shared.errors import Conflict, StorageUnreachable
-from shared.records.cluster import Standing
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.many_jobs import Jobs, job_of
+from trireme_shared.errors import Conflict, StorageUnreachable
+from trireme_shared.records.cluster import Standing
 
 
 def in_storage(name: str) -> Any:

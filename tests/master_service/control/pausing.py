@@ -7,11 +7,11 @@ from typing import Any
 
 from master_service.leadership.master import Master
 from pserver_service.checkpoints.pause import TELL_S
-from shared.records import JobState, Phase, PserverMember, TrainerMember
-from shared.records.checkpoints import CheckpointCut
-from shared.records.pauses import Paused
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, spec_of
+from trireme_shared.records import JobState, Phase, PserverMember, TrainerMember
+from trireme_shared.records.checkpoints import CheckpointCut
+from trireme_shared.records.pauses import Paused
 
 
 def spec(**values: Any) -> Any:

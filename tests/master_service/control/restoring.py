@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from master_service.leadership.master import Master
-from shared.etcd import Etcd
-from shared.keys import Keys
-from shared.records import JobState, Mode, Phase, SlotMap
-from shared.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
-from shared.records.layout import Layout, OptimizerSpec
-from shared.records.operations import CheckpointRequest, Operation
-from shared.records.step import LanePosition, StepRecord
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, Storage, spec_of
+from trireme_shared.etcd import Etcd
+from trireme_shared.keys import Keys
+from trireme_shared.records import JobState, Mode, Phase, SlotMap
+from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
+from trireme_shared.records.layout import Layout, OptimizerSpec
+from trireme_shared.records.operations import CheckpointRequest, Operation
+from trireme_shared.records.step import LanePosition, StepRecord
 
 SLOTS = SlotMap(version=1, owners=(0, 1) * 64)
 LAYOUT = Layout(

@@ -9,13 +9,13 @@ import pytest
 from master_service.core.decisions import pause_checkpoint
 from master_service.core.decisions.operations import ASK_AGAIN_S
 from master_service.leadership.master import Master
-from shared.errors import Conflict
-from shared.records import Mode, Phase
-from shared.records.operations import CheckpointRequest, Operation, OperationState
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import MasterCluster, leading, running, spec_of
 from tests.master_service.control.restoring import commit, create, ended, names, request_of, spec
+from trireme_shared.errors import Conflict
+from trireme_shared.records import Mode, Phase
+from trireme_shared.records.operations import CheckpointRequest, Operation, OperationState
 
 DONE, FAILED = OperationState.DONE, OperationState.FAILED
 

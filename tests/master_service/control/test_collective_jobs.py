@@ -12,16 +12,16 @@ import pytest
 from master_service.core.explanation.explain import explain
 from master_service.core.explanation.situation import Situation
 from master_service.leadership.master import Master
-from shared.errors import CheckpointUnusable
-from shared.records import Holding, JobState, Mode, Phase, Strategy
-from shared.records.operations import OperationState
-from shared.runtime import clock
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.api.client import client_of
 from tests.master_service.api.explained import LONG_S, also, codes, explained, text
 from tests.master_service.cluster import KEYS, MasterCluster, leading, spec_of, take
 from tests.master_service.control.restoring import checkpoint, rolling_back
+from trireme_shared.errors import CheckpointUnusable
+from trireme_shared.records import Holding, JobState, Mode, Phase, Strategy
+from trireme_shared.records.operations import OperationState
+from trireme_shared.runtime import clock
 
 SOON_S = 0.1
 WINDOW_S = 0.5

@@ -7,11 +7,11 @@ import json
 
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.queue.task_sizes import TaskSizes
-from shared.errors import NotFound
-from shared.records import EpochPlan, Mode
-from shared.records.datasets import Dataset
 from tests.equipment.virtual_loop import run_virtually
 from tests.master_service.cluster import KEYS, MasterCluster, Storage, leading, spec_of
+from trireme_shared.errors import NotFound
+from trireme_shared.records import EpochPlan, Mode
+from trireme_shared.records.datasets import Dataset
 
 FILES = tuple(TableFile(f"f{n}", count) for n, count in enumerate((480, 479, 479)))
 

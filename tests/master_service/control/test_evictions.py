@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from shared.errors import NotLeader
-from shared.records import PserverMember
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, leading, running, spec_of
+from trireme_shared.errors import NotLeader
+from trireme_shared.records import PserverMember
 
 
 async def pserver_of(cluster: MasterCluster) -> PserverMember | None:

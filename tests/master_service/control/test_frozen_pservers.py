@@ -11,14 +11,14 @@ import pytest
 from master_service.control.frozen_pservers import SILENT_S, FrozenPservers
 from master_service.control.pause_runner import ANSWER_S, COPY_LIMIT_S
 from master_service.leadership.master import Master
-from shared.etcd.transport import KEEP_ALIVE
-from shared.records import Phase
-from shared.runtime import clock
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, running
 from tests.master_service.control.pausing import checkpointing, copy, copy_slowly, cut_of, cutting, names, spec
+from trireme_shared.etcd.transport import KEEP_ALIVE
+from trireme_shared.records import Phase
+from trireme_shared.runtime import clock
 
 
 async def pause_with_a_frozen_pserver(cluster: MasterCluster, master: Master) -> float:

@@ -7,20 +7,6 @@ import asyncio
 import pytest
 
 from master_service.leadership.master import Master
-from shared.errors import DatasetError, NotFound, StaleAttempt, StaleGeneration
-from shared.records import (
-    FailTask,
-    JobState,
-    MetricBatch,
-    Mode,
-    Phase,
-    Stage,
-    StepMetrics,
-    TaskAnswer,
-    TaskProgress,
-    UserFailure,
-)
-from shared.records.datasets import TextLines
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import (
@@ -34,6 +20,20 @@ from tests.master_service.cluster import (
     spec_of,
     take,
 )
+from trireme_shared.errors import DatasetError, NotFound, StaleAttempt, StaleGeneration
+from trireme_shared.records import (
+    FailTask,
+    JobState,
+    MetricBatch,
+    Mode,
+    Phase,
+    Stage,
+    StepMetrics,
+    TaskAnswer,
+    TaskProgress,
+    UserFailure,
+)
+from trireme_shared.records.datasets import TextLines
 
 NO = UserFailure(error_type="ValueError", message="no")
 

@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from master_service.control.supervisor import Supervisor
-from shared.records import Phase
-from shared.runtime import clock
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import MasterCluster, running, spec_of
+from trireme_shared.records import Phase
+from trireme_shared.runtime import clock
 
 WINDOW_S = 0.2
 AT_ONCE_S = 0.05

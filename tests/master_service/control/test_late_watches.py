@@ -10,15 +10,15 @@ import pytest
 
 from master_service.core.changes import Decision, RequireLatest
 from master_service.core.decisions import lifecycle
-from shared.errors import NotLeader
-from shared.etcd import Etcd
-from shared.etcd.transport import Body
-from shared.records import FailureCause, Mode, Phase
-from shared.records.checkpoints import CheckpointRef, OwnCheckpoints
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, leading, running, spec_of
 from tests.master_service.control.restoring import checkpoint, names, spec
+from trireme_shared.errors import NotLeader
+from trireme_shared.etcd import Etcd
+from trireme_shared.etcd.transport import Body
+from trireme_shared.records import FailureCause, Mode, Phase
+from trireme_shared.records.checkpoints import CheckpointRef, OwnCheckpoints
 
 LATE_S = 2.0
 

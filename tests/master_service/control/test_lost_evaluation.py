@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from shared.records import AcquireTask, Holding, Mode, SlotMap, Strategy
-from shared.records.checkpoints import CheckpointLatest, CheckpointRef
-from shared.records.datasets import TextLines
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, leading, spec_of
+from trireme_shared.records import AcquireTask, Holding, Mode, SlotMap, Strategy
+from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef
+from trireme_shared.records.datasets import TextLines
 
 SETTINGS: dict[str, Any] = {
     "mode": Mode.SYNC,

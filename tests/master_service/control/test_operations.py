@@ -12,9 +12,6 @@ from master_service.core.decisions import pause_checkpoint
 from master_service.core.decisions.operations import ASK_AGAIN_S
 from master_service.core.state.operations import KEPT
 from master_service.leadership.master import Master
-from shared.errors import CheckpointUnusable, Conflict, NotFound
-from shared.records import Mode, Phase, PserverMember
-from shared.records.operations import CheckpointRequest, Operation, OperationKind, OperationState
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.api.client import check_problem, client_of
@@ -29,6 +26,9 @@ from tests.master_service.control.restoring import (
     rolling_back,
     spec,
 )
+from trireme_shared.errors import CheckpointUnusable, Conflict, NotFound
+from trireme_shared.records import Mode, Phase, PserverMember
+from trireme_shared.records.operations import CheckpointRequest, Operation, OperationKind, OperationState
 
 DONE, FAILED = OperationState.DONE, OperationState.FAILED
 

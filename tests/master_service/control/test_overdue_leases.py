@@ -10,12 +10,12 @@ import pytest
 
 from master_service.control.evictions import Evictions, LeaseEnd
 from master_service.leadership.master import Master
-from shared.etcd import Lease
-from shared.records import TrainerMember
-from shared.runtime import clock
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, running, spec_of
+from trireme_shared.etcd import Lease
+from trireme_shared.records import TrainerMember
+from trireme_shared.runtime import clock
 
 TTL_S = 2.0
 NEW_S = 0.05

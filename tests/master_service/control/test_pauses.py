@@ -8,18 +8,18 @@ from master_service.control.frozen_pservers import SILENT_S
 from master_service.control.pause_runner import ANSWER_S, COPY_LIMIT_S, LOOK_S, seconds_between
 from master_service.core.decisions.recovery.queue import moved_losses, read_cut
 from master_service.leadership.master import Master
-from shared.errors import CheckpointUnusable
-from shared.records import Mode, Phase, Restored, SlotMap, TaskMeta
-from shared.records.checkpoints import CheckpointRef, Manifest
-from shared.records.layout import RowInit, RowOptimizer, Segment, TableSpec
-from shared.records.pauses import Losses
-from shared.runtime import clock
-from shared.slots import spread
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, Storage, done, leading, running, take
 from tests.master_service.control.pausing import checkpointing, copy, copy_slowly, cut_of, names, pause, spec
 from tests.master_service.control.restoring import LAYOUT, checkpoint
+from trireme_shared.errors import CheckpointUnusable
+from trireme_shared.records import Mode, Phase, Restored, SlotMap, TaskMeta
+from trireme_shared.records.checkpoints import CheckpointRef, Manifest
+from trireme_shared.records.layout import RowInit, RowOptimizer, Segment, TableSpec
+from trireme_shared.records.pauses import Losses
+from trireme_shared.runtime import clock
+from trireme_shared.slots import spread
 
 
 def test_a_pause_waits_for_all_trainers_then_for_all_copies_and_is_confirmed() -> None:

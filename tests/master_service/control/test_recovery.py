@@ -6,15 +6,15 @@ import asyncio
 
 from master_service.core.queue.checks import violations
 from master_service.leadership.master import Master
-from shared.errors import CheckpointUnusable
-from shared.etcd import Etcd
-from shared.records import EvaluationSums, FailTask, Phase, Stage, TaskKind, UserFailure
-from shared.records.datasets import TextLines
-from shared.records.step import LanePosition
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, Storage, done, leading, running, take
 from tests.master_service.control.restoring import checkpoint, names, rolling_back, spec
+from trireme_shared.errors import CheckpointUnusable
+from trireme_shared.etcd import Etcd
+from trireme_shared.records import EvaluationSums, FailTask, Phase, Stage, TaskKind, UserFailure
+from trireme_shared.records.datasets import TextLines
+from trireme_shared.records.step import LanePosition
 
 
 def test_a_dead_pserver_takes_the_job_back_and_it_goes_on_when_all_pservers_have_restored() -> None:

@@ -8,13 +8,13 @@ from dataclasses import replace
 from master_service.core.changes import Decision
 from master_service.leadership.master import Master
 from master_service.storage.series_files import read_all
-from shared.records import SlotMap
-from shared.records.checkpoints import CheckpointLatest, CheckpointRef
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.api.client import client_of
 from tests.master_service.cluster import leading, running
 from tests.master_service.control.test_series import Files, World, known, whole
+from trireme_shared.records import SlotMap
+from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef
 
 SLOTS = SlotMap(version=1, owners=(0,))
 

@@ -15,13 +15,13 @@ from master_service.core.changes import Decision
 from master_service.core.state.series import Value
 from master_service.leadership.master import Master
 from master_service.storage.series_files import StoredSeries
-from shared.errors import StorageUnreachable
-from shared.records import JobResult, MetricBatch, Phase, StepMetrics, StepTimes
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import Process, run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.api.client import check_problem, client_of
 from tests.master_service.cluster import MasterCluster, leading, running, spec_of
+from trireme_shared.errors import StorageUnreachable
+from trireme_shared.records import JobResult, MetricBatch, Phase, StepMetrics, StepTimes
 
 
 class Files:

@@ -7,13 +7,13 @@ import asyncio
 import pytest
 
 from master_service.leadership.master import Master
-from shared.membership.own_key import RETURN_S
-from shared.records import JobState, Mode, Phase
-from shared.runtime import clock
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, running
 from tests.master_service.control.restoring import checkpoint, names, spec
+from trireme_shared.membership.own_key import RETURN_S
+from trireme_shared.records import JobState, Mode, Phase
+from trireme_shared.runtime import clock
 
 SILENT_S = 20.0
 

@@ -15,12 +15,12 @@ import pytest
 from master_service.control import tracking as module
 from master_service.control.tracking import Tracking, finish
 from master_service.core.changes import Event
-from shared.records import JobSpec
-from shared.records.datasets import TextLines
 from tests.equipment.command_lines import command_line
 from tests.equipment.replaced import replaced
 from tests.equipment.stored_series import store
 from tests.master_service.trackers.test_follower import TRACKERS, losses
+from trireme_shared.records import JobSpec
+from trireme_shared.records.datasets import TextLines
 
 LIMIT_S = 30.0
 pytestmark = pytest.mark.processes

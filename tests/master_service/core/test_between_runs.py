@@ -14,11 +14,14 @@ from master_service.core.changes import RestartQueue
 from master_service.core.decisions.lifecycle import cause_of, fail, start_again, train_longer
 from master_service.store.between_runs import renew
 from master_service.store.between_runs import start_again as write_start_again
-from shared.checkpoints.writer import write_manifest
-from shared.errors import Conflict, DatasetError, StorageUnreachable
-from shared.etcd import Etcd
-from shared.keys import Keys
-from shared.records import (
+from tests.equipment.etcd.simulated import SimulatedEtcd
+from tests.equipment.virtual_loop import VirtualLoop, run
+from tests.master_service.core.members import RUNNING, state_after
+from trireme_shared.checkpoints.writer import write_manifest
+from trireme_shared.errors import Conflict, DatasetError, StorageUnreachable
+from trireme_shared.etcd import Etcd
+from trireme_shared.keys import Keys
+from trireme_shared.records import (
     EvaluationSums,
     FailureCause,
     JobSpec,
@@ -30,14 +33,11 @@ from shared.records import (
     TaskKind,
     UserFailure,
 )
-from shared.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
-from shared.records.datasets import TextLines
-from shared.records.job import JobResult
-from shared.records.layout import Layout, OptimizerSpec
-from shared.records.step import LanePosition, StepRecord
-from tests.equipment.etcd.simulated import SimulatedEtcd
-from tests.equipment.virtual_loop import VirtualLoop, run
-from tests.master_service.core.members import RUNNING, state_after
+from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
+from trireme_shared.records.datasets import TextLines
+from trireme_shared.records.job import JobResult
+from trireme_shared.records.layout import Layout, OptimizerSpec
+from trireme_shared.records.step import LanePosition, StepRecord
 
 AWAY = RUNNING.model_copy(update={"damaged": ("c1",), "absent": (1,), "timeline": 3, "checkpoint": "c0"})
 KEYS = Keys("ctr")

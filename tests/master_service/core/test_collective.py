@@ -15,7 +15,10 @@ from master_service.core.decisions.recovery import rollback
 from master_service.core.queue.file_table import FileTable
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
-from shared.records import (
+from tests.master_service.cluster import spec_of
+from tests.master_service.core.members import list_after, state_after, trainers
+from tests.master_service.core.test_rollback import LATEST, NEWEST, OLDER
+from trireme_shared.records import (
     FailureCause,
     Holding,
     JobState,
@@ -27,10 +30,7 @@ from shared.records import (
     TrainerList,
     TrainerMember,
 )
-from shared.records.pauses import Torn
-from tests.master_service.cluster import spec_of
-from tests.master_service.core.members import list_after, state_after, trainers
-from tests.master_service.core.test_rollback import LATEST, NEWEST, OLDER
+from trireme_shared.records.pauses import Torn
 
 SPEC = spec_of(mode=Mode.SYNC, strategy=Strategy.COLLECTIVE, lanes=4, pservers=0, trainers=3)
 WAITING = JobState(phase=Phase.WAITING)

@@ -11,8 +11,9 @@ from master_service.core.changes import Decision
 from master_service.core.decisions import deaths, tasks
 from master_service.core.queue.checks import violations
 from master_service.core.state.job import Job
-from shared.errors import InvalidArgument
-from shared.records import (
+from tests.master_service.cluster import spec_of, table_of
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.records import (
     AcquireTask,
     CompleteTask,
     FailTask,
@@ -25,7 +26,6 @@ from shared.records import (
     TrainerList,
     UserFailure,
 )
-from tests.master_service.cluster import spec_of, table_of
 
 CAUSE = "trainer-0 crashed with SIGSEGV while it computed records 3-4 of x.npy"
 

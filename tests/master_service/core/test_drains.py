@@ -6,8 +6,6 @@ import pytest
 
 from master_service.core.decisions.cluster.drains import drain, undrain
 from master_service.core.state.cluster import ClusterState
-from shared.errors import NotFound
-from shared.records.cluster import Standing
 from tests.master_service.core.cluster_jobs import (
     active,
     give,
@@ -19,6 +17,8 @@ from tests.master_service.core.cluster_jobs import (
     state_of,
     step,
 )
+from trireme_shared.errors import NotFound
+from trireme_shared.records.cluster import Standing
 
 
 def decide(state: ClusterState, decision) -> None:

@@ -10,10 +10,10 @@ from master_service.core.decisions.evaluations import evaluation
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
-from shared.checkpoints.schedule import kept_after
-from shared.errors import Conflict, StaleAttempt
-from shared.evaluations import MOST_METRICS, evaluation_of, evaluations_before
-from shared.records import (
+from trireme_shared.checkpoints.schedule import kept_after
+from trireme_shared.errors import Conflict, StaleAttempt
+from trireme_shared.evaluations import MOST_METRICS, evaluation_of, evaluations_before
+from trireme_shared.records import (
     AcquireTask,
     CompleteTask,
     FailTask,
@@ -27,9 +27,9 @@ from shared.records import (
     TrainerList,
     UserFailure,
 )
-from shared.records.checkpoints import CheckpointLatest, CheckpointRef
-from shared.records.datasets import TextLines
-from shared.records.step import LanePosition, StepRecord
+from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef
+from trireme_shared.records.datasets import TextLines
+from trireme_shared.records.step import LanePosition, StepRecord
 
 DATASET = TextLines("a.txt")
 

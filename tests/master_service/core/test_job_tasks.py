@@ -11,10 +11,6 @@ from master_service.core.decisions.scheduling import needed, pool_view, schedule
 from master_service.core.explanation.cause import Code
 from master_service.core.explanation.in_cluster import explain_unled
 from master_service.core.state.cluster import ClusterState, PutAssignment, PutTaskRun
-from shared.errors import Conflict
-from shared.records import JobState
-from shared.records.cluster import ClusterJob, Standing, TaskRun, TaskState
-from shared.records.job_spec import JobTask, Mode
 from tests.equipment.replaced import replaced
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.cluster_jobs import (
@@ -29,6 +25,10 @@ from tests.master_service.core.cluster_jobs import (
     state_of,
     step,
 )
+from trireme_shared.errors import Conflict
+from trireme_shared.records import JobState
+from trireme_shared.records.cluster import ClusterJob, Standing, TaskRun, TaskState
+from trireme_shared.records.job_spec import JobTask, Mode
 
 T0 = ("trainer", "t0")
 

@@ -7,11 +7,11 @@ import pytest
 from master_service.core.decisions.lifecycle import count_outside_tasks
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
-from shared.records import Holding, Mode, Phase, UserFailure
-from shared.records.checkpoints import CheckpointLatest
 from tests.master_service.cluster import spec_of, table_of
 from tests.master_service.core.members import trainers
 from tests.master_service.core.test_rollback import LATEST, NEWEST
+from trireme_shared.records import Holding, Mode, Phase, UserFailure
+from trireme_shared.records.checkpoints import CheckpointLatest
 
 NO = UserFailure(error_type="ValueError", message="no", trainer="b")
 

@@ -27,10 +27,10 @@ from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.state import speeds as speeds_module
 from master_service.core.state.job import Job
 from master_service.core.state.speeds import REPORTS, WINDOW_S, Speeds
-from shared.lanes import aligned_intervals, share_of
-from shared.records import JobSpec, JobState, Phase, TrainerList
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.members import list_after, state_after
+from trireme_shared.lanes import aligned_intervals, share_of
+from trireme_shared.records import JobSpec, JobState, Phase, TrainerList
 
 SECONDS = st.floats(0.01, 100.0)
 

@@ -12,8 +12,10 @@ from master_service.core.queue.checks import violations
 from master_service.core.queue.late_tasks import ENOUGH
 from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.job import Job
-from shared.errors import StaleAttempt
-from shared.records import (
+from tests.equipment.replaced import replaced
+from tests.master_service.cluster import spec_of, table_of
+from trireme_shared.errors import StaleAttempt
+from trireme_shared.records import (
     AcquireTask,
     Attempt,
     CompleteTask,
@@ -25,8 +27,6 @@ from shared.records import (
     TrainerList,
     UserFailure,
 )
-from tests.equipment.replaced import replaced
-from tests.master_service.cluster import spec_of, table_of
 
 NAMES = ("slow", "fast", "third")
 FAILURE = UserFailure(error_type="ValueError", message="no")

@@ -10,11 +10,6 @@ import pytest
 from master_service.core.decisions.membership import reconcile
 from master_service.core.state.members import LEFT_KEPT, Members
 from master_service.store.members_watch import MembersWatch
-from shared.etcd import Etcd, KeyValue, WatchBatch, WatchEvent
-from shared.keys import Keys
-from shared.membership.own_key import OwnKey
-from shared.records import Mode, Phase, SlotMap, TrainerMember
-from shared.records.checkpoints import CheckpointLatest, CheckpointRef
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.waiting import until
 from tests.master_service.cluster import spec_of
@@ -28,6 +23,11 @@ from tests.master_service.core.members import (
     trainers,
     whole,
 )
+from trireme_shared.etcd import Etcd, KeyValue, WatchBatch, WatchEvent
+from trireme_shared.keys import Keys
+from trireme_shared.membership.own_key import OwnKey
+from trireme_shared.records import Mode, Phase, SlotMap, TrainerMember
+from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef
 
 KEYS = Keys("test")
 SAVED = CheckpointRef(uuid="newest", step=40, timeline=0, manifest="m")

@@ -6,10 +6,10 @@ import pytest
 
 from master_service.core.decisions import tasks
 from master_service.core.decisions.evaluations import evaluation, lost_evaluation
-from shared.checkpoints.schedule import way_back
-from shared.records import FailTask, JobState, Phase, Task, UserFailure
-from shared.records.checkpoints import CheckpointRef
 from tests.master_service.core.test_evaluation import Trained
+from trireme_shared.checkpoints.schedule import way_back
+from trireme_shared.records import FailTask, JobState, Phase, Task, UserFailure
+from trireme_shared.records.checkpoints import CheckpointRef
 
 EVERY = 10
 BEST = "accuracy:max"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from master_service.core.decisions.scheduling import lost_places
 from master_service.core.state.cluster import DropAssignment, Place, PutJob
-from shared.records.cluster import Standing
 from tests.master_service.core.cluster_jobs import (
     active,
     give,
@@ -16,6 +15,7 @@ from tests.master_service.core.cluster_jobs import (
     state_of,
     step,
 )
+from trireme_shared.records.cluster import Standing
 
 P0: Place = ("pserver", "p0")
 T0: Place = ("trainer", "t0")

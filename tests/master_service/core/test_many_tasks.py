@@ -12,9 +12,9 @@ from master_service.core.decisions.recovery.queue import CutQueue, missed_miniba
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.queue.open_tasks import RequeuedTasks
 from master_service.core.state.job import Job
-from shared.records import AcquireTask, DiscardedTask, PendingTask, RequeuedTask
-from shared.records.pauses import Losses
 from tests.master_service.cluster import spec_of
+from trireme_shared.records import AcquireTask, DiscardedTask, PendingTask, RequeuedTask
+from trireme_shared.records.pauses import Losses
 
 MANY = 10**9
 EPOCHS = 4

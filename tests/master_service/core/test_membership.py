@@ -16,23 +16,6 @@ from master_service.core.placement.lanes import moved_lanes, place
 from master_service.core.state.job import FailureBudget
 from master_service.core.state.members import Members
 from master_service.core.state.metrics import Metrics
-from shared.records import (
-    FailureCause,
-    JobState,
-    MetricBatch,
-    Mode,
-    Phase,
-    PserverMember,
-    Restored,
-    SlotMap,
-    Stage,
-    StepMetrics,
-    TrainerList,
-    UserFailure,
-)
-from shared.records.checkpoints import OwnCheckpoints
-from shared.records.datasets import TextLines
-from shared.records.queue import FailureCounts
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.members import (
     NOBODY,
@@ -46,6 +29,23 @@ from tests.master_service.core.members import (
     trainers,
     whole,
 )
+from trireme_shared.records import (
+    FailureCause,
+    JobState,
+    MetricBatch,
+    Mode,
+    Phase,
+    PserverMember,
+    Restored,
+    SlotMap,
+    Stage,
+    StepMetrics,
+    TrainerList,
+    UserFailure,
+)
+from trireme_shared.records.checkpoints import OwnCheckpoints
+from trireme_shared.records.datasets import TextLines
+from trireme_shared.records.queue import FailureCounts
 
 ALONE = TrainerList(generation=4, lanes=4, names=("a",))
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from master_service.core.decisions.scheduling import needed
-from shared.records.cluster import Standing
 from tests.master_service.core.cluster_jobs import active, job_of, state_of
+from trireme_shared.records.cluster import Standing
 
 NOW = 1_700_000_000.0
 

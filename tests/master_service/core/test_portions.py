@@ -8,9 +8,9 @@ from master_service.core.changes import Event
 from master_service.core.decisions.scheduling import Schedule, schedule
 from master_service.core.decisions.scheduling.portions import Portions
 from master_service.core.state.cluster import ClusterState, DropDrain, PutDrain, PutJob
-from shared.records.cluster import Drain, Standing
 from tests.equipment.replaced import replaced
 from tests.master_service.core.cluster_jobs import WALL, active, give, job_of, state_of
+from trireme_shared.records.cluster import Drain, Standing
 
 JOBS = 10
 

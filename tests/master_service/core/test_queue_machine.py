@@ -16,9 +16,10 @@ from master_service.core.queue.checks import violations
 from master_service.core.queue.late_tasks import ENOUGH, LEAST_S
 from master_service.core.state.job import Job
 from master_service.store import schema
-from shared.errors import Conflict, StaleAttempt, StaleGeneration
-from shared.etcd import KeyValue, Put
-from shared.records import (
+from tests.master_service.cluster import KEYS, spec_of, table_of
+from trireme_shared.errors import Conflict, StaleAttempt, StaleGeneration
+from trireme_shared.etcd import KeyValue, Put
+from trireme_shared.records import (
     AcquireTask,
     CompleteTask,
     FailTask,
@@ -30,7 +31,6 @@ from shared.records import (
     TrainerList,
     UserFailure,
 )
-from tests.master_service.cluster import KEYS, spec_of, table_of
 
 TRAINERS = ("t1", "t2", "t3")
 EPOCHS = 3

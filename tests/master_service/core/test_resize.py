@@ -12,15 +12,15 @@ from master_service.core.decisions.recovery import lost
 from master_service.core.placement import slot_moves as moves
 from master_service.core.queue.file_table import FileTable
 from master_service.core.state.job import Job
-from shared.errors import Conflict, InvalidArgument, TriremeError
-from shared.records import Dispatch, JobSpec, JobState, Mode, Phase, SlotMap, TrainerList
-from shared.records.assignments import GivenNumbers, Handed, Migration
-from shared.records.checkpoints import CheckpointLatest, CheckpointRef
-from shared.records.layout import Layout, OptimizerSpec, RowInit, RowOptimizer, Segment, TableSpec
-from shared.records.operations import Operation, OperationKind, OperationState, Resize, ResizePhase, Strategy
-from shared.slots import spread
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.members import pservers, trainers, whole
+from trireme_shared.errors import Conflict, InvalidArgument, TriremeError
+from trireme_shared.records import Dispatch, JobSpec, JobState, Mode, Phase, SlotMap, TrainerList
+from trireme_shared.records.assignments import GivenNumbers, Handed, Migration
+from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef
+from trireme_shared.records.layout import Layout, OptimizerSpec, RowInit, RowOptimizer, Segment, TableSpec
+from trireme_shared.records.operations import Operation, OperationKind, OperationState, Resize, ResizePhase, Strategy
+from trireme_shared.slots import spread
 
 ADAM = OptimizerSpec(name="Adam", defaults={"lr": 0.1}, groups=({"lr": 0.1},))
 BLOCKS = 16

@@ -6,12 +6,12 @@ import pytest
 
 from master_service.core.decisions.cluster import lifecycle
 from master_service.core.decisions.cluster.lifecycle import due_for_deletion
-from shared.errors import Conflict, InvalidArgument
-from shared.records.cluster import Standing
-from shared.records.job_spec import Mode
-from shared.times import rfc3339
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.cluster_jobs import WALL, active, job_of, state_of
+from trireme_shared.errors import Conflict, InvalidArgument
+from trireme_shared.records.cluster import Standing
+from trireme_shared.records.job_spec import Mode
+from trireme_shared.times import rfc3339
 
 
 def ended(name: str, seconds_ago: float, standing: Standing = Standing.COMPLETED, **fields):

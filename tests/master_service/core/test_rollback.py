@@ -19,8 +19,19 @@ from master_service.core.queue.checks import violations
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
-from shared.errors import StaleAttempt
-from shared.records import (
+from tests.master_service.cluster import spec_of
+from tests.master_service.core.members import (
+    RUNNING,
+    SLOTS,
+    SPEC,
+    TRAINERS,
+    list_after,
+    pservers,
+    state_after,
+    trainers,
+)
+from trireme_shared.errors import StaleAttempt
+from trireme_shared.records import (
     AcquireTask,
     CompleteTask,
     FailTask,
@@ -35,20 +46,9 @@ from shared.records import (
     TrainerList,
     UserFailure,
 )
-from shared.records.checkpoints import CheckpointLatest, CheckpointRef
-from shared.records.step import LanePosition
-from shared.slots import spread
-from tests.master_service.cluster import spec_of
-from tests.master_service.core.members import (
-    RUNNING,
-    SLOTS,
-    SPEC,
-    TRAINERS,
-    list_after,
-    pservers,
-    state_after,
-    trainers,
-)
+from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef
+from trireme_shared.records.step import LanePosition
+from trireme_shared.slots import spread
 
 NO = UserFailure(error_type="ValueError", message="no")
 NEWEST = CheckpointRef(uuid="newest", step=40, timeline=0, manifest="m")

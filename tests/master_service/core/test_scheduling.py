@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 from master_service.core.state.cluster import DropAssignment, PutAssignment, PutJob
-from shared.records.cluster import ClusterJob, Standing
-from shared.records.job_spec import Mode, Strategy
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.cluster_jobs import (
     WALL,
@@ -22,6 +20,8 @@ from tests.master_service.core.cluster_jobs import (
     state_of,
     step,
 )
+from trireme_shared.records.cluster import ClusterJob, Standing
+from trireme_shared.records.job_spec import Mode, Strategy
 
 
 def sync(name: str, lanes: int, **fields) -> ClusterJob:

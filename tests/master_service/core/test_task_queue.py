@@ -19,9 +19,9 @@ from master_service.core.queue.checks import violations
 from master_service.core.queue.deadlines import Deadlines
 from master_service.core.queue.streams import Streams
 from master_service.core.queue.task_queue import Closing, TaskQueue
-from shared.errors import Conflict, NotFound, StaleAttempt
-from shared.records import AcquireTask, PendingTask, RequeuedTask, TaskAnswer, TaskKind, TrainerList
 from tests.master_service.cluster import table_of
+from trireme_shared.errors import Conflict, NotFound, StaleAttempt
+from trireme_shared.records import AcquireTask, PendingTask, RequeuedTask, TaskAnswer, TaskKind, TrainerList
 
 
 class Clock:

@@ -11,8 +11,9 @@ from master_service.core.decisions import task_requests, tasks
 from master_service.core.decisions.recovery.queue import CutQueue, records_since_cut, restore_to_cut
 from master_service.core.queue.checks import violations
 from master_service.core.state.job import Job
-from shared.errors import Conflict, NotFound, NotReady, StaleAttempt
-from shared.records import (
+from tests.master_service.cluster import spec_of, table_of
+from trireme_shared.errors import Conflict, NotFound, NotReady, StaleAttempt
+from trireme_shared.records import (
     AcquireTask,
     CompleteTask,
     FailTask,
@@ -24,7 +25,6 @@ from shared.records import (
     TrainerList,
     UserFailure,
 )
-from tests.master_service.cluster import spec_of, table_of
 
 BY = "asked by 127.0.0.1"
 

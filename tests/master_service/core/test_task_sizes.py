@@ -10,8 +10,8 @@ from master_service.core.queue.epoch_plan import news_of, plan_of, short_steps
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.queue.streams import Streams
 from master_service.core.queue.task_sizes import MOST_MINIBATCHES, TaskSizes
-from shared.records import EpochPlan, JobSpec, Mode, TaskKind
 from tests.master_service.cluster import spec_of
+from trireme_shared.records import EpochPlan, JobSpec, Mode, TaskKind
 
 
 def job_of(**values):

@@ -6,8 +6,8 @@ import pytest
 
 from master_service.core.decisions.scheduling.reasons import who_has
 from master_service.core.state.cluster import ClusterState, PutDrain
-from shared.records.cluster import Drain
 from tests.master_service.core.cluster_jobs import active, give, state_of
+from trireme_shared.records.cluster import Drain
 
 
 def pool_of(other_priority: int) -> ClusterState:

@@ -8,9 +8,9 @@ from master_service.core.state import series as series_module
 from master_service.core.state.series import SeriesTable, Value
 from master_service.core.state.whole_steps import WholeSteps, values_of
 from master_service.storage.series_files import add_encoded, encoded
-from shared.records import StepMetrics
-from shared.records.checkpoints import CheckpointRef
 from tests.equipment.replaced import replaced
+from trireme_shared.records import StepMetrics
+from trireme_shared.records.checkpoints import CheckpointRef
 
 PER_EPOCH = 10
 

@@ -10,16 +10,16 @@ import pytest
 
 from master_service.core.changes import Decision
 from master_service.core.decisions.operations import MAX_RUNNING
-from shared.errors import Conflict, TooLarge
-from shared.records import FailTask, Phase, Stage, UserFailure
-from shared.records.checkpoints import CheckpointRef
-from shared.records.datasets import TextLines
-from shared.records.operations import Operation, OperationKind, OperationState
-from shared.records.record import MESSAGE_CHARACTERS
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, Storage, done, leading, running, spec_of, take
 from tests.master_service.control.restoring import checkpoint, spec
+from trireme_shared.errors import Conflict, TooLarge
+from trireme_shared.records import FailTask, Phase, Stage, UserFailure
+from trireme_shared.records.checkpoints import CheckpointRef
+from trireme_shared.records.datasets import TextLines
+from trireme_shared.records.operations import Operation, OperationKind, OperationState
+from trireme_shared.records.record import MESSAGE_CHARACTERS
 
 LONG = "x" * 900_000
 

@@ -13,12 +13,6 @@ from master_service.leadership.election import run_under_lease
 from master_service.leadership.master import Master
 from master_service.store.batch import MAX_OPERATIONS
 from master_service.store.writer import MasterWriter
-from shared.errors import NotLeader, NotReady, StateUnreadable
-from shared.etcd import Compare, Etcd
-from shared.etcd.reading import read_below
-from shared.etcd.results import RangeResult
-from shared.records import FailureCause, JobSpec, MasterAddress, Mode, Phase, Stage, UserFailure
-from shared.records.assignments import GivenNumbers
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import (
@@ -32,6 +26,12 @@ from tests.master_service.cluster import (
     spec_of,
     take,
 )
+from trireme_shared.errors import NotLeader, NotReady, StateUnreadable
+from trireme_shared.etcd import Compare, Etcd
+from trireme_shared.etcd.reading import read_below
+from trireme_shared.etcd.results import RangeResult
+from trireme_shared.records import FailureCause, JobSpec, MasterAddress, Mode, Phase, Stage, UserFailure
+from trireme_shared.records.assignments import GivenNumbers
 
 NO = UserFailure(error_type="ValueError", message="no")
 

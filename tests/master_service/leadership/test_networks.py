@@ -9,12 +9,12 @@ import pytest
 
 from master_service.leadership import election
 from master_service.leadership.master import Master
-from shared.errors import NotLeader
-from shared.records import TrainerMember
-from shared.runtime.network import own_network, tells
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, leading, running, spec_of
+from trireme_shared.errors import NotLeader
+from trireme_shared.records import TrainerMember
+from trireme_shared.runtime.network import own_network, tells
 
 LOOPBACK = "http://127.0.0.1:4100"
 

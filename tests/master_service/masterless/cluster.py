@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 from master_service.core.queue.checks import violations
 from master_service.masterless.dispatcher import Dispatcher
-from shared.records import Stage, Task
 from tests.equipment.waiting import until
 from tests.master_service.cluster import MasterCluster, done
+from trireme_shared.records import Stage, Task
 
 
 class MasterlessCluster(MasterCluster):

@@ -12,9 +12,13 @@ from master_service.masterless.dispatcher import REMEMBERED_S, Dispatcher
 from master_service.masterless.writer import SharedWriter
 from master_service.store.leader_writer import LeaderWriter
 from master_service.store.writer import HeldLock
-from shared.errors import DatasetError, NotLeader, NotReady, StaleAttempt, StateUnreadable
-from shared.etcd import Compare, Etcd
-from shared.records import (
+from tests.equipment.virtual_loop import run_virtually
+from tests.equipment.waiting import until
+from tests.master_service.cluster import KEYS, Storage, done, spec_of, take
+from tests.master_service.masterless.cluster import MasterlessCluster, dispatching, sweeper_of, work
+from trireme_shared.errors import DatasetError, NotLeader, NotReady, StaleAttempt, StateUnreadable
+from trireme_shared.etcd import Compare, Etcd
+from trireme_shared.records import (
     AcquireTask,
     CompleteTask,
     FailTask,
@@ -28,12 +32,8 @@ from shared.records import (
     TaskProgress,
     UserFailure,
 )
-from shared.records.datasets import TextLines
-from shared.records.tasks import TrainerProgress
-from tests.equipment.virtual_loop import run_virtually
-from tests.equipment.waiting import until
-from tests.master_service.cluster import KEYS, Storage, done, spec_of, take
-from tests.master_service.masterless.cluster import MasterlessCluster, dispatching, sweeper_of, work
+from trireme_shared.records.datasets import TextLines
+from trireme_shared.records.tasks import TrainerProgress
 
 NO = UserFailure(error_type="ValueError", message="no")
 

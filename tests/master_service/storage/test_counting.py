@@ -18,17 +18,17 @@ from master_service.core.queue.file_table import TableFile
 from master_service.storage.counting import count_records, load, save
 from master_service.storage.job_storage import FileStorage
 from master_service.storage.partial_counts import CountingStopped, PartialCounts
-from shared.errors import DatasetError, NotFound
-from shared.etcd import Etcd
-from shared.membership.local_script import LocalScripts
-from shared.records import JobSpec
-from shared.records.datasets import Bytes, Csv, Custom, JsonLines, Npy, Parquet, TextLines
-from shared.storage import files
-from shared.storage.stamps import stamp_of
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.waiting import until
 from trainer_agent.script.sample_records import first_records
 from trireme.script_source import digests_of
+from trireme_shared.errors import DatasetError, NotFound
+from trireme_shared.etcd import Etcd
+from trireme_shared.membership.local_script import LocalScripts
+from trireme_shared.records import JobSpec
+from trireme_shared.records.datasets import Bytes, Csv, Custom, JsonLines, Npy, Parquet, TextLines
+from trireme_shared.storage import files
+from trireme_shared.storage.stamps import stamp_of
 
 
 def test_offsets_are_the_bytes_where_tasks_start(tmp_path):

@@ -11,12 +11,12 @@ from master_service.core.queue.task_sizes import KEPT_BY_LANE, TaskSizes
 from master_service.storage.counting import count_records
 from master_service.storage.job_storage import FileStorage
 from master_service.storage.task_starts import TaskStarts
-from shared.errors import DatasetError
-from shared.records import Mode
-from shared.records.datasets import TextLines
 from tests.equipment.replaced import replaced
 from tests.master_service.cluster import spec_of
 from trainer_agent.data import open_dataset
+from trireme_shared.errors import DatasetError
+from trireme_shared.records import Mode
+from trireme_shared.records.datasets import TextLines
 
 
 def write_lines(folder, counts):

@@ -16,9 +16,9 @@ from master_service.trackers import follower as following
 from master_service.trackers import worker
 from master_service.trackers.assignment import Assignment, News
 from master_service.trackers.follower import Follower
-from shared.trackers import Tracker as Wanted
 from tests.equipment.replaced import replaced
 from tests.equipment.stored_series import store
+from trireme_shared.trackers import Tracker as Wanted
 
 LIMIT_S = 20.0
 RESULT = {"phase": "COMPLETED"}

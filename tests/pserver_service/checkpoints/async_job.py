@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
-from shared.checkpoints import stored
-from shared.etcd import Delete, Put
-from shared.records import Mode, Phase, TaskMeta
-from shared.records.checkpoints import CheckpointCut
-from shared.records.pauses import Saving
-from shared.records.step import LaneZero
-from shared.wire.messages import InitBlock, PushBlock, PushHeader
 from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import parts
 from tests.pserver_service.checkpoints.cluster import KEYS, PserverCluster, stream
+from trireme_shared.checkpoints import stored
+from trireme_shared.etcd import Delete, Put
+from trireme_shared.records import Mode, Phase, TaskMeta
+from trireme_shared.records.checkpoints import CheckpointCut
+from trireme_shared.records.pauses import Saving
+from trireme_shared.records.step import LaneZero
+from trireme_shared.wire.messages import InitBlock, PushBlock, PushHeader
 
 META = TaskMeta(epoch=0, digest="d", seed=0, tasks=9).to_bytes()
 

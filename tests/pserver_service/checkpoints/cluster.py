@@ -8,17 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from pserver_service.checkpoints.store_loader import load_store
-from shared.checkpoints import stored
-from shared.etcd import Etcd, Put
-from shared.keys import Keys
-from shared.records import JobSpec, JobState, Phase, PserverMember
-from shared.records.checkpoints import CheckpointLatest
-from shared.records.layout import Layout
-from shared.records.step import CheckpointAsked
-from shared.runtime import ids
-from shared.serving.core.store import Store
-from shared.serving.pserver import Pserver
-from shared.wire.messages import InitBlock, PushBlock, PushHeader
 from tests.equipment import logs
 from tests.equipment.cluster.cluster import Cluster
 from tests.equipment.cluster.crash_point import CrashPoint, StoppingProcess
@@ -26,6 +15,17 @@ from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import parts
+from trireme_shared.checkpoints import stored
+from trireme_shared.etcd import Etcd, Put
+from trireme_shared.keys import Keys
+from trireme_shared.records import JobSpec, JobState, Phase, PserverMember
+from trireme_shared.records.checkpoints import CheckpointLatest
+from trireme_shared.records.layout import Layout
+from trireme_shared.records.step import CheckpointAsked
+from trireme_shared.runtime import ids
+from trireme_shared.serving.core.store import Store
+from trireme_shared.serving.pserver import Pserver
+from trireme_shared.wire.messages import InitBlock, PushBlock, PushHeader
 
 KEYS = Keys(parts.JOB)
 TTL_S = 5.0

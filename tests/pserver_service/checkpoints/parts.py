@@ -8,20 +8,20 @@ import torch
 
 from pserver_service.checkpoints.ledger_text import ledger_metadata
 from pserver_service.checkpoints.store_loader import load_store
-from shared.blocks.snapshot import Snapshot
-from shared.checkpoints import stored, writer
-from shared.checkpoints.schedule import Schedule
-from shared.etcd import Put
-from shared.keys import Keys
-from shared.records import Mode, SlotMap, TaskMeta, TrainerList
-from shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
-from shared.records.layout import Layout, OptimizerSpec, Segment
-from shared.records.step import LanePosition, LaneZero, StepRecord
-from shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
-from shared.serving.core.store import Store
-from shared.serving.core.stores import store_of
-from shared.slots import slot_of, spread
-from shared.wire.messages import InitHeader, PushBlock, PushHeader
+from trireme_shared.blocks.snapshot import Snapshot
+from trireme_shared.checkpoints import stored, writer
+from trireme_shared.checkpoints.schedule import Schedule
+from trireme_shared.etcd import Put
+from trireme_shared.keys import Keys
+from trireme_shared.records import Mode, SlotMap, TaskMeta, TrainerList
+from trireme_shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
+from trireme_shared.records.layout import Layout, OptimizerSpec, Segment
+from trireme_shared.records.step import LanePosition, LaneZero, StepRecord
+from trireme_shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
+from trireme_shared.serving.core.store import Store
+from trireme_shared.serving.core.stores import store_of
+from trireme_shared.slots import slot_of, spread
+from trireme_shared.wire.messages import InitHeader, PushBlock, PushHeader
 
 JOB = "ctr"
 LANES = 2

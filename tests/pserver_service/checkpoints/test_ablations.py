@@ -10,21 +10,21 @@ import pytest
 
 from pserver_service.checkpoints import store_loader
 from pserver_service.recovery import Rollback
-from shared.checkpoints import stored, writer
-from shared.checkpoints.saving import commit
-from shared.checkpoints.saving.commit import Committer
-from shared.checkpoints.schedule import Schedule
-from shared.errors import CheckpointUnusable, StaleGeneration
-from shared.etcd import Compare
-from shared.membership.own_key import OwnKey
-from shared.records import JobState, Phase
-from shared.records.checkpoints import CheckpointLatest, CheckpointPart
-from shared.serving.block_server import BlockServer
-from shared.serving.pserver import Pserver
 from tests.equipment.replaced import replaced
 from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import kill_scenarios, parts
 from tests.pserver_service.checkpoints.cluster import KEYS, PserverCluster, run_scenario
+from trireme_shared.checkpoints import stored, writer
+from trireme_shared.checkpoints.saving import commit
+from trireme_shared.checkpoints.saving.commit import Committer
+from trireme_shared.checkpoints.schedule import Schedule
+from trireme_shared.errors import CheckpointUnusable, StaleGeneration
+from trireme_shared.etcd import Compare
+from trireme_shared.membership.own_key import OwnKey
+from trireme_shared.records import JobState, Phase
+from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointPart
+from trireme_shared.serving.block_server import BlockServer
+from trireme_shared.serving.pserver import Pserver
 
 ALWAYS = Compare.create("/nowhere", "==", 0)
 

@@ -10,16 +10,6 @@ import pytest
 import torch
 
 from pserver_service.checkpoints import copies, ledger_text
-from shared.checkpoints import stored
-from shared.errors import NotReady
-from shared.records import JobState, Mode, Phase, PserverMember
-from shared.records.checkpoints import OwnCheckpoints
-from shared.records.pauses import Saving
-from shared.records.step import StepRecord
-from shared.runtime import clock
-from shared.serving.core.asynchronous.ledger import Ledger
-from shared.serving.core.stores import AsyncStore
-from shared.wire.verdict import Verdict
 from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import parts
 from tests.pserver_service.checkpoints.async_job import (
@@ -31,6 +21,16 @@ from tests.pserver_service.checkpoints.async_job import (
     replace,
 )
 from tests.pserver_service.checkpoints.cluster import KEYS, TTL_S, Away, Node, run_scenario, stream
+from trireme_shared.checkpoints import stored
+from trireme_shared.errors import NotReady
+from trireme_shared.records import JobState, Mode, Phase, PserverMember
+from trireme_shared.records.checkpoints import OwnCheckpoints
+from trireme_shared.records.pauses import Saving
+from trireme_shared.records.step import StepRecord
+from trireme_shared.runtime import clock
+from trireme_shared.serving.core.asynchronous.ledger import Ledger
+from trireme_shared.serving.core.stores import AsyncStore
+from trireme_shared.wire.verdict import Verdict
 
 
 def judged(ledger, task, start, end, block):

@@ -6,9 +6,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from shared.checkpoints import stored
-from shared.checkpoints.schedule import Schedule
 from tests.pserver_service.checkpoints import parts
+from trireme_shared.checkpoints import stored
+from trireme_shared.checkpoints.schedule import Schedule
 
 EVERY_4 = Schedule(every_steps=4, every_epochs=None, epochs=9)
 

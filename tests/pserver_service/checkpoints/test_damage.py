@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from shared.checkpoints import stored, writer
-from shared.checkpoints.schedule import Schedule
-from shared.errors import CheckpointUnusable
-from shared.records.checkpoints import Manifest
 from tests.pserver_service.checkpoints import parts
+from trireme_shared.checkpoints import stored, writer
+from trireme_shared.checkpoints.schedule import Schedule
+from trireme_shared.errors import CheckpointUnusable
+from trireme_shared.records.checkpoints import Manifest
 
 EVERY_4 = Schedule(every_steps=4, every_epochs=None, epochs=9)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from shared.records import MasterAddress
-from shared.records.step import CheckpointAsked
 from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints.cluster import DRAIN_S, KEYS, PserverCluster, run_scenario
+from trireme_shared.records import MasterAddress
+from trireme_shared.records.step import CheckpointAsked
 
 
 async def opened(storage, **spec):

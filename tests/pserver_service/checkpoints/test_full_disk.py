@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from shared.records import PserverMember
 from tests.equipment.small_disk import fill, mount, small_disk
 from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints.cluster import Away, PserverCluster, run_scenario
+from trireme_shared.records import PserverMember
 
 __all__ = ["small_disk"]
 

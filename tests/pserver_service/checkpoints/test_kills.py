@@ -8,9 +8,6 @@ from functools import partial
 
 import pytest
 
-from shared.checkpoints import writer
-from shared.errors import CheckpointUnusable
-from shared.records.checkpoints import CheckpointLatest
 from tests.equipment.replaced import replaced
 from tests.pserver_service.checkpoints import parts
 from tests.pserver_service.checkpoints.cluster import KEYS, TTL_S, expected, folders, run_scenario
@@ -33,6 +30,9 @@ from tests.pserver_service.checkpoints.kill_scenarios import (
     trained_on,
     undisturbed,
 )
+from trireme_shared.checkpoints import writer
+from trireme_shared.errors import CheckpointUnusable
+from trireme_shared.records.checkpoints import CheckpointLatest
 
 
 async def killed_before(storage, name, number, everybody=False):

@@ -7,12 +7,12 @@ import math
 
 import pytest
 
-from shared.checkpoints import writer
-from shared.records.checkpoints import OwnCheckpoints
 from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import parts
 from tests.pserver_service.checkpoints.async_job import opened, push
 from tests.pserver_service.checkpoints.cluster import KEYS, PserverCluster, folders, run_scenario
+from trireme_shared.checkpoints import writer
+from trireme_shared.records.checkpoints import OwnCheckpoints
 
 
 def poison(cluster: PserverCluster, value: float) -> None:

@@ -7,7 +7,6 @@ import asyncio
 
 import pytest
 
-from shared.checkpoints import stored
 from tests.pserver_service.checkpoints import parts
 from tests.pserver_service.checkpoints.async_job import opened, paused_checkpoint, push, replace
 from tests.pserver_service.checkpoints.cluster import KEYS, folders, run_scenario
@@ -23,6 +22,7 @@ from tests.pserver_service.checkpoints.kill_scenarios import (
     UNLOCK,
     node_of,
 )
+from trireme_shared.checkpoints import stored
 
 TASK = 3
 WINDOW_S = 1.0  # of virtual time: writing takes 0.1

@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from shared.checkpoints import stored
-from shared.checkpoints.schedule import Schedule
-from shared.errors import CheckpointUnusable
-from shared.storage import files, object_store
 from tests.equipment.s3 import BUCKET, S3Server, refusal, s3
 from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import parts
 from tests.pserver_service.checkpoints.cluster import PserverCluster, expected, run_scenario
+from trireme_shared.checkpoints import stored
+from trireme_shared.checkpoints.schedule import Schedule
+from trireme_shared.errors import CheckpointUnusable
+from trireme_shared.storage import files, object_store
 
 __all__ = ["s3"]
 

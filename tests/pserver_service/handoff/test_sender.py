@@ -13,21 +13,21 @@ import torch
 from pserver_service.context import LOOK_S, PserverContext
 from pserver_service.handoff.sender import IDLE_S, HandOver
 from pserver_service.own_index import OwnIndex
-from shared.errors import PeerError
-from shared.etcd import Etcd
-from shared.keys import Keys
-from shared.membership.directory import Directory
-from shared.records import JobState, Phase, PserverMember, SlotMap
-from shared.records.assignments import Group, Migration
-from shared.records.layout import OptimizerSpec
-from shared.serving.core.moving import LeavingBlocks
-from shared.serving.pserver import Pserver
-from shared.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual
 from tests.pserver_service.jobs import JOB, initialised, item, layout_of, push_header, stream
+from trireme_shared.errors import PeerError
+from trireme_shared.etcd import Etcd
+from trireme_shared.keys import Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import JobState, Phase, PserverMember, SlotMap
+from trireme_shared.records.assignments import Group, Migration
+from trireme_shared.records.layout import OptimizerSpec
+from trireme_shared.serving.core.moving import LeavingBlocks
+from trireme_shared.serving.pserver import Pserver
+from trireme_shared.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart
 
 ADAM = OptimizerSpec(name="Adam", defaults={"lr": 0.1}, groups=({},))
 LAYOUT = layout_of(48, optimizer=ADAM)  # three blocks of 16

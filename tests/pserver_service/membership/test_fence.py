@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from shared.errors import NotReady, StaleGeneration
-from shared.records import MasterAddress
-from shared.records.step import StepRecord
-from shared.wire.messages import PullRequest, PushBlock
 from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import parts
 from tests.pserver_service.checkpoints.cluster import PserverCluster, run_scenario, stream
 from tests.pserver_service.jobs import pulled
+from trireme_shared.errors import NotReady, StaleGeneration
+from trireme_shared.records import MasterAddress
+from trireme_shared.records.step import StepRecord
+from trireme_shared.wire.messages import PullRequest, PushBlock
 
 BEYOND = 1 << 60
 

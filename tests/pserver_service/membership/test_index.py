@@ -10,17 +10,17 @@ from contextlib import asynccontextmanager
 import pytest
 
 from pserver_service.own_index import OwnIndex, own_number
-from shared.errors import DeadlineExceeded
-from shared.etcd import Etcd
-from shared.etcd.transport import TXN
-from shared.keys import Keys
-from shared.membership.directory import Directory
-from shared.records import JobSpec, JobState, PserverMember
-from shared.runtime import clock
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual
 from tests.pserver_service.jobs import JOB
+from trireme_shared.errors import DeadlineExceeded
+from trireme_shared.etcd import Etcd
+from trireme_shared.etcd.transport import TXN
+from trireme_shared.keys import Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import JobSpec, JobState, PserverMember
+from trireme_shared.runtime import clock
 
 KEYS = Keys(JOB)
 TTL_S = 5.0

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.blocks.accumulator import Accumulator
-from shared.blocks.buffers import BufferPool
-from shared.lanes import combine
+from trireme_shared.blocks.accumulator import Accumulator
+from trireme_shared.blocks.buffers import BufferPool
+from trireme_shared.lanes import combine
 
 LANES, FOUR, ELEMENTS = 16, 4, 7
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from shared.blocks.buffer_mean import add_changes, bits_of, combine_buffers
-from shared.lanes import combine
+from trireme_shared.blocks.buffer_mean import add_changes, bits_of, combine_buffers
+from trireme_shared.lanes import combine
 
 COUNTS = [(1, 1), (3, 2), (0, 4), (4, 0)]
 

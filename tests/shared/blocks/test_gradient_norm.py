@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
+from trireme_shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
 
 
 @pytest.mark.parametrize("elements", [1, 63, 64, 65, 1000, 40_000, 300_000])

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from shared.checkpoints.saving.evaluated_first import SOON_S, EvaluatedFirst
-from shared.checkpoints.saving.pending import PendingCheckpoint
-from shared.checkpoints.saving.view import CheckpointView
-from shared.keys import Keys
-from shared.records import Mode, SlotMap
-from shared.records.checkpoints import CheckpointLatest, CheckpointStarted
-from shared.records.step import StepRecord
-from shared.runtime import clock
-from shared.slots import spread
 from tests.equipment.replaced import replaced
 from tests.pserver_service.checkpoints.parts import layout_of
+from trireme_shared.checkpoints.saving.evaluated_first import SOON_S, EvaluatedFirst
+from trireme_shared.checkpoints.saving.pending import PendingCheckpoint
+from trireme_shared.checkpoints.saving.view import CheckpointView
+from trireme_shared.keys import Keys
+from trireme_shared.records import Mode, SlotMap
+from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointStarted
+from trireme_shared.records.step import StepRecord
+from trireme_shared.runtime import clock
+from trireme_shared.slots import spread
 
 LIMIT_S = 100.0
 LAYOUT = layout_of()

@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from shared.collective.group import Device, Group
-from shared.collective.store import EtcdStore
+from trireme_shared.collective.group import Device, Group
+from trireme_shared.collective.store import EtcdStore
 
 
 class Values:
-    """A shared.collective.store.Shelf."""
+    """A trireme_shared.collective.store.Shelf."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from shared.collective.members import decider
-from shared.collective.members.decider import next_members
-from shared.collective.records import Trouble
 from tests.shared.collective.world import KEYS, TTL_S, epoch_of, named, virtual
+from trireme_shared.collective.members import decider
+from trireme_shared.collective.members.decider import next_members
+from trireme_shared.collective.records import Trouble
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from contextlib import suppress
 import pytest
 import torch
 
-from shared.collective import sockets
-from shared.collective.group import Broken, Device, Group, NcclGroup, nccl_is_there
-from shared.collective.store import EtcdStore
 from tests.shared.collective.groups import Groups, Values
+from trireme_shared.collective import sockets
+from trireme_shared.collective.group import Broken, Device, Group, NcclGroup, nccl_is_there
+from trireme_shared.collective.store import EtcdStore
 
 NCCL = pytest.param(NcclGroup, marks=pytest.mark.skipif(not nccl_is_there(), reason="no GPU"))
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from shared.collective import progress as module
-from shared.collective.progress import STATE, Line, Progress, Result
-from shared.collective.records import Done, Statement
+from trireme_shared.collective import progress as module
+from trireme_shared.collective.progress import STATE, Line, Progress, Result
+from trireme_shared.collective.records import Done, Statement
 
 
 def statement(last, before=(0, 0), *, gives=True, has_state=True) -> Statement:

@@ -7,11 +7,11 @@ from functools import partial
 
 import pytest
 
-from shared.collective.members import decider
-from shared.collective.members.lifeline import CONNECT_S
-from shared.collective.members.reach import cut_off
-from shared.collective.records import Unreached
 from tests.shared.collective.world import TTL_S, named, virtual
+from trireme_shared.collective.members import decider
+from trireme_shared.collective.members.lifeline import CONNECT_S
+from trireme_shared.collective.members.reach import cut_off
+from trireme_shared.collective.records import Unreached
 
 NOTICED_S = (
     2 * TTL_S + 2 * CONNECT_S + 4.0

@@ -6,18 +6,18 @@ import asyncio
 import functools
 import random
 
-from shared.collective.members.decider import Decider
-from shared.collective.members.lifeline import CONNECT_S
-from shared.collective.members.reach import Reach
-from shared.collective.mirror import Mirror
-from shared.collective.records import Epoch, EpochMember
-from shared.etcd import Etcd
-from shared.keys import Keys
-from shared.membership.own_key import OwnKey
-from shared.records.members import CommunicatorMember
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual
+from trireme_shared.collective.members.decider import Decider
+from trireme_shared.collective.members.lifeline import CONNECT_S
+from trireme_shared.collective.members.reach import Reach
+from trireme_shared.collective.mirror import Mirror
+from trireme_shared.collective.records import Epoch, EpochMember
+from trireme_shared.etcd import Etcd
+from trireme_shared.keys import Keys
+from trireme_shared.membership.own_key import OwnKey
+from trireme_shared.records.members import CommunicatorMember
 
 KEYS = Keys("job")
 TTL_S = 3.0

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import pytest_asyncio
 
-from shared.etcd import Etcd
-from shared.etcd.embedded import EmbeddedEtcd
 from tests.equipment.etcd.real import embedded_etcd
 from tests.shared.etcd.worlds import REAL, Outcomes, RealWorld, Scenario, SimulatedWorld, World, run_everywhere
+from trireme_shared.etcd import Etcd
+from trireme_shared.etcd.embedded import EmbeddedEtcd
 
 __all__ = ["embedded_etcd"]
 AT_ONCE = 6

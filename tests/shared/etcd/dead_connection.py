@@ -13,10 +13,10 @@ from pathlib import Path
 
 import psutil
 
-from shared.etcd import connect, etcd3_transport
-from shared.etcd.embedded import free_ports
-from shared.runtime import clock
 from tests.shared.etcd.test_endpoints import etcd_process
+from trireme_shared.etcd import connect, etcd3_transport
+from trireme_shared.etcd.embedded import free_ports
+from trireme_shared.runtime import clock
 
 LIMIT_S = 12.0
 

@@ -7,12 +7,12 @@ import math
 
 import pytest
 
-from shared.errors import PeerError
-from shared.etcd import Compare, Etcd, OutcomeUnknown, Put, client, lease, lock, watch
-from shared.etcd.lock import acquire
-from shared.etcd.transport import TXN
-from shared.runtime import clock
 from tests.shared.etcd.worlds import simulate
+from trireme_shared.errors import PeerError
+from trireme_shared.etcd import Compare, Etcd, OutcomeUnknown, Put, client, lease, lock, watch
+from trireme_shared.etcd.lock import acquire
+from trireme_shared.etcd.transport import TXN
+from trireme_shared.runtime import clock
 
 with_and_without = pytest.mark.parametrize("safe", [True, False], ids=["with", "without"])
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shared.etcd import Fatal, Unauthenticated, connect, embedded
-from shared.etcd.embedded import EmbeddedEtcd, find_binary, wheel_binary
-from shared.security import etcd_users
+from trireme_shared.etcd import Fatal, Unauthenticated, connect, embedded
+from trireme_shared.etcd.embedded import EmbeddedEtcd, find_binary, wheel_binary
+from trireme_shared.security import etcd_users
 
 
 def test_the_binary_is_the_given_one_then_that_on_path_then_the_wheels(tmp_path, monkeypatch):
@@ -200,7 +200,7 @@ async def test_etcd_dies_with_a_parent_that_was_killed(tmp_path):
         textwrap.dedent(
             """
             import asyncio, sys, uvloop
-            from shared.etcd.embedded import EmbeddedEtcd
+            from trireme_shared.etcd.embedded import EmbeddedEtcd
             async def main():
                 etcd = EmbeddedEtcd(sys.argv[1])
                 await etcd.start()

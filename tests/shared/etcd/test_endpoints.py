@@ -9,12 +9,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from shared.errors import InvalidArgument
-from shared.etcd import Compare, Fatal, OutcomeUnknown, Put, Refused, Retryable, Unauthenticated, connect
-from shared.etcd.embedded import EmbeddedEtcd, free_ports
-from shared.runtime import clock
 from tests.equipment.etcd.with_tls import etcd_process, make_certificates, tls_etcd
 from tests.equipment.stopping import stop
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.etcd import Compare, Fatal, OutcomeUnknown, Put, Refused, Retryable, Unauthenticated, connect
+from trireme_shared.etcd.embedded import EmbeddedEtcd, free_ports
+from trireme_shared.runtime import clock
 
 
 @asynccontextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shared.errors import CallerError, PeerError, from_map
-from shared.etcd import (
+from trireme_shared.errors import CallerError, PeerError, from_map
+from trireme_shared.etcd import (
     Compacted,
     Fatal,
     LeaseLost,
@@ -16,8 +16,8 @@ from shared.etcd import (
     Unauthenticated,
     codec,
 )
-from shared.etcd.errors import of_answer
-from shared.etcd.transport import GRANT, KEEP_ALIVE, PUT, RANGE, TXN, is_write
+from trireme_shared.etcd.errors import of_answer
+from trireme_shared.etcd.transport import GRANT, KEEP_ALIVE, PUT, RANGE, TXN, is_write
 
 MEANINGS = [
     ("etcdserver: mvcc: required revision has been compacted", 11, Compacted, Compacted),

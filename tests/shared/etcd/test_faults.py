@@ -7,11 +7,11 @@ from contextlib import suppress
 
 import pytest
 
-from shared.etcd import Compare, Etcd, Get, LeaseLost, OutcomeUnknown, Put, Retryable
-from shared.etcd.lock import acquire
-from shared.etcd.transport import GRANT, PUT, REVOKE, TXN
-from shared.runtime import clock
 from tests.shared.etcd.worlds import simulate
+from trireme_shared.etcd import Compare, Etcd, Get, LeaseLost, OutcomeUnknown, Put, Retryable
+from trireme_shared.etcd.lock import acquire
+from trireme_shared.etcd.transport import GRANT, PUT, REVOKE, TXN
+from trireme_shared.runtime import clock
 
 
 def test_a_write_whose_answer_is_lost_was_applied_and_is_not_repeated():

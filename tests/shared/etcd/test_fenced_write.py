@@ -6,10 +6,10 @@ import asyncio
 
 import structlog
 
-from shared.etcd import Compare, Etcd, Get, Put, TxnResult
-from shared.etcd.fenced_write import FencedWrite
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import run_virtually
+from trireme_shared.etcd import Compare, Etcd, Get, Put, TxnResult
+from trireme_shared.etcd.fenced_write import FencedWrite
 
 
 def test_an_unanswered_write_is_logged_at_first_then_ever_more_rarely_and_once_when_it_is_answered() -> None:

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from shared.etcd import Compare, Etcd, LeaseLost, Put
-from shared.etcd.transport import GRANT, KEEP_ALIVE
-from shared.runtime import clock
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import run_virtually
 from tests.shared.etcd.worlds import everywhere
+from trireme_shared.etcd import Compare, Etcd, LeaseLost, Put
+from trireme_shared.etcd.transport import GRANT, KEEP_ALIVE
+from trireme_shared.runtime import clock
 
 
 @everywhere

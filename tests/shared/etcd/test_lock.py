@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from structlog.testing import capture_logs
 
-from shared.etcd import Compare, LeaseLost, Put
-from shared.etcd.lock import acquire, try_acquire
-from shared.runtime import clock
 from tests.shared.etcd.worlds import everywhere
+from trireme_shared.etcd import Compare, LeaseLost, Put
+from trireme_shared.etcd.lock import acquire, try_acquire
+from trireme_shared.runtime import clock
 
 
 async def test_contenders_exclude_each_other_and_tokens_grow(world):

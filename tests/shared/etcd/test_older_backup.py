@@ -8,8 +8,8 @@ from contextlib import aclosing
 
 import pytest
 
-from shared.etcd import WentBack
 from tests.shared.etcd.worlds import SimulatedWorld
+from trireme_shared.etcd import WentBack
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ import pytest
 import pytest_asyncio
 import structlog
 
-from shared.etcd import Etcd, connect
-from shared.etcd.embedded import free_ports
-from shared.etcd.etcd3_transport import PROBE_S, QUIET_S, RawClient
-from shared.etcd.transport import STATUS
 from tests.equipment.stopping import stop
 from tests.equipment.waiting import until
 from tests.shared.etcd.test_endpoints import etcd_process
+from trireme_shared.etcd import Etcd, connect
+from trireme_shared.etcd.embedded import free_ports
+from trireme_shared.etcd.etcd3_transport import PROBE_S, QUIET_S, RawClient
+from trireme_shared.etcd.transport import STATUS
 
 WATCHES = 5
 

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from shared.etcd import Compacted, Compare, Delete, Fatal, Get, LimitExceeded, Put
-from shared.etcd.operations import MAX_BYTES, prefix_end, request_op
-from shared.etcd.transport import RANGE, TXN
+from trireme_shared.etcd import Compacted, Compare, Delete, Fatal, Get, LimitExceeded, Put
+from trireme_shared.etcd.operations import MAX_BYTES, prefix_end, request_op
+from trireme_shared.etcd.transport import RANGE, TXN
 
 
 async def test_a_key_counts_its_revisions_and_versions(world, etcd):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
-from shared.etcd import Delete, Etcd, Put
-from shared.etcd.watch import CREATED_LIMIT_S, IDLE_LIMIT_S
-from shared.runtime import clock
 from tests.shared.etcd.worlds import everywhere, simulate
+from trireme_shared.etcd import Delete, Etcd, Put
+from trireme_shared.etcd.watch import CREATED_LIMIT_S, IDLE_LIMIT_S
+from trireme_shared.runtime import clock
 
 
 class Follower:

@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import CodeType
 
-from shared.etcd import Etcd, connect
-from shared.etcd.embedded import EmbeddedEtcd
 from tests.equipment.etcd.real import real_binaries
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.stopping import stop
 from tests.equipment.virtual_loop import VirtualLoop, run
+from trireme_shared.etcd import Etcd, connect
+from trireme_shared.etcd.embedded import EmbeddedEtcd
 
 
 class World:

@@ -7,15 +7,15 @@ import random
 
 import pytest
 
-from shared.errors import DeadlineExceeded
-from shared.etcd import Etcd
-from shared.keys import Keys
-from shared.membership.directory import Directory
-from shared.records import JobState, MasterAddress, Phase, PserverMember, SlotMap, TrainerList
-from shared.records.layout import Layout, OptimizerSpec, Segment
-from shared.runtime import clock
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop, run
+from trireme_shared.errors import DeadlineExceeded
+from trireme_shared.etcd import Etcd
+from trireme_shared.keys import Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import JobState, MasterAddress, Phase, PserverMember, SlotMap, TrainerList
+from trireme_shared.records.layout import Layout, OptimizerSpec, Segment
+from trireme_shared.runtime import clock
 
 KEYS = Keys("job")
 

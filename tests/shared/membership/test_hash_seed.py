@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from shared.membership.hash_seed import hash_seed
 from trireme.launch.processes import inherited_environment
+from trireme_shared.membership.hash_seed import hash_seed
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import os, sys
-from shared.membership.hash_seed import fix_hash_seed
+from trireme_shared.membership.hash_seed import fix_hash_seed
 fix_hash_seed()
 print(os.getpid(), hash("near"), sys.argv[1:])
 """

@@ -11,14 +11,14 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from shared.errors import InvalidArgument
-from shared.etcd import Etcd
-from shared.keys import ClusterKeys
-from shared.membership.local_script import LocalScripts
-from shared.records.cluster import Source, stored_source
-from shared.security.script_digests import ScriptChanged
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from trireme.script_source import digests_of
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.etcd import Etcd
+from trireme_shared.keys import ClusterKeys
+from trireme_shared.membership.local_script import LocalScripts
+from trireme_shared.records.cluster import Source, stored_source
+from trireme_shared.security.script_digests import ScriptChanged
 
 SOURCE = Source(file_name="train.py", text="print('ä')\n")
 

@@ -9,14 +9,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from shared.errors import PeerError
-from shared.etcd import Etcd, LeaseLost
-from shared.etcd.transport import TXN
-from shared.membership.own_key import OwnKey
-from shared.records import PserverMember
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual
+from trireme_shared.errors import PeerError
+from trireme_shared.etcd import Etcd, LeaseLost
+from trireme_shared.etcd.transport import TXN
+from trireme_shared.membership.own_key import OwnKey
+from trireme_shared.records import PserverMember
 
 KEY, TTL_S = "/members/a", 5.0
 

@@ -6,11 +6,11 @@ import pytest
 
 from master_service.settings import Settings as MasterSettings
 from pserver_service.settings import Settings as PserverSettings
-from shared.membership.settings import CONFIGURATION, MemberSettings
-from shared.security.access import Asked
-from shared.security.tokens import Role
 from trainer_agent.settings import Settings as TrainerSettings
 from trireme.pool.settings import Settings as HostSettings
+from trireme_shared.membership.settings import CONFIGURATION, MemberSettings
+from trireme_shared.security.access import Asked
+from trireme_shared.security.tokens import Role
 
 SERVICES: list[type[MemberSettings]] = [MasterSettings, PserverSettings, TrainerSettings, HostSettings]
 

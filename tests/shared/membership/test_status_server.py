@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from shared.errors import CallerError
-from shared.membership.status_server import StatusServer
-from shared.security import arrivals
-from shared.security.access import Access
-from shared.security.tokens import Role, TokenRecord, Tokens, TokenTable, digest_of
 from trireme.pool.host_metrics import HostMetrics
+from trireme_shared.errors import CallerError
+from trireme_shared.membership.status_server import StatusServer
+from trireme_shared.security import arrivals
+from trireme_shared.security.access import Access
+from trireme_shared.security.tokens import Role, TokenRecord, Tokens, TokenTable, digest_of
 
 VIEWER = TokenRecord(name="v", role=Role.VIEWER, sha256=digest_of("reads"))
 METRICS = b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer %s\r\n\r\n"

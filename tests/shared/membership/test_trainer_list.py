@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.etcd import Etcd, Put
-from shared.keys import Keys
-from shared.membership.directory import Directory
-from shared.records import TrainerList
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop, run
+from trireme_shared.etcd import Etcd, Put
+from trireme_shared.keys import Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import TrainerList
 
 KEYS = Keys("job")
 NAMES = st.lists(st.integers(0, 12).map("t{}".format), unique=True, max_size=12).map(tuple)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from shared.errors import InvalidArgument
-from shared.optimizers.own_step import added_to_step, check_scheduler_step, check_step
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.optimizers.own_step import added_to_step, check_scheduler_step, check_step
 
 
 def average(*_):

@@ -9,9 +9,9 @@ import textwrap
 
 import pytest
 
-from shared.records.begun import FILE_CHARACTERS, READING, BegunWork
-from shared.runtime import begun
-from shared.runtime.begun import HUNG, SLOTS, Journal, left_by, pardon
+from trireme_shared.records.begun import FILE_CHARACTERS, READING, BegunWork
+from trireme_shared.runtime import begun
+from trireme_shared.runtime.begun import HUNG, SLOTS, Journal, left_by, pardon
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_work_is_read_as_it_was_written(name):
 PROGRAM = """
 import os, re, signal, sys, time
 from pathlib import Path
-from shared.runtime import begun
+from trireme_shared.runtime import begun
 if __name__ == "__main__":
     journal = begun.open_journal(Path(sys.argv[1]))
     print(journal.left, flush=True)

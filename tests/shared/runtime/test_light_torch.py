@@ -5,9 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-MAKE = "import sys, torch; from shared.runtime.light_torch import optimizers_without_compiler; optimizers_without_compiler()"
+MAKE = "import sys, torch; from trireme_shared.runtime.light_torch import optimizers_without_compiler; optimizers_without_compiler()"
 AS_A_PSERVER = """
-from shared.serving.core.optimizers import CLASSES, BlockOptimizer
+from trireme_shared.serving.core.optimizers import CLASSES, BlockOptimizer
 for name in CLASSES:
     values = torch.ones(4)
     BlockOptimizer(name, {}, values).step(values, torch.ones(4), {"lr": 0.1})

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shared.runtime import log_files
-from shared.runtime.log_files import LogFile, Logs, is_of
-from shared.security.tokens import Role, new_token
 from tests.equipment.replaced import replaced
+from trireme_shared.runtime import log_files
+from trireme_shared.runtime.log_files import LogFile, Logs, is_of
+from trireme_shared.security.tokens import Role, new_token
 
 
 def logged(second: int, event: str) -> str:

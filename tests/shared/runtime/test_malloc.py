@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from shared.runtime import malloc
+from trireme_shared.runtime import malloc
 
 TOUCH = """
 import sys, ctypes
 from pathlib import Path
-from shared.runtime import malloc
+from trireme_shared.runtime import malloc
 given = malloc.give_back()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from shared.runtime.scheduling import SLICE_NS
+from trireme_shared.runtime.scheduling import SLICE_NS
 
 TELLS = """
 import asyncio, sys, threading
 from pathlib import Path
-from shared.runtime import service, telemetry
+from trireme_shared.runtime import service, telemetry
 
 def told():
     lines = Path(f"/proc/self/task/{threading.get_native_id()}/sched").read_text().splitlines()

@@ -11,7 +11,7 @@ import pytest
 
 SERVICE = """
 import asyncio, sys, time
-from shared.runtime import service, telemetry
+from trireme_shared.runtime import service, telemetry
 
 async def main(stopping):
     loop = asyncio.get_running_loop()

@@ -9,7 +9,7 @@ from trireme.cli.history.script_output import is_of_script
 
 PROGRAM = """
 import threading
-from shared.runtime import telemetry
+from trireme_shared.runtime import telemetry
 telemetry.configure(json=True, service="trainer", job="digits")
 telemetry.logger("room").info("first")
 thread = threading.Thread(target=lambda: telemetry.logger("room").info("second", job="other"))

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from shared.runtime import clock
-from shared.runtime.waiting import Notices, event_within
 from tests.equipment.virtual_loop import run_virtually
+from trireme_shared.runtime import clock
+from trireme_shared.runtime.waiting import Notices, event_within
 
 
 def test_an_event_is_waited_for_no_longer_than_the_limit() -> None:

@@ -6,9 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from shared.errors import Forbidden, ForeignOrigin, TriremeError, Unauthorized, UnknownHost, UnsupportedMediaType
-from shared.security.access import Access, Asked, is_loopback
-from shared.security.tokens import Role, Tokens
+from trireme_shared.errors import (
+    Forbidden,
+    ForeignOrigin,
+    TriremeError,
+    Unauthorized,
+    UnknownHost,
+    UnsupportedMediaType,
+)
+from trireme_shared.security.access import Access, Asked, is_loopback
+from trireme_shared.security.tokens import Role, Tokens
 
 OPEN = Access.of(Tokens(), ["trainer-host", "10.0.0.7", "fd00::7"])
 GET = Asked("GET", host="localhost:8470")

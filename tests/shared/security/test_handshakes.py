@@ -12,16 +12,16 @@ import pytest
 import uvloop
 
 from master_service.api.server import Connections, Server
-from shared.membership.status_server import StatusServer
-from shared.security import authority, handshakes
-from shared.security import tls as tls_files
-from shared.security.access import Access
-from shared.security.tls import Tls
-from shared.serving.data_plane.server import ARRIVALS, make_app, serving
-from shared.serving.pserver import Pserver
 from tests.equipment.uvicorn_server import served
 from tests.pserver_service.jobs import JOB
 from trireme.pool.host_metrics import HostMetrics
+from trireme_shared.membership.status_server import StatusServer
+from trireme_shared.security import authority, handshakes
+from trireme_shared.security import tls as tls_files
+from trireme_shared.security.access import Access
+from trireme_shared.security.tls import Tls
+from trireme_shared.serving.data_plane.server import ARRIVALS, make_app, serving
+from trireme_shared.serving.pserver import Pserver
 
 HEALTH = b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
 CUT_S = 20.0  # on a busy machine; without a limit of ours it takes 60 s

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from shared.errors import InvalidArgument
-from shared.etcd import connect
-from shared.etcd.embedded import free_ports
-from shared.etcd.errors import Refused
-from shared.membership.etcd_access import EtcdAccess
-from shared.security.hidden import without_user
 from trireme.client.exchange import Masters
 from trireme.communicator.arguments import access_of
 from trireme.view.job_address import address_of, client_of, open_job
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.etcd import connect
+from trireme_shared.etcd.embedded import free_ports
+from trireme_shared.etcd.errors import Refused
+from trireme_shared.membership.etcd_access import EtcdAccess
+from trireme_shared.security.hidden import without_user
 
 
 @pytest.mark.parametrize(

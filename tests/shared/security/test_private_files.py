@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import InvalidArgument
-from shared.security import private_files
-from shared.storage import files
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.security import private_files
+from trireme_shared.storage import files
 
 
 def mode(path: Path) -> int:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.security import socket_folders
-from shared.security.socket_folders import SocketFolder, sweep
+from trireme_shared.security import socket_folders
+from trireme_shared.security.socket_folders import SocketFolder, sweep
 
 PREFIX = "trireme-test-"
 

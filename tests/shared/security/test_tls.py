@@ -13,11 +13,11 @@ import pytest
 from cryptography import x509
 from typer.testing import CliRunner
 
-from shared.errors import Conflict, InvalidArgument
-from shared.security import authority
-from shared.security import tls as tls_module
-from shared.security.tls import Tls, client_context
 from trireme.cli.app import app
+from trireme_shared.errors import Conflict, InvalidArgument
+from trireme_shared.security import authority
+from trireme_shared.security import tls as tls_module
+from trireme_shared.security.tls import Tls, client_context
 
 
 @pytest.fixture

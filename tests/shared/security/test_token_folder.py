@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import Conflict, InvalidArgument, NotFound
-from shared.runtime import clock
-from shared.security.token_folder import GIVEN, KEEP_S, TokenFile, TokenFolder, admin_token
-from shared.security.tokens import LOOK_S, OwnToken, Role, Tokens
+from trireme_shared.errors import Conflict, InvalidArgument, NotFound
+from trireme_shared.runtime import clock
+from trireme_shared.security.token_folder import GIVEN, KEEP_S, TokenFile, TokenFolder, admin_token
+from trireme_shared.security.tokens import LOOK_S, OwnToken, Role, Tokens
 
 
 @pytest.fixture

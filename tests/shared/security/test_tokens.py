@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import InvalidArgument
-from shared.runtime import clock
-from shared.security import tokens
-from shared.security.tokens import Role, TokenRecord, Tokens, TokenTable, digest_of, new_token
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.runtime import clock
+from trireme_shared.security import tokens
+from trireme_shared.security.tokens import Role, TokenRecord, Tokens, TokenTable, digest_of, new_token
 
 
 def write(path: Path, *records: TokenRecord, mode: int = 0o600) -> Path:

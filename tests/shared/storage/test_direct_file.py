@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from shared.storage.direct_file import BUFFER_BYTES, EARLY_BYTES, LARGEST_LENT, DirectFile
+from trireme_shared.storage.direct_file import BUFFER_BYTES, EARLY_BYTES, LARGEST_LENT, DirectFile
 
 SIZES = (0, 1, 511, 4096, BUFFER_BYTES - 1, BUFFER_BYTES, BUFFER_BYTES + 1, 2 * BUFFER_BYTES + 4097)
 

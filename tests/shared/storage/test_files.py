@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from shared.errors import DatasetError, InvalidArgument
-from shared.storage import files
+from trireme_shared.errors import DatasetError, InvalidArgument
+from trireme_shared.storage import files
 
 
 @pytest.fixture(params=["local", "file", "memory"])

@@ -13,10 +13,10 @@ from fsspec.core import strip_protocol
 from fsspec.registry import get_filesystem_class, known_implementations
 
 from master_service.storage.counting import count_records
-from shared.errors import DatasetError, InvalidArgument, StorageUnreachable
-from shared.records.datasets import Csv, JsonLines, Npy, Parquet
-from shared.storage import files
 from trainer_agent.data import open_dataset
+from trireme_shared.errors import DatasetError, InvalidArgument, StorageUnreachable
+from trireme_shared.records.datasets import Csv, JsonLines, Npy, Parquet
+from trireme_shared.storage import files
 
 CONTENT = b"a,b\n" + b"".join(b"%d,%d\n" % (n, n * n) for n in range(50))
 

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from shared.errors import InvalidArgument
-from shared.storage import files, object_store
 from tests.equipment.s3 import BUCKET, S3Server, forget_clients, refusal, s3
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.storage import files, object_store
 
 __all__ = ["s3"]
 
@@ -127,7 +127,7 @@ def test_the_upload_of_a_killed_writer_is_swept(s3: S3Server):
     """A process that begins an upload, and is killed by SIGKILL."""
     url = files.join(s3.url, "job", "checkpoints", "u", "part")
     code = (
-        "import os, signal\nfrom shared.storage import files, object_store\n"
+        "import os, signal\nfrom trireme_shared.storage import files, object_store\n"
         f"with files.write_atomic({url!r}) as file:\n"
         "    file.write(bytes(object_store.PART_BYTES))\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -202,7 +202,7 @@ def test_an_endpoint_that_never_answers_is_waited_for_with_a_limit(s3: S3Server,
 def test_without_the_extra_the_message_says_what_to_install():
     """In a process of its own, where s3fs cannot be imported."""
     code = (
-        "import sys\nsys.modules['s3fs'] = None\nfrom shared.storage import files\n"
+        "import sys\nsys.modules['s3fs'] = None\nfrom trireme_shared.storage import files\n"
         "try:\n    files.names('s3://bucket/x')\n"
         "except Exception as error:\n    print(type(error).__name__, error, error.hint, sep='|')\n"
     )

@@ -12,11 +12,11 @@ import pytest
 
 from master_service.storage.counting import count_records
 from master_service.storage.heads import Heads
-from shared.records.datasets import Bytes, Csv, Custom, MapStyle, Npy
-from shared.storage import files as storage_files
-from shared.storage import stamps
-from shared.storage.stamps import BLOCKS, END_BYTES, LOOK_S, WHOLE_BYTES, CountedFiles, stamp_of
 from tests.equipment.replaced import replaced
+from trireme_shared.records.datasets import Bytes, Csv, Custom, MapStyle, Npy
+from trireme_shared.storage import files as storage_files
+from trireme_shared.storage import stamps
+from trireme_shared.storage.stamps import BLOCKS, END_BYTES, LOOK_S, WHOLE_BYTES, CountedFiles, stamp_of
 
 
 def large(seed: int, size: int = 4 * WHOLE_BYTES) -> bytes:
@@ -61,7 +61,7 @@ def test_an_object_of_a_store_is_compared_by_its_tag_and_any_other_file_is_read(
         file.write(b"one")
     assert stamp_of("memory://stamps/x").startswith("3 content ")
     assert stamp_of("memory://stamps/none") == ""
-    monkeypatch.setattr("shared.storage.stamps.files.size_and_tag", lambda _: (3, "abc"))
+    monkeypatch.setattr("trireme_shared.storage.stamps.files.size_and_tag", lambda _: (3, "abc"))
     assert stamp_of("s3://bucket/x") == "3 etag abc"
 
 

@@ -10,10 +10,10 @@ import safetensors.torch
 import torch
 import xxhash
 
-from shared.errors import BadFrame
-from shared.storage import tensor_file
-from shared.storage.direct_file import LARGEST_LENT
-from shared.storage.tensor_file import Entry
+from trireme_shared.errors import BadFrame
+from trireme_shared.storage import tensor_file
+from trireme_shared.storage.direct_file import LARGEST_LENT
+from trireme_shared.storage.tensor_file import Entry
 
 TENSORS = {
     "a": torch.arange(5, dtype=torch.float32),

@@ -12,11 +12,11 @@ from contextlib import nullcontext
 
 import pytest
 
-from shared.errors import DatasetError, ResourceExhausted, StorageUnreachable
-from shared.runtime.service import OPEN_FILES
-from shared.storage import files, nameless
-from shared.storage.compressed import scanning
-from shared.storage.trouble import kept_open, trouble_in_user_code, trouble_of
+from trireme_shared.errors import DatasetError, ResourceExhausted, StorageUnreachable
+from trireme_shared.runtime.service import OPEN_FILES
+from trireme_shared.storage import files, nameless
+from trireme_shared.storage.compressed import scanning
+from trireme_shared.storage.trouble import kept_open, trouble_in_user_code, trouble_of
 
 MACHINE = ("EMFILE", "ENFILE", "ENOMEM", "ENOSPC", "EDQUOT", "EIO", "ESTALE")
 STORAGE = ("ETIMEDOUT", "ECONNRESET", "ECONNREFUSED", "EHOSTUNREACH", "ENETUNREACH", "ENOTCONN")
@@ -82,7 +82,7 @@ def test_a_disk_that_fails_while_a_file_is_decompressed_is_no_damage_of_the_file
         def readinto(self, _):
             raise os_error("EIO")
 
-    monkeypatch.setattr("shared.storage.compressed.files.open_read", lambda _: nullcontext(Failing()))
+    monkeypatch.setattr("trireme_shared.storage.compressed.files.open_read", lambda _: nullcontext(Failing()))
     for name in ("x.csv.gz", "x.csv.bz2", "x.csv.xz", "x.csv.zst"):
         with pytest.raises(ResourceExhausted, match=f"{name} cannot be read now"), scanning(name) as source:
             source.read()
@@ -98,7 +98,7 @@ def test_a_service_raises_its_soft_limit_to_the_hard_one():
     program = (
         "import resource\nhard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\nresource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))\n"
         "async def main(_):\n    print(*resource.getrlimit(resource.RLIMIT_NOFILE))\n    return 0\n"
-        "from shared.runtime import service\nservice.run(main)\n"
+        "from trireme_shared.runtime import service\nservice.run(main)\n"
     )
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     soft, hard = map(int, told.stdout.split())

@@ -1,4 +1,4 @@
-"""A table as a dict, one id at a time: what shared.tables.table has to do. Steps are torch's own where torch has them."""
+"""A table as a dict, one id at a time: what trireme_shared.tables.table has to do. Steps are torch's own where torch has them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shared.records.layout import TableSpec
-from shared.tables.hashing import GOLDEN, hashes_of, mix64, slots_of
+from trireme_shared.records.layout import TableSpec
+from trireme_shared.tables.hashing import GOLDEN, hashes_of, mix64, slots_of
 
 Row = dict[int, np.ndarray]
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.tables.removed import LEAST_KEPT, RemovedIds
-from shared.tables.saving.chain import Chain
-from shared.tables.saving.overwritten import TOGETHER
-from shared.tables.saving.snapshot import SlotGroup, TableSnapshot, new_lock
-from shared.tables.sharded import ShardedTable
-from shared.tables.table import RowsOfIds, Table, joined, living
 from tests.shared.tables.test_snapshot import SLOTS, contents, copy_of, step, table_of
 from tests.shared.tables.test_table import EXACT, spec_of
+from trireme_shared.tables.removed import LEAST_KEPT, RemovedIds
+from trireme_shared.tables.saving.chain import Chain
+from trireme_shared.tables.saving.overwritten import TOGETHER
+from trireme_shared.tables.saving.snapshot import SlotGroup, TableSnapshot, new_lock
+from trireme_shared.tables.sharded import ShardedTable
+from trireme_shared.tables.table import RowsOfIds, Table, joined, living
 
 
 def read(snapshot: TableSnapshot, data: Any, table: Table, lock: Any) -> list[RowsOfIds]:

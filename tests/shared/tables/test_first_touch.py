@@ -11,14 +11,14 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from shared.records.layout import RowInit, RowOptimizer, TableSpec
-from shared.tables import first_touch
-from shared.tables.first_touch import PIECE_BYTES, SMALL_BYTES, TouchedRows
-from shared.tables.kernels import rows as row_loops
-from shared.tables.memory import CELLS_AT_ONCE, Cells
-from shared.tables.table import Table
-from shared.tables.turns import AT_ONCE, BYTES_AT_ONCE, rows_at_once
 from tests.equipment.replaced import replaced
+from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.tables import first_touch
+from trireme_shared.tables.first_touch import PIECE_BYTES, SMALL_BYTES, TouchedRows
+from trireme_shared.tables.kernels import rows as row_loops
+from trireme_shared.tables.memory import CELLS_AT_ONCE, Cells
+from trireme_shared.tables.table import Table
+from trireme_shared.tables.turns import AT_ONCE, BYTES_AT_ONCE, rows_at_once
 
 ROW_BYTES, SHIFT = 256, 15  # chunks of 8 MiB
 LARGE = SMALL_BYTES + 2 * PIECE_BYTES

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from shared.tables.kernels import parts
 from tests.equipment.replaced import replaced
+from trireme_shared.tables.kernels import parts
 
 TABLES = Path(parts.__file__).parents[1]
 LOOP = """
-from shared.tables.kernels.parts import compiled
+from trireme_shared.tables.kernels.parts import compiled
 
 
 @compiled
@@ -23,8 +23,8 @@ def one_more(number):
     return number + 1
 """
 LACKING = """
-from shared.tables.first_use import compile_loops
-from shared.tables.kernels import cells, rows, sums
+from trireme_shared.tables.first_use import compile_loops
+from trireme_shared.tables.kernels import cells, rows, sums
 
 compile_loops()
 print([name for name in {names} if not eval(name).signatures])

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.records.layout import RowInit, RowOptimizer, TableSpec
-from shared.tables.hashing import slots_of, slots_of_tables
-from shared.tables.sharded import ShardedTable
+from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.tables.hashing import slots_of, slots_of_tables
+from trireme_shared.tables.sharded import ShardedTable
 
 IDS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20).map(lambda found: np.array(found, np.int64))
 SEEDS = st.integers(0, 2**64 - 1)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.lanes import combine
-from shared.tables.lanes import LaneRows, mean_over_lanes, sums_of_ids
+from trireme_shared.lanes import combine
+from trireme_shared.tables.lanes import LaneRows, mean_over_lanes, sums_of_ids
 
 
 def dense_mean(lanes: list[LaneRows], ids: np.ndarray, dim: int) -> tuple[torch.Tensor | None, int]:
@@ -44,7 +44,7 @@ def test_a_lane_without_an_id_counts_as_zero(data: Any) -> None:
 
 
 def test_more_ids_than_are_handled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.tables.lanes.MERGED_AT_ONCE", 1000)
+    monkeypatch.setattr("trireme_shared.tables.lanes.MERGED_AT_ONCE", 1000)
     rng = np.random.default_rng(2)
     lanes = [LaneRows(np.unique(rng.integers(0, 30_000, 9_000)), np.empty(0, np.float32), 5) for _ in range(4)]
     for lane in lanes:

@@ -10,15 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.checkpoints.start_tables import StartTable, fit_tables, put_rows
-from shared.errors import InvalidArgument
-from shared.records.layout import RowInit, RowOptimizer, TableSpec
-from shared.tables.sharded import ShardedTable
-from shared.tables.table import Table
-from shared.tables.updates import initial_values
 from tests.shared.tables.papers import FtrlProximal, RowAdagrad
 from trainer_agent.tables.files import StoredTable, write_tables
 from trireme.nn import SGD, Adagrad, Adam, Ftrl
+from trireme_shared.checkpoints.start_tables import StartTable, fit_tables, put_rows
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.tables.sharded import ShardedTable
+from trireme_shared.tables.table import Table
+from trireme_shared.tables.updates import initial_values
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch says it once, of its own optimizers
 DIM, SLOTS = 3, 8

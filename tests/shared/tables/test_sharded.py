@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from shared.tables.hashing import slots_of
-from shared.tables.memory import Cells
-from shared.tables.saving.snapshot import TableSnapshot, new_lock
-from shared.tables.sharded import ShardedTable
-from shared.tables.table import RowsOfIds, joined
-from shared.tables.turns import AT_ONCE
 from tests.equipment.replaced import replaced
 from tests.shared.tables.test_snapshot import SLOTS, contents
 from tests.shared.tables.test_table import EXACT, spec_of
+from trireme_shared.tables.hashing import slots_of
+from trireme_shared.tables.memory import Cells
+from trireme_shared.tables.saving.snapshot import TableSnapshot, new_lock
+from trireme_shared.tables.sharded import ShardedTable
+from trireme_shared.tables.table import RowsOfIds, joined
+from trireme_shared.tables.turns import AT_ONCE
 
 SPEC = spec_of(EXACT[2], admit_after=2)
 IDS = np.arange(400)

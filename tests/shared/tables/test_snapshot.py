@@ -11,15 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.errors import InvalidArgument
-from shared.records.layout import RowInit, RowOptimizer, TableSpec
-from shared.tables.hashing import slots_of
-from shared.tables.kernels.saving import sort_slots
-from shared.tables.memory import Rows
-from shared.tables.saving import overwritten
-from shared.tables.saving.overwritten import Overwritten
-from shared.tables.saving.snapshot import SlotGroup, TableSnapshot, from_records, new_lock, record_words, to_records
-from shared.tables.table import RowsOfIds, Table, joined
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.tables.hashing import slots_of
+from trireme_shared.tables.kernels.saving import sort_slots
+from trireme_shared.tables.memory import Rows
+from trireme_shared.tables.saving import overwritten
+from trireme_shared.tables.saving.overwritten import Overwritten
+from trireme_shared.tables.saving.snapshot import (
+    SlotGroup,
+    TableSnapshot,
+    from_records,
+    new_lock,
+    record_words,
+    to_records,
+)
+from trireme_shared.tables.table import RowsOfIds, Table, joined
 
 SLOTS, DIM = 8, 3
 IDS = st.sampled_from([0, -1, 2**63 - 1, -(2**63), *range(60)])

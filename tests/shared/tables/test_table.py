@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.errors import InvalidArgument
-from shared.records.layout import RowInit, RowOptimizer, TableSpec
-from shared.tables.hashing import slots_of
-from shared.tables.table import Table, joined
 from tests.shared.tables.dict_table import DictTable
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.tables.hashing import slots_of
+from trireme_shared.tables.table import Table, joined
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch says it once, of its own optimizers
 SLOTS = 8

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.errors import BadFrame, TooLarge
-from shared.wire import codec
-from shared.wire.codec import Decoder, Ended, Filled, Limits, Opened
-from shared.wire.messages import PulledBlock, PushBlock
+from trireme_shared.errors import BadFrame, TooLarge
+from trireme_shared.wire import codec
+from trireme_shared.wire.codec import Decoder, Ended, Filled, Limits, Opened
+from trireme_shared.wire.messages import PulledBlock, PushBlock
 
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")

@@ -6,9 +6,9 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-from shared.wire.lending import Borrower, Lender, Offers
-from shared.wire.server_memory import ServerMemory
-from shared.wire.shared_memory import PAGE_BYTES, Region
+from trireme_shared.wire.lending import Borrower, Lender, Offers
+from trireme_shared.wire.server_memory import ServerMemory
+from trireme_shared.wire.shared_memory import PAGE_BYTES, Region
 
 
 def test_an_answer_to_a_peers_offer_names_no_region_that_the_peer_was_not_told_of():

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 import trireme
-from shared.etcd.embedded import EmbeddedEtcd
-from shared.keys import Keys
-from shared.membership.etcd_access import EtcdAccess
 from tests.soak.communicator.run import Soak
 from tests.soak.moments.schedule import drawn, parse
+from trireme_shared.etcd.embedded import EmbeddedEtcd
+from trireme_shared.keys import Keys
+from trireme_shared.membership.etcd_access import EtcdAccess
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[3]

@@ -17,14 +17,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from shared.errors import TriremeError
-from shared.runtime import telemetry
 from tests.soak.moments.run import TRAINERS, Soak, epochs_for
 from tests.soak.moments.schedule import OF_JOBS, drawn_of_jobs, parse
 from tests.soak.run import SoakError
 from tests.soak.soak import undisturbed
 from tests.soak.verify import check_bits, check_records
 from tests.soak.workload import WORKLOADS
+from trireme_shared.errors import TriremeError
+from trireme_shared.runtime import telemetry
 
 
 def main() -> int:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shared.records import Strategy
 from tests.soak.moments.schedule import Fault
 from tests.soak.plan import LEASE_S
 from tests.soak.run import ALIVE_S, Run, SoakError, Trained, until
 from tests.soak.workload import Workload
 from trireme.cli.faults.chaos import alive
+from trireme_shared.records import Strategy
 
 TRAINERS = 4
 STEPS_PER_FAULT = 40

@@ -12,11 +12,6 @@ from typing import Any
 
 import torch
 
-from shared.errors import NotReady, PeerError
-from shared.records import Exchange, JobSpec, Phase, TrainerMember
-from shared.serving.core.calls import OpenPull
-from shared.serving.core.pushes import OpenPush
-from shared.wire.messages import PullEnd, PullRequest, PushHeader
 from tests.equipment.cluster.direct_ports import DirectPserver
 from tests.trainer_agent.cluster import TorchCluster
 from trainer_agent.agent import Agent
@@ -24,6 +19,11 @@ from trainer_agent.collective.native.exchange import NativePlace
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.collective.server import ShareServer
 from trainer_agent.collective.state.messages import Portion, StateRequest
+from trireme_shared.errors import NotReady, PeerError
+from trireme_shared.records import Exchange, JobSpec, Phase, TrainerMember
+from trireme_shared.serving.core.calls import OpenPull
+from trireme_shared.serving.core.pushes import OpenPush
+from trireme_shared.wire.messages import PullEnd, PullRequest, PushHeader
 
 
 class HeldShare(ShareServer):

@@ -8,10 +8,6 @@ from collections.abc import Callable
 
 import torch
 
-from shared.errors import Gone, PeerError
-from shared.records import Mode
-from shared.records.layout import Layout, OptimizerSpec
-from shared.records.step import StepRecord, StepResult
 from tests.simulation.compute import Speed, TinyCompute, Trace
 from tests.trainer_agent.collective.test_replica import record
 from trainer_agent.collective.replica import Replica
@@ -19,6 +15,10 @@ from trainer_agent.collective.state.catching_up import CatchingUp, Step
 from trainer_agent.collective.state.giving import StateGiver
 from trainer_agent.collective.state.messages import Portion, StateRequest
 from trainer_agent.model.flat import Place
+from trireme_shared.errors import Gone, PeerError
+from trireme_shared.records import Mode
+from trireme_shared.records.layout import Layout, OptimizerSpec
+from trireme_shared.records.step import StepRecord, StepResult
 
 STEP_S = 0.05
 ENVELOPE = {"job": "j", "generation": 1}

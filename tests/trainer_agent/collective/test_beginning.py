@@ -6,12 +6,12 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from shared.errors import PeerError
-from shared.keys import Keys
-from shared.membership.directory import Directory
-from shared.records import JobSpec, JobState, Phase
 from tests.trainer_agent.collective.test_replica import begun, record
 from trainer_agent.collective.beginning import begin_together
+from trireme_shared.errors import PeerError
+from trireme_shared.keys import Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import JobSpec, JobState, Phase
 
 
 class Away:

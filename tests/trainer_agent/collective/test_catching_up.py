@@ -8,12 +8,6 @@ from typing import Any
 
 import pytest
 
-from shared.errors import AnotherProcess, Gone, NotReady, StaleGeneration
-from shared.records import PserverMember
-from shared.records.step import StepResult
-from shared.serving.data_plane.server import make_app
-from shared.serving.data_plane.server import serving as served
-from shared.serving.pserver import Pserver
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually
 from tests.trainer_agent.collective.joining_job import ENVELOPE, Job, Member, layerwise
@@ -22,6 +16,12 @@ from trainer_agent.collective.state import catching_up, giving, serving
 from trainer_agent.collective.state.catching_up import CatchingUp
 from trainer_agent.collective.state.messages import StateRequest
 from trainer_agent.collective.state.serving import HttpDonor
+from trireme_shared.errors import AnotherProcess, Gone, NotReady, StaleGeneration
+from trireme_shared.records import PserverMember
+from trireme_shared.records.step import StepResult
+from trireme_shared.serving.data_plane.server import make_app
+from trireme_shared.serving.data_plane.server import serving as served
+from trireme_shared.serving.pserver import Pserver
 
 
 @pytest.fixture(autouse=True)

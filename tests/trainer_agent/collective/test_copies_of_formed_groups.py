@@ -6,10 +6,10 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from shared.records import JobSpec
 from tests.trainer_agent.collective.test_replica import compute
 from trainer_agent.collective.exchange import CollectiveGroup
 from trainer_agent.collective.gathering import MeanGradients
+from trireme_shared.records import JobSpec
 
 
 class Means(MeanGradients):

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from shared.errors import StaleGeneration
-from shared.records import TrainerList
-from shared.wire.messages import PserverInfo
 from trainer_agent.collective.gathering import MeanGradients
 from trainer_agent.collective.groups import Group
+from trireme_shared.errors import StaleGeneration
+from trireme_shared.records import TrainerList
+from trireme_shared.wire.messages import PserverInfo
 
 
 def said(place: int, version: int) -> PserverInfo:

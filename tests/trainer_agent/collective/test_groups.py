@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shared.records import TrainerList
-from shared.wire.messages import PserverInfo
 from trainer_agent.collective.groups import Group
+from trireme_shared.records import TrainerList
+from trireme_shared.wire.messages import PserverInfo
 
 NAMES = ("a", "b", "c")
 

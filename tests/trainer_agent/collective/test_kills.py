@@ -7,12 +7,12 @@ import math
 
 import pytest
 
-from shared.errors import Gone
-from shared.records import Phase, Strategy
 from tests.trainer_agent.collective.cluster import cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.collective.gathering import MeanGradients
 from trainer_agent.collective.groups import Group
+from trireme_shared.errors import Gone
+from trireme_shared.records import Phase, Strategy
 
 COMMON = {
     "strategy": Strategy.COLLECTIVE,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from shared.records import Exchange, TrainerList, TrainerMember
 from tests.equipment.virtual_loop import run_virtually
 from trainer_agent.collective.groups import Group, pserver_of
 from trainer_agent.collective.late_members import AGAIN, FIRST, TELLERS, LateMembers, follows
+from trireme_shared.records import Exchange, TrainerList, TrainerMember
 
 LEASE_S = 2.0
 NAMES = tuple("abcdefgh")

@@ -8,11 +8,6 @@ from typing import Any
 
 import pytest
 
-from shared.errors import Gone
-from shared.keys import Keys
-from shared.membership.directory import Directory
-from shared.records import Exchange, JobSpec, JobState, Phase, Strategy, TrainerList
-from shared.serving.core.clipping import Clipping
 from tests.trainer_agent.collective.test_replica import compute, record
 from trainer_agent.collective.exchange import CollectiveGroup
 from trainer_agent.collective.gathering import MeanGradients
@@ -20,6 +15,11 @@ from trainer_agent.collective.groups import Group, GroupView
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.collective.replica import Replica
 from trainer_agent.collective.server import ShareServer
+from trireme_shared.errors import Gone
+from trireme_shared.keys import Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import Exchange, JobSpec, JobState, Phase, Strategy, TrainerList
+from trireme_shared.serving.core.clipping import Clipping
 
 
 def alone(clip_grad_norm: float | None = None, step_in: Any = None) -> tuple[CollectiveGroup, Directory, GroupView]:

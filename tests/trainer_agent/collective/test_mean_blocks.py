@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.blocks.buffers import Buffer, BufferPool, bytes_of
-from shared.records import SlotMap
-from shared.records.layout import Segment
-from shared.records.step import LanePosition, NodeResult, StepRecord
-from shared.serving.ports import ServerPorts
-from shared.wire.messages import MOST_STATED, PushBlock
-from shared.wire.region_allocator import RegionAllocator
-from shared.wire.verdict import Verdict
 from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import JOB, layout_of, push_header
 from trainer_agent.collective import mean_blocks
 from trainer_agent.collective.mean_blocks import MOST_KEPT, MeanStore, released
 from trainer_agent.collective.server import ShareServer
+from trireme_shared.blocks.buffers import Buffer, BufferPool, bytes_of
+from trireme_shared.records import SlotMap
+from trireme_shared.records.layout import Segment
+from trireme_shared.records.step import LanePosition, NodeResult, StepRecord
+from trireme_shared.serving.ports import ServerPorts
+from trireme_shared.wire.messages import MOST_STATED, PushBlock
+from trireme_shared.wire.region_allocator import RegionAllocator
+from trireme_shared.wire.verdict import Verdict
 
 LANES = 2
 LAYOUT = layout_of(

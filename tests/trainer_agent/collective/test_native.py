@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from shared.collective.group import Broken, Group
-from shared.records import Phase, Strategy
-from shared.records.step import StepRecord
 from tests.trainer_agent.collective.cluster import CollectiveCluster, cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.collective.mean_blocks import MeanStore, released
@@ -20,6 +17,9 @@ from trainer_agent.collective.native.given import Given
 from trainer_agent.collective.native.link import Link, OperationLimit
 from trainer_agent.collective.native.step import Made, StepMaker
 from trainer_agent.collective.server import ShareServer
+from trireme_shared.collective.group import Broken, Group
+from trireme_shared.records import Phase, Strategy
+from trireme_shared.records.step import StepRecord
 
 COLLECTIVE = {
     "strategy": Strategy.COLLECTIVE,

@@ -7,17 +7,17 @@ import itertools
 import pytest
 import torch
 
-from shared.blocks.accumulator import Accumulator
-from shared.blocks.buffers import BufferPool
-from shared.collective.group import Broken
-from shared.errors import InvalidArgument
-from shared.lanes import combine
-from shared.records import Mode
-from shared.records.step import LanePosition, NodeResult
-from shared.wire.messages import PushHeader
 from trainer_agent.collective.native.given import Told, ToldNode, chosen, covers, read_told
 from trainer_agent.collective.native.link import NativeStatement, backend_of, check_alike
 from trainer_agent.collective.native.reducing import mean_over
+from trireme_shared.blocks.accumulator import Accumulator
+from trireme_shared.blocks.buffers import BufferPool
+from trireme_shared.collective.group import Broken
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.lanes import combine
+from trireme_shared.records import Mode
+from trireme_shared.records.step import LanePosition, NodeResult
+from trireme_shared.wire.messages import PushHeader
 
 
 def told(trainer: str, *nodes: tuple[int, int, int], loss: float = 0.0) -> Told:

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from shared.blocks.buffers import tensor_over
-from shared.errors import BadFrame
-from shared.records import Mode
-from shared.records.step import LanePosition, LaneZero, NodeResult, StepRecord
-from shared.serving.core.clipping import Clipping
-from shared.serving.core.stores import store_of
-from shared.wire.messages import InitHeader, PushBlock, PushHeader, StepNorm
 from tests.simulation.compute import Speed, TinyCompute, Trace
 from trainer_agent.collective.replica import Replica
+from trireme_shared.blocks.buffers import tensor_over
+from trireme_shared.errors import BadFrame
+from trireme_shared.records import Mode
+from trireme_shared.records.step import LanePosition, LaneZero, NodeResult, StepRecord
+from trireme_shared.serving.core.clipping import Clipping
+from trireme_shared.serving.core.stores import store_of
+from trireme_shared.wire.messages import InitHeader, PushBlock, PushHeader, StepNorm
 
 OPTIONS = ({"lr": 0.25}, {"lr": 0.125})
 

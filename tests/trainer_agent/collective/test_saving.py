@@ -9,15 +9,6 @@ from typing import Any
 import pytest
 
 from pserver_service.checkpoints.store_loader import load_store
-from shared.checkpoints import stored
-from shared.errors import CheckpointUnusable
-from shared.etcd import Etcd, Put
-from shared.keys import Keys
-from shared.membership.directory import Directory
-from shared.records import JobSpec, JobState, Mode, Phase, SlotMap, Strategy, TrainerList, TrainerMember
-from shared.records.checkpoints import CheckpointLatest, CheckpointRef
-from shared.records.step import StepRecord
-from shared.slots import spread
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
@@ -29,6 +20,15 @@ from trainer_agent.collective.state.restoring import Restorer
 from trainer_agent.collective.state.saving import ShareCopies
 from trainer_agent.core.steps import checkpoint_asked
 from trainer_agent.membership.lease import Membership
+from trireme_shared.checkpoints import stored
+from trireme_shared.errors import CheckpointUnusable
+from trireme_shared.etcd import Etcd, Put
+from trireme_shared.keys import Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import JobSpec, JobState, Mode, Phase, SlotMap, Strategy, TrainerList, TrainerMember
+from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef
+from trireme_shared.records.step import StepRecord
+from trireme_shared.slots import spread
 
 KEYS = Keys("j")
 TTL_S = 5.0

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from shared.records import JobSpec, Phase, Strategy
-from shared.records.checkpoints import CheckpointLatest
 from tests.equipment.replaced import replaced
 from tests.trainer_agent.collective.cluster import CollectiveCluster, cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.collective import mean_blocks
 from trainer_agent.collective.state import giving
+from trireme_shared.records import JobSpec, Phase, Strategy
+from trireme_shared.records.checkpoints import CheckpointLatest
 
 COMMON: dict[str, Any] = {"lanes": 4, "global_batch_size": 12, "records_per_task": 6, "epochs": 10, "block_bytes": 256}
 STEPS = 60

@@ -10,13 +10,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from pserver_service.checkpoints.store_loader import load_store
-from shared.checkpoints import stored
-from shared.checkpoints.table_rows import read_rows
-from shared.records import JobSpec, Phase, SlotMap, Strategy
-from shared.records.checkpoints import CheckpointLatest
-from shared.slots import spread
-from shared.tables.saving import snapshot
-from shared.tables.table import RowsOfIds
 from tests.trainer_agent import cluster as with_pservers
 from tests.trainer_agent.collective import cluster as with_shares
 from tests.trainer_agent.scripts import differing, spec_for, write_script
@@ -24,6 +17,13 @@ from trainer_agent.collective.rows import giving, means
 from trainer_agent.collective.rows.stepping import whole_table
 from trainer_agent.script.user_module import load
 from trireme import plain
+from trireme_shared.checkpoints import stored
+from trireme_shared.checkpoints.table_rows import read_rows
+from trireme_shared.records import JobSpec, Phase, SlotMap, Strategy
+from trireme_shared.records.checkpoints import CheckpointLatest
+from trireme_shared.slots import spread
+from trireme_shared.tables.saving import snapshot
+from trireme_shared.tables.table import RowsOfIds
 
 COLLECTIVE = {"strategy": Strategy.COLLECTIVE, "pservers": 0}
 MODEL = """

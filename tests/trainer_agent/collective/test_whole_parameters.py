@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.blocks.narrow import DTYPES
-from shared.errors import BadFrame, InvalidArgument
-from shared.records.layout import OptimizerSpec
-from shared.records.step import LanePosition, LaneZero, StepRecord
-from shared.serving.core.clipping import Clipping
-from shared.serving.core.optimizers import arguments
 from tests.trainer_agent.scripts import spec_for, write_script
 from trainer_agent.collective.replica import Replica
 from trainer_agent.script.user_module import load
+from trireme_shared.blocks.narrow import DTYPES
+from trireme_shared.errors import BadFrame, InvalidArgument
+from trireme_shared.records.layout import OptimizerSpec
+from trireme_shared.records.step import LanePosition, LaneZero, StepRecord
+from trireme_shared.serving.core.clipping import Clipping
+from trireme_shared.serving.core.optimizers import arguments
 
 COLLECTIVE = {"strategy": "collective", "pservers": 0}
 MODEL = """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shared.records import JobState, Mode, Phase, Stage, TrainerList
 from trainer_agent.core.duties import Duty, Next, next_duty
+from trireme_shared.records import JobState, Mode, Phase, Stage, TrainerList
 
 RUNNING = JobState(phase=Phase.RUNNING, generation=4)
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from shared.errors import DatasetError
 from trainer_agent.data import default_collate
 from trainer_agent.data.shard import RecordShard, Shard
+from trireme_shared.errors import DatasetError
 
 
 def equal(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -15,8 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shared.errors import ResourceExhausted
-from shared.records.datasets import (
+from trainer_agent.data import open_dataset
+from trainer_agent.data.reader import blaming
+from trireme_shared.errors import ResourceExhausted
+from trireme_shared.records.datasets import (
     Bytes,
     Csv,
     Custom,
@@ -30,8 +32,6 @@ from shared.records.datasets import (
     TextLines,
     WebDataset,
 )
-from trainer_agent.data import open_dataset
-from trainer_agent.data.reader import blaming
 
 FILES, KEPT = 40, 4
 
@@ -65,7 +65,7 @@ FORMATS: dict[str, tuple[type[Dataset], Write, dict[str, object]]] = {
 
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_files_that_were_read_are_closed(tmp_path, monkeypatch, suffix):
-    monkeypatch.setattr("shared.storage.trouble._MOST_KEPT", KEPT)
+    monkeypatch.setattr("trireme_shared.storage.trouble._MOST_KEPT", KEPT)
     kind, write, options = FORMATS[suffix]
     paths = [tmp_path / f"{number:02}.{suffix}" for number in range(FILES)]
     for number, path in enumerate(paths):

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from shared.datasets.random_state import Generators, seed_everything, seeded
-from shared.errors import InvalidArgument
-from shared.records.datasets import Custom, IterableStyle, MapStyle
 from trainer_agent.data import open_dataset
 from trainer_agent.data.drawing import PROBED, reading
+from trireme_shared.datasets.random_state import Generators, seed_everything, seeded
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.records.datasets import Custom, IterableStyle, MapStyle
 
 MODULE = """
 import random, threading

@@ -7,10 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shared.errors import DatasetError
-from shared.records.datasets import Bytes, Csv, Custom, JsonLines, Npy, Parquet, TextLines
 from trainer_agent.data import open_dataset
 from trainer_agent.data.parquet import ParquetReader
+from trireme_shared.errors import DatasetError
+from trireme_shared.records.datasets import Bytes, Csv, Custom, JsonLines, Npy, Parquet, TextLines
 
 
 def everything(dataset, count, file=None):

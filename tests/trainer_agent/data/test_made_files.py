@@ -20,10 +20,10 @@ from google_crc32c import value as crc32c
 from PIL import Image
 
 from master_service.storage.counting import count_records
-from shared.datasets.tf_record import masked
-from shared.errors import DatasetError
-from shared.records.datasets import Dataset, HuggingFace, ImageFolder, RecordIO, TFRecord, WebDataset
 from trainer_agent.data import open_dataset
+from trireme_shared.datasets.tf_record import masked
+from trireme_shared.errors import DatasetError
+from trireme_shared.records.datasets import Dataset, HuggingFace, ImageFolder, RecordIO, TFRecord, WebDataset
 
 MADE = Path(__file__).parent / "made"
 RECORDS = 24

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import torch
 
-from shared.datasets.random_state import undisturbed
 from trainer_agent.data.ready_batch import ReadyBatch
+from trireme_shared.datasets.random_state import undisturbed
 
 
 def draws() -> tuple[float, float, float]:

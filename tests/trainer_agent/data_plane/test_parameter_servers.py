@@ -7,16 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from shared.errors import DeadlineExceeded, PeerError
-from shared.records import Mode, SlotMap
-from shared.records.step import StepRecord
-from shared.runtime import clock
-from shared.wire.messages import PulledBlock, PullEnd, PushAnswer, PushBlock, PushHeader
 from tests.trainer_agent.virtual_time import virtually
 from trainer_agent.data_plane.fleet_client import ASK_S, SHARE, FleetClient, call_limit_s
 from trainer_agent.data_plane.outbox import Outbox
 from trainer_agent.data_plane.parameter_servers import ParameterServers
 from trainer_agent.data_plane.pushes import Verdict
+from trireme_shared.errors import DeadlineExceeded, PeerError
+from trireme_shared.records import Mode, SlotMap
+from trireme_shared.records.step import StepRecord
+from trireme_shared.runtime import clock
+from trireme_shared.wire.messages import PulledBlock, PullEnd, PushAnswer, PushBlock, PushHeader
 
 HEADER = PushHeader(job="j", term=0, generation=1, mode=Mode.SYNC, trainer="t", step=0)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shared.records import SlotMap
-from shared.records.layout import Layout, OptimizerSpec, Segment
-from shared.slots import spread
 from trainer_agent.data_plane.routing import route
+from trireme_shared.records import SlotMap
+from trireme_shared.records.layout import Layout, OptimizerSpec, Segment
+from trireme_shared.slots import spread
 
 
 def test_blocks_are_routed_by_slot():

@@ -9,13 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shared.errors import Gone, InvalidArgument, PeerError
-from shared.records import SlotMap
-from shared.records.step import StepRecord
-from shared.serving.core.clipping import Clipping
-from shared.serving.pserver import Pserver
-from shared.slots import slot_of
-from shared.wire.messages import InitBlock, StepNorm
 from tests.equipment.cluster.direct_ports import DirectPserver
 from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import (
@@ -35,6 +28,13 @@ from tests.trainer_agent.virtual_time import virtually
 from trainer_agent.data_plane.fleet_client import FleetClient
 from trainer_agent.data_plane.parameter_servers import ParameterServers
 from trainer_agent.data_plane.step_norm import StepNormFinder
+from trireme_shared.errors import Gone, InvalidArgument, PeerError
+from trireme_shared.records import SlotMap
+from trireme_shared.records.step import StepRecord
+from trireme_shared.serving.core.clipping import Clipping
+from trireme_shared.serving.pserver import Pserver
+from trireme_shared.slots import slot_of
+from trireme_shared.wire.messages import InitBlock, StepNorm
 
 LAYOUT = layout_of(64, optimizer=PLAIN)  # 4 blocks of 16
 OWNERS = tuple(slot % 2 for slot in range(LAYOUT.slot_count))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shared.records import Mode
-from shared.wire.messages import PushAnswer, Refusal
 from trainer_agent.data_plane.pushes import Verdict, verdict
+from trireme_shared.records import Mode
+from trireme_shared.wire.messages import PushAnswer, Refusal
 
 
 def test_the_worst_refusal_decides_what_a_push_was():

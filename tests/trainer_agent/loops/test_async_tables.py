@@ -7,8 +7,6 @@ import asyncio
 import numpy as np
 import pytest
 
-from shared.errors import InvalidArgument
-from shared.records import Mode, Phase
 from tests.equipment.cluster import direct_ports
 from tests.trainer_agent.cluster import TorchCluster, cluster
 from tests.trainer_agent.loops.test_asynchronous import assert_exactly_once, job, spec_of
@@ -17,6 +15,8 @@ from tests.trainer_agent.scripts import RECORDS, differing, write_script
 from trainer_agent.script.user_module import load
 from trainer_agent.tables.trained import TrainedTables
 from trireme import plain
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.records import Mode, Phase
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 EPOCHS = 3

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from shared.records import Mode, Phase, TaskKind
 from tests.equipment.replaced import replaced
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import RECORDS, differing, spec_for, train_plainly, write_script
 from trainer_agent.core.duties import Duty, Next
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.tasks.source import TaskSource
+from trireme_shared.records import Mode, Phase, TaskKind
 
 EPOCHS = 3
 

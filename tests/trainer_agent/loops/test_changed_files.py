@@ -8,10 +8,10 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from shared.records import FailureCause, Mode, Phase
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import RECORDS, spec_for, write_script
 from trireme import plain
+from trireme_shared.records import FailureCause, Mode, Phase
 
 REPLACING = """
     from pathlib import Path

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from master_service.core.state.whole_steps import WholeSteps
-from shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
-from shared.records import Mode, Phase
-from shared.runtime import ids
 from tests.equipment.replaced import replaced
 from tests.trainer_agent.cluster import cluster, trained
 from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import differing, lane_batches, records, spec_for, train_plainly, write_script
 from trainer_agent.script.user_module import load
 from trireme.plain import run
+from trireme_shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
+from trireme_shared.records import Mode, Phase
+from trireme_shared.runtime import ids
 
 WITHOUT_NOISE = """
     def model():

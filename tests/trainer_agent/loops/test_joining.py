@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
-from shared.errors import Gone
-from shared.etcd import Etcd
-from shared.keys import Keys
-from shared.membership.directory import Directory
-from shared.records import JobState, Phase
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import run_virtually
 from trainer_agent.core.duties import Duty, Next
 from trainer_agent.loops.joining import Joiner
+from trireme_shared.errors import Gone
+from trireme_shared.etcd import Etcd
+from trireme_shared.keys import Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import JobState, Phase
 
 MOST = 1000
 

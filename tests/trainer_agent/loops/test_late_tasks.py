@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from shared.records import Mode, Phase
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import RECORDS, spec_for, write_script
+from trireme_shared.records import Mode, Phase
 
 HANGS = "trainer-1-x"
 TASKS, MINIBATCHES = 12, 24  # of 5 records, 3 and 2 a minibatch

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from shared.records import Strategy
 from tests.trainer_agent import cluster
 from tests.trainer_agent.collective import cluster as collective
 from tests.trainer_agent.scripts import differing, spec_for, train_plainly, write_script
 from trainer_agent.script.user_module import load
 from trireme.plain import run
+from trireme_shared.records import Strategy
 
 HALF = """
     class Half(nn.Sequential):

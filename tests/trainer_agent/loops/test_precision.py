@@ -6,14 +6,14 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from shared.errors import InvalidArgument
-from shared.records import Phase
 from tests.trainer_agent.cluster import cluster, trained
 from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.own_loop.scripts import write_loop
 from tests.trainer_agent.scripts import differing, records, spec_for, train_plainly, write_script
 from trainer_agent.script.user_module import load
 from trireme.plain import run
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.records import Phase
 
 EVALUATED = """
     def evaluate(model, batch):

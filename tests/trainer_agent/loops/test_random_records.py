@@ -9,8 +9,6 @@ import textwrap
 import numpy as np
 import torch
 
-from shared.records import JobSpec, Phase, Strategy
-from shared.records.datasets import MapStyle
 from tests.trainer_agent.cluster import TorchCluster, cluster, trained
 from tests.trainer_agent.collective.cluster import trained as trained_collectively
 from tests.trainer_agent.own_loop.scripts import write_loop
@@ -18,6 +16,8 @@ from tests.trainer_agent.scripts import RECORDS, differing, spec_for, write_scri
 from trainer_agent.data import evaluation_seed, open_dataset
 from trainer_agent.script.user_module import load
 from trireme.plain import plain_spec, run
+from trireme_shared.records import JobSpec, Phase, Strategy
+from trireme_shared.records.datasets import MapStyle
 
 HELD_OUT = 24
 ITEMS = f"""

@@ -12,13 +12,13 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from shared.records import Phase
-from shared.serving.core.history import History
-from shared.serving.pserver import Pserver
 from tests.equipment.replaced import replaced
 from tests.trainer_agent.cluster import TorchCluster
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.loops.repair import StepRepair
+from trireme_shared.records import Phase
+from trireme_shared.serving.core.history import History
+from trireme_shared.serving.pserver import Pserver
 
 POISON = 24  # a record of task 6, which is lane 0's in step 3
 MODEL = """

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.records import Mode, Phase
 from tests.trainer_agent.cluster import cluster, trained
 from tests.trainer_agent.own_loop.scripts import write_loop
 from tests.trainer_agent.scripts import differing, spec_for, train_plainly, write_script
 from trainer_agent.script.user_module import load
 from trireme.plain import run
+from trireme_shared.records import Mode, Phase
 
 SCHEDULERS = {
     "step": "torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.3)",

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from master_service.core.queue.epoch_order import EpochOrder
-from shared.lanes import step_seed
-from shared.records import Phase
-from shared.serving.core.table.rows import TableRows
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.loops.test_async_tables import LOSS, MODEL
 from tests.trainer_agent.loops.test_asynchronous import assert_exactly_once, job, spec_of, updates
 from tests.trainer_agent.scripts import differing, table_of, write_script
 from trainer_agent.data import minibatch_indices, minibatches_in
 from trainer_agent.script.user_module import load
+from trireme_shared.lanes import step_seed
+from trireme_shared.records import Phase
+from trireme_shared.serving.core.table.rows import TableRows
 
 PLAIN = {"model": "def model():\n    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))\n"}
 

@@ -7,14 +7,14 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from shared.errors import UserCodeError
-from shared.records import Phase
-from shared.serving.core.progress import missing_lanes
 from tests.equipment.replaced import replaced
 from tests.trainer_agent.cluster import TorchCluster, cluster, trained
 from tests.trainer_agent.scripts import RECORDS, differing, spec_for, write_script
 from trainer_agent.data_plane.outbox import Outboxes
 from trainer_agent.tasks.reports import Reports
+from trireme_shared.errors import UserCodeError
+from trireme_shared.records import Phase
+from trireme_shared.serving.core.progress import missing_lanes
 
 EPOCHS = 6
 COMMON = {"lanes": 8, "epochs": EPOCHS, "rebalance_s": 3600}

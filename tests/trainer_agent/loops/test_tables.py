@@ -10,10 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from shared.errors import NotReady
-from shared.records import Phase
-from shared.serving.core.table import rows
-from shared.tables.table import joined
 from tests.equipment.cluster import direct_ports
 from tests.equipment.cluster.direct_ports import DirectPserver
 from tests.trainer_agent.cluster import TorchCluster, cluster
@@ -22,6 +18,10 @@ from trainer_agent.script.user_module import load
 from trainer_agent.tables import export
 from trainer_agent.tables.files import StoredTable, read_table, write_tables
 from trireme import plain
+from trireme_shared.errors import NotReady
+from trireme_shared.records import Phase
+from trireme_shared.serving.core.table import rows
+from trireme_shared.tables.table import joined
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 MODEL = """

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from shared.etcd import Etcd
-from shared.keys import Keys
-from shared.membership.directory import Directory
-from shared.records import JobState, Phase
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import run_virtually
 from trainer_agent.loops.timeline import RolledBack, on_timeline
+from trireme_shared.etcd import Etcd
+from trireme_shared.keys import Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import JobState, Phase
 
 
 @pytest.mark.parametrize("timeline", [2, 4])

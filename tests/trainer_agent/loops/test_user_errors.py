@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from shared.errors import ResourceExhausted
-from shared.records import Phase
-from shared.records.datasets import MapStyle
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import differing, spec_for, write_script
+from trireme_shared.errors import ResourceExhausted
+from trireme_shared.records import Phase
+from trireme_shared.records.datasets import MapStyle
 
 POISONED = """
 def loss(model, batch):

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from shared.etcd import Etcd
-from shared.keys import Keys
-from shared.membership import life_sign
-from shared.records import FailTask, TrainerMember, UserFailure
-from shared.records.begun import READING, BegunWork
-from shared.runtime import begun, clock
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import Process, run_virtually
 from trainer_agent.membership.lease import Membership
 from trainer_agent.membership.life import KEPT, Life
+from trireme_shared.etcd import Etcd
+from trireme_shared.keys import Keys
+from trireme_shared.membership import life_sign
+from trireme_shared.records import FailTask, TrainerMember, UserFailure
+from trireme_shared.records.begun import READING, BegunWork
+from trireme_shared.runtime import begun, clock
 
 TTL_S = 5.0
 WORK = BegunWork("7", 0, READING, "train.json", 0, 64)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shared.errors import LayoutMismatch
-from shared.records.layout import ALIGNMENT_BYTES
 from trainer_agent.membership.initialise import check_layout
 from trainer_agent.model.flat import Vector, plan
+from trireme_shared.errors import LayoutMismatch
+from trireme_shared.records.layout import ALIGNMENT_BYTES
 
 
 def test_parameters_are_views_that_start_on_64_bytes_and_do_not_overlap(build):

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shared.errors import UserCodeError
 from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import records, spec_for, write_script
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
+from trireme_shared.errors import UserCodeError
 
 NODE = (0, 4)
 READS = 3  # of numbers by a lane: the loss, which buffers changed, whether gradients are finite

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.errors import UserCodeError
 from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import records
 from trainer_agent.data import default_collate
 from trainer_agent.model.watch.unshared_state import FIRST_LOOKS
 from trainer_agent.script.user_module import load
+from trireme_shared.errors import UserCodeError
 
 HOOKED = """
 def model():

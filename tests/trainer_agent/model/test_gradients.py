@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from shared.lanes import combine
-from shared.wire.shared_memory import place_of
 from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import records
 from trainer_agent.model.finite import all_finite, is_finite
 from trainer_agent.model.gradient_tree import WATCHED_STEPS
 from trainer_agent.model.watch.unshared_state import FIRST_LOOKS
+from trireme_shared.lanes import combine
+from trireme_shared.wire.shared_memory import place_of
 
 
 async def contributions(compute, node, batches, seed=3):

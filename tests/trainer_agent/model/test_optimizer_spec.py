@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.errors import InvalidArgument
 from trainer_agent.model import optimizer_spec as optimizers
+from trireme_shared.errors import InvalidArgument
 
 
 def test_a_schedule_is_handed_over_as_json(build):
     import json
 
-    from shared.records.step import LaneZero
+    from trireme_shared.records.step import LaneZero
 
     for text in (
         "torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5], 0.5)",

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import InvalidArgument
 from tests.trainer_agent.cluster import trained
 from tests.trainer_agent.own_loop.scripts import write_loop
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
 from trireme.plain import run
+from trireme_shared.errors import InvalidArgument
 
 SCALED = {"lr_scale": "linear", "lr_base_batch_size": 2}  # the scripts' steps have 8 records
 TWO_GROUPS = """

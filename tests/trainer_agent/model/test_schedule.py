@@ -10,13 +10,13 @@ import torch
 from pydantic import ValidationError
 
 import trireme
-from shared.errors import Gone, InvalidArgument
-from shared.evaluations import Evaluation, EvaluationStatus, check_criteria, plateau_value
-from shared.records.step import LaneZero
 from tests.trainer_agent.scripts import spec_for, write_script
 from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.schedule import Schedule
 from trireme.config import ConfigError
+from trireme_shared.errors import Gone, InvalidArgument
+from trireme_shared.evaluations import Evaluation, EvaluationStatus, check_criteria, plateau_value
+from trireme_shared.records.step import LaneZero
 
 PLATEAU = "def scheduler(optimizer):\n    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)\n"
 STEP = "def scheduler(optimizer):\n    return torch.optim.lr_scheduler.StepLR(optimizer, 2)\n"

@@ -11,14 +11,14 @@ import sys
 import pytest
 import torch
 
-from shared.errors import DatasetError, InvalidArgument
-from shared.records import JobSpec, Phase
-from shared.runtime.service import LEASE_LOST
 from tests.trainer_agent.cluster import cluster, trained
 from tests.trainer_agent.own_loop.scripts import PARTS, write_loop
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.script.user_module import load
 from trireme.plain import plain_spec, run
+from trireme_shared.errors import DatasetError, InvalidArgument
+from trireme_shared.records import JobSpec, Phase
+from trireme_shared.runtime.service import LEASE_LOST
 
 FOUR = {"lanes": 4, "global_batch_size": 12, "records_per_task": 6, "pservers": 2}
 SCHEDULE = "torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)"

@@ -9,8 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shared.lanes import step_seed
-from shared.records import Phase, Strategy
 from tests.trainer_agent.cluster import cluster, trained
 from tests.trainer_agent.collective.cluster import trained as trained_collectively
 from tests.trainer_agent.own_loop.scripts import PARTS, write_loop
@@ -18,6 +16,8 @@ from tests.trainer_agent.scripts import differing, lane_batches, spec_for
 from trainer_agent.own_loop.source import run_as_main
 from trainer_agent.script.user_module import LoopModule
 from trireme.plain import run
+from trireme_shared.lanes import step_seed
+from trireme_shared.records import Phase, Strategy
 
 FOUR = {"lanes": 4, "global_batch_size": 12, "records_per_task": 6, "pservers": 2}
 SCALED = """

@@ -8,10 +8,6 @@ import pytest
 import torch
 
 import trireme
-from shared.errors import InvalidArgument, NotReady, UserCodeError
-from shared.keys import Keys
-from shared.membership.directory import Directory
-from shared.records import EpochPlan, JobState, Phase
 from tests.equipment.cluster.cluster import Cluster
 from tests.trainer_agent.own_loop.scripts import write_loop
 from tests.trainer_agent.scripts import spec_for, write_script
@@ -20,6 +16,10 @@ from trainer_agent.own_loop.job_steps import JobSteps, telling
 from trainer_agent.script.inspect import inspect_script
 from trainer_agent.script.user_module import load
 from trireme.plain import plain_spec, run
+from trireme_shared.errors import InvalidArgument, NotReady, UserCodeError
+from trireme_shared.keys import Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import EpochPlan, JobState, Phase
 
 ONE_CYCLE = """
 def scheduler(optimizer):

@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from shared.datasets.custom_reader import load_custom
-from shared.errors import DatasetError, InvalidArgument, UserCodeError
 from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.own_loop.scripts import PARTS, write_loop
 from tests.trainer_agent.scripts import records, spec_for
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
+from trireme_shared.datasets.custom_reader import load_custom
+from trireme_shared.errors import DatasetError, InvalidArgument, UserCodeError
 
 BODY = "    optimizer.zero_grad()\n    loss = F.cross_entropy(model(batch['x']), batch['y'])\n    trireme.backward(loss)\n    optimizer.step()\n"
 LOOP = "for batch in batches:\n" + BODY

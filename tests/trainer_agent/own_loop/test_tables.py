@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.records import Phase
 from tests.equipment.cluster import direct_ports
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.own_loop.scripts import write_loop
@@ -18,6 +17,7 @@ from trainer_agent.script.inspect import inspect_script
 from trainer_agent.script.user_module import LoopModule, load
 from trainer_agent.tables.files import write_tables
 from trireme import plain
+from trireme_shared.records import Phase
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 MODEL = """

@@ -7,17 +7,17 @@ import random
 
 import pytest
 
-from shared.etcd import Etcd
-from shared.keys import Keys
-from shared.membership.directory import Directory
-from shared.membership.local_script import LocalScripts
-from shared.records import JobSpec
-from shared.records.datasets import Npy
-from shared.security.script_digests import ScriptChanged
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from trainer_agent import process
 from trainer_agent.process import find_script
 from trireme.script_source import digests_of
+from trireme_shared.etcd import Etcd
+from trireme_shared.keys import Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.membership.local_script import LocalScripts
+from trireme_shared.records import JobSpec
+from trireme_shared.records.datasets import Npy
+from trireme_shared.security.script_digests import ScriptChanged
 
 KEYS = Keys("job")
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from master_service.storage.counting import count_records
-from shared.errors import DatasetError, InvalidArgument
-from shared.records.datasets import IterableStyle, MapStyle
 from tests.trainer_agent.scripts import write_script
 from trainer_agent.data import open_dataset
 from trainer_agent.script.user_module import load
+from trireme_shared.errors import DatasetError, InvalidArgument
+from trireme_shared.records.datasets import IterableStyle, MapStyle
 
 CLASSES = """
     class Map(torch.utils.data.Dataset):

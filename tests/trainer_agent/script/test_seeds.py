@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from shared.datasets.custom_reader import load_named
-from shared.datasets.random_state import Generators, seed_everything
 from tests.trainer_agent.own_loop.scripts import write_loop
 from tests.trainer_agent.scripts import records, spec_for
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.inspect import inspect_script
 from trainer_agent.script.user_module import load
+from trireme_shared.datasets.custom_reader import load_named
+from trireme_shared.datasets.random_state import Generators, seed_everything
 
 DRAWN = "random.random() + np.random.random() + torch.rand(1).item()"
 HEAD = """
@@ -25,7 +25,7 @@ HEAD = """
     import torch, trireme
     from torch import nn
     from torch.nn import functional as F
-    from shared.records.datasets import Npy
+    from trireme_shared.records.datasets import Npy
 """
 PARTS = {
     "head": HEAD,

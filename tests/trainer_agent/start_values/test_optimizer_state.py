@@ -9,11 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.errors import InvalidArgument
-from shared.etcd import Etcd
-from shared.keys import Keys
-from shared.membership.directory import Directory
-from shared.records import TrainerMember
 from tests.equipment.cluster.direct_ports import DirectPserver
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.trainer_agent.cluster import trained
@@ -25,6 +20,11 @@ from trainer_agent.script.user_module import load
 from trainer_agent.start_values.optimizer_state import load_training_state
 from trainer_agent.start_values.read import TrainingState, read_training_state
 from trireme.plain import run
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.etcd import Etcd
+from trireme_shared.keys import Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import TrainerMember
 
 SCHEDULER = "def scheduler(optimizer):\n    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [4, 12], 0.5)\n"
 GROUPS = """

@@ -13,11 +13,6 @@ import torch
 from safetensors.numpy import save_file
 
 from pserver_service import start_rows
-from shared.checkpoints.start_tables import fit_tables, put_rows
-from shared.errors import InvalidArgument
-from shared.records import Phase
-from shared.records.layout import RowInit, RowOptimizer, TableSpec
-from shared.tables.sharded import ShardedTable
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.model.export import write_model
@@ -25,6 +20,11 @@ from trainer_agent.script.user_module import load
 from trainer_agent.start_values.load import load_start_values
 from trainer_agent.tables.files import read_table, write_tables
 from trireme.plain import PlainResult, run
+from trireme_shared.checkpoints.start_tables import fit_tables, put_rows
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.records import Phase
+from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.tables.sharded import ShardedTable
 
 MODEL = """
 class Net(nn.Module):

@@ -6,13 +6,13 @@ import os
 
 import pytest
 
-from shared.errors import NotFound
-from shared.records import FailTask, JobSpec
-from shared.records.begun import READING, BegunWork
-from shared.records.datasets import TextLines
-from shared.runtime import begun
 from trainer_agent.data import minibatch_indices
 from trainer_agent.tasks.last_end import journal_file, report_last_end
+from trireme_shared.errors import NotFound
+from trireme_shared.records import FailTask, JobSpec
+from trireme_shared.records.begun import READING, BegunWork
+from trireme_shared.records.datasets import TextLines
+from trireme_shared.runtime import begun
 
 SPEC = JobSpec(
     job="j",

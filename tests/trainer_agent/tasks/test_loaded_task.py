@@ -8,12 +8,12 @@ import weakref
 import numpy as np
 import pytest
 
-from shared.records import Task
 from tests.trainer_agent.scripts import spec_for, write_script
 from trainer_agent.data import default_collate, minibatch_indices, order
 from trainer_agent.data.shard import RecordShard
 from trainer_agent.tasks import source as task_source
 from trainer_agent.tasks.source import TaskSource
+from trireme_shared.records import Task
 
 LANES, RECORDS = 64, 32
 

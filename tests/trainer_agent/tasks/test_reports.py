@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from shared.errors import PeerError, StaleAttempt
-from shared.records import CompleteTask, MetricBatch, StepMetrics, Task, TaskKind
-from shared.records.tasks import MetricValue
-from shared.runtime import clock
 from tests.trainer_agent.virtual_time import virtually
 from trainer_agent.tasks.activity import PROGRESS_S, Activity, Held
 from trainer_agent.tasks.reports import KEPT_STEPS, MetricBuffer, Reports
+from trireme_shared.errors import PeerError, StaleAttempt
+from trireme_shared.records import CompleteTask, MetricBatch, StepMetrics, Task, TaskKind
+from trireme_shared.records.tasks import MetricValue
+from trireme_shared.runtime import clock
 
 
 class Master:

@@ -9,9 +9,9 @@ from contextlib import suppress
 
 import pytest
 
-from shared.collective.group import Broken
-from shared.errors import Gone, PeerError, StaleGeneration, UserCodeError
 from trainer_agent.waiting import SingleErrorGroup, most_serious
+from trireme_shared.collective.group import Broken
+from trireme_shared.errors import Gone, PeerError, StaleGeneration, UserCodeError
 
 
 @pytest.mark.parametrize(

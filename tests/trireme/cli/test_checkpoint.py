@@ -9,15 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shared.checkpoints.schedule import Schedule
-from shared.records import JobSpec, Mode
-from shared.records.step import LanePosition, StepRecord
-from shared.serving.core.stores import store_of
-from shared.wire.messages import InitHeader
 from tests.end_to_end.scripts import write_script
 from tests.pserver_service.checkpoints import parts
 from trireme.cli import checkpoint
 from trireme.cli.export import export
+from trireme_shared.checkpoints.schedule import Schedule
+from trireme_shared.records import JobSpec, Mode
+from trireme_shared.records.step import LanePosition, StepRecord
+from trireme_shared.serving.core.stores import store_of
+from trireme_shared.wire.messages import InitHeader
 
 EVERY = Schedule(every_steps=2, every_epochs=None, epochs=9)
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from master_service.core.explanation.cause import Code
-from shared.etcd import connect
-from shared.etcd.embedded import EmbeddedEtcd, free_ports
-from shared.keys import Keys
-from shared.records import FailureCause, JobSpec, JobState, MasterAddress, Phase, UserFailure
-from shared.records.datasets import TextLines
 from tests.equipment.etcd.real import embedded_etcd
 from trireme.cli.explain import explain
 from trireme.launch import resume, run_folder
 from trireme.view.child_events import ChildEvent, EventFile
 from trireme.view.report import Counts, result_document
+from trireme_shared.etcd import connect
+from trireme_shared.etcd.embedded import EmbeddedEtcd, free_ports
+from trireme_shared.keys import Keys
+from trireme_shared.records import FailureCause, JobSpec, JobState, MasterAddress, Phase, UserFailure
+from trireme_shared.records.datasets import TextLines
 
 __all__ = ["embedded_etcd"]
 

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from shared.errors import NotFound
 from tests.trainer_agent.scripts import spec_for, write_script
 from trireme.cli import start_file
 from trireme.cli.start_file import with_start_file
 from trireme.settings import Setting
+from trireme_shared.errors import NotFound
 
 
 def meant(text: str, folder) -> str:

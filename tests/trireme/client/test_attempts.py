@@ -9,7 +9,10 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from shared.errors import (
+from tests.equipment.virtual_loop import run_virtually
+from trireme.client import AsyncClient, Client, CreateJob, JobSettings, TriremeError, Unauthorized
+from trireme.data import TextLines
+from trireme_shared.errors import (
     BadFrame,
     Conflict,
     DeadlineExceeded,
@@ -19,9 +22,6 @@ from shared.errors import (
     NotReady,
     PeerError,
 )
-from tests.equipment.virtual_loop import run_virtually
-from trireme.client import AsyncClient, Client, CreateJob, JobSettings, TriremeError, Unauthorized
-from trireme.data import TextLines
 
 VERSION = {"name": "trireme-master", "version": "9", "api": "v1"}
 OPERATION = {"operation_id": "o", "kind": "CREATE_CHECKPOINT", "state": "RUNNING", "limit_s": 1.0, "reason": "a step"}

@@ -17,13 +17,13 @@ from clients.derive_sync import DERIVED, derived
 from clients.write_openapi import OPENAPI
 from master_service.api.app import api_of, make_app
 from master_service.core.state import event_log
-from shared.errors import Conflict, CursorExpired, InvalidArgument, NotFound, PreconditionFailed
-from shared.records.cluster import Standing
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.many_jobs import Jobs
 from trireme.client import ONLY_JOB, AsyncClient, Client, CreateJob, CreateSchedule, JobSettings, Source
 from trireme.data import TextLines
+from trireme_shared.errors import Conflict, CursorExpired, InvalidArgument, NotFound, PreconditionFailed
+from trireme_shared.records.cluster import Standing
 
 OF_MEMBERS = {
     *(

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import trireme
-from shared.collective import background, sockets
-from shared.errors import InvalidArgument, PeerError
-from shared.etcd.embedded import EmbeddedEtcd
-from shared.keys import Keys
-from shared.membership.etcd_access import EtcdAccess
 from trireme.communicator.status import Cause
+from trireme_shared.collective import background, sockets
+from trireme_shared.errors import InvalidArgument, PeerError
+from trireme_shared.etcd.embedded import EmbeddedEtcd
+from trireme_shared.keys import Keys
+from trireme_shared.membership.etcd_access import EtcdAccess
 
 pytestmark = [pytest.mark.processes]
 

@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import trireme
-from shared.collective import background, entering
-from shared.collective.group import Broken, Group
-from shared.collective.members.lifeline import CONNECT_S, reaches
-from shared.collective.members.reach import Reach
 from tests.trireme.communicator.test_communicator import etcd
 from trireme.communicator.status import Cause
+from trireme_shared.collective import background, entering
+from trireme_shared.collective.group import Broken, Group
+from trireme_shared.collective.members.lifeline import CONNECT_S, reaches
+from trireme_shared.collective.members.reach import Reach
 
 __all__ = ["etcd"]
 pytestmark = [pytest.mark.processes, pytest.mark.soak]

@@ -6,12 +6,12 @@ import stat
 
 import pytest
 
-from shared.errors import InvalidArgument
-from shared.security.access import Access
-from shared.security.tokens import Role, Tokens, new_token, private_text, read_table
 from trireme.cli.security.tokens import Where, rotate_token
 from trireme.containers import secrets
 from trireme.containers.secrets import TokenVolumes
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.security.access import Access
+from trireme_shared.security.tokens import Role, Tokens, new_token, private_text, read_table
 
 
 def files(root):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from shared.errors import CallerError, DeadlineExceeded, Unauthorized
-from shared.etcd import Unauthenticated, connect
-from shared.etcd.embedded import EmbeddedEtcd
-from shared.security import etcd_users
 from tests.equipment.etcd.real import embedded_etcd
 from trireme.containers.setup import HEALTH, Settings, turn_on
+from trireme_shared.errors import CallerError, DeadlineExceeded, Unauthorized
+from trireme_shared.etcd import Unauthenticated, connect
+from trireme_shared.etcd.embedded import EmbeddedEtcd
+from trireme_shared.security import etcd_users
 
 __all__ = ["embedded_etcd"]
 

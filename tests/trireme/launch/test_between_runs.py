@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from shared.between_runs import FIXED, FREE, GROWS, renewed
-from shared.errors import Conflict
-from shared.records import JobSpec
-from shared.records.datasets import TextLines
 from trireme.launch import resume
 from trireme.launch.resume import Plan, PreviousRun, Start
+from trireme_shared.between_runs import FIXED, FREE, GROWS, renewed
+from trireme_shared.errors import Conflict
+from trireme_shared.records import JobSpec
+from trireme_shared.records.datasets import TextLines
 
 DOCS = Path(__file__).parents[3] / "docs" / "again.md"
 COMPLETED = {"phase": "COMPLETED", "reason": "trained, evaluated and exported"}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 
-from shared.etcd import Etcd
-from shared.keys import Keys
-from shared.records import MasterLock, PserverMember, TrainerMember
-from shared.runtime.network import own_network
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual
 from trireme.launch.leases import held_leases
+from trireme_shared.etcd import Etcd
+from trireme_shared.keys import Keys
+from trireme_shared.records import MasterLock, PserverMember, TrainerMember
+from trireme_shared.runtime.network import own_network
 
 KEYS = Keys("ctr")
 FAR = "another machine/4026531840"

@@ -14,15 +14,15 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
-from shared.etcd import Etcd
-from shared.keys import Keys
-from shared.records import MasterLock, PserverMember, TrainerMember
-from shared.runtime import clock
-from shared.runtime.processor_use import ProcessorUse
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual
 from trireme.launch.leases import WORKING_GRACE_S, HeldLeases, LostLease, LostLeases
+from trireme_shared.etcd import Etcd
+from trireme_shared.keys import Keys
+from trireme_shared.records import MasterLock, PserverMember, TrainerMember
+from trireme_shared.runtime import clock
+from trireme_shared.runtime.processor_use import ProcessorUse
 
 KEYS = Keys("ctr")
 SPINNING, WAITING = "while True: pass", "import time; time.sleep(600)"

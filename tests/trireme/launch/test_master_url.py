@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 
-from shared.etcd import Etcd
-from shared.keys import Keys
-from shared.membership.directory import Directory
-from shared.records import JobSpec
-from shared.records.members import MasterAddress
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual
 from trireme.launch.cluster import LocalCluster
+from trireme_shared.etcd import Etcd
+from trireme_shared.keys import Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import JobSpec
+from trireme_shared.records.members import MasterAddress
 
 KEYS = Keys("job")
 SPEC = JobSpec(job="job", script="s.py", dataset={"kind": "csv", "urls": ["x.csv"]}, storage="/tmp/x")

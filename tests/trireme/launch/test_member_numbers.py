@@ -7,8 +7,6 @@ import json
 
 import pytest
 
-from shared.records import JobSpec
-from shared.records.datasets import TextLines
 from tests.end_to_end.local_cluster import cluster_of, spec_of
 from tests.end_to_end.scripts import write_script
 from trireme.cli.run import RunRequest, run_command
@@ -16,6 +14,8 @@ from trireme.config import Config, ConfigError
 from trireme.launch.child import Child
 from trireme.launch.member_numbers import MemberNumbers, pservers_for, threads_for
 from trireme.launch.processes import spawn
+from trireme_shared.records import JobSpec
+from trireme_shared.records.datasets import TextLines
 
 MIB = 1 << 20
 LONGER_THAN_AN_ELECTION_S = 1.0

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import signal
 
-from shared.records import JobSpec
-from shared.records.begun import BegunWork
-from shared.records.datasets import TextLines
-from shared.runtime.begun import Left
-from shared.runtime.service import LEASE_LOST
 from trireme.launch.child import Exit
 from trireme.launch.leases import LostLease
 from trireme.launch.restarts import EARLY_S, MAX_DELAY_S, MAX_EARLY_ENDS, MAX_FAILED_STARTS, RestartPolicy, death_event
+from trireme_shared.records import JobSpec
+from trireme_shared.records.begun import BegunWork
+from trireme_shared.records.datasets import TextLines
+from trireme_shared.runtime.begun import Left
+from trireme_shared.runtime.service import LEASE_LOST
 
 
 def test_a_child_that_ends_itself_at_once_again_and_again_is_given_up():

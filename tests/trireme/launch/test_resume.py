@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from shared.errors import Conflict
-from shared.records import JobSpec
-from shared.records.datasets import TextLines
-from shared.records.layout import RowInit, RowOptimizer, TableSpec
 from trireme.launch import resume
 from trireme.launch.resume import Start
 from trireme.launch.run_folder import write_json
+from trireme_shared.errors import Conflict
+from trireme_shared.records import JobSpec
+from trireme_shared.records.datasets import TextLines
+from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
 
 
 def spec_of(**values) -> JobSpec:

@@ -7,12 +7,12 @@ import socket
 
 import pytest
 
-from shared.errors import InvalidArgument, PeerError, Unauthorized
-from shared.storage import files, object_store
 from tests.equipment.s3 import BUCKET, S3Server, refusal, s3
 from trireme.cli import exit_codes
 from trireme.launch import run_storage
 from trireme.settings import UsageError
+from trireme_shared.errors import InvalidArgument, PeerError, Unauthorized
+from trireme_shared.storage import files, object_store
 
 __all__ = ["s3"]
 

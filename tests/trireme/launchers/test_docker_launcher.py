@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from shared.errors import Forbidden, InvalidArgument, NotFound, PeerError
 from tests.equipment.docker_engine import IMAGE, DockerEngine, container, refusal, serving
 from trireme.launchers.docker_engine import Engine
 from trireme.launchers.docker_launcher import AT_ONCE, DockerLauncher
 from trireme.launchers.launcher import Launched
 from trireme.view.child_events import ChildEvent
+from trireme_shared.errors import Forbidden, InvalidArgument, NotFound, PeerError
 
 
 @pytest.fixture

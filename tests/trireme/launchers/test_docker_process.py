@@ -13,13 +13,13 @@ import psutil
 import pytest
 from aiohttp import web
 
-from shared.errors import InvalidArgument
-from shared.security.tokens import Role
 from tests.equipment.docker_engine import DockerEngine, container, refusal, serving
 from tests.equipment.waiting import until
 from trireme.docker import Settings, project_of, serve
 from trireme.launchers import docker_launcher, sizing
 from trireme.launchers.docker_engine import Engine
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.security.tokens import Role
 
 
 class Masters:

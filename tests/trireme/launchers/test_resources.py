@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from shared.errors import InvalidArgument
 from trireme.launchers.resources import Resources
+from trireme_shared.errors import InvalidArgument
 
 
 def test_amounts_of_a_process_for_its_actor_and_its_bundle() -> None:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import psutil
 
-from shared.etcd import Etcd
-from shared.keys import ClusterKeys, Keys
-from shared.records import JobSpec, JobState
-from shared.records.cluster import Assignment, PoolMember, Source
-from shared.records.datasets import Npy
 from tests.end_to_end.local_cluster import slowable_loss
 from tests.end_to_end.scripts import write_script
 from tests.equipment.forked import MARK, ForkedProcess, clean_environment, warm_server
+from trireme_shared.etcd import Etcd
+from trireme_shared.keys import ClusterKeys, Keys
+from trireme_shared.records import JobSpec, JobState
+from trireme_shared.records.cluster import Assignment, PoolMember, Source
+from trireme_shared.records.datasets import Npy
 
 KEYS = ClusterKeys()
 LIMIT_S = 60.0

@@ -13,16 +13,16 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from shared.etcd import Etcd, connect
-from shared.etcd.embedded import EmbeddedEtcd
-from shared.keys import Keys
-from shared.records import Phase
-from shared.records.cluster import PoolMember
 from tests.end_to_end.scripts import RECORDS
 from tests.equipment.etcd.real import embedded_etcd
 from tests.equipment.metric_names import wrong_metrics
 from tests.equipment.waiting import until
 from tests.trireme.pool.hosts import KEYS, Host, family, final_state, job_in, led, slow_file, training
+from trireme_shared.etcd import Etcd, connect
+from trireme_shared.etcd.embedded import EmbeddedEtcd
+from trireme_shared.keys import Keys
+from trireme_shared.records import Phase
+from trireme_shared.records.cluster import PoolMember
 
 __all__ = ["embedded_etcd"]
 pytestmark = [

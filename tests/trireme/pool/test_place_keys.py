@@ -9,16 +9,16 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from shared.errors import Conflict, PeerError
-from shared.etcd import Etcd
-from shared.etcd.transport import TXN
-from shared.keys import ClusterKeys
-from shared.records.cluster import PoolMember
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual
 from trireme.pool.host_metrics import HostMetrics
 from trireme.pool.place_keys import BATCH, PlaceKeys
+from trireme_shared.errors import Conflict, PeerError
+from trireme_shared.etcd import Etcd
+from trireme_shared.etcd.transport import TXN
+from trireme_shared.keys import ClusterKeys
+from trireme_shared.records.cluster import PoolMember
 
 KEYS, TTL_S = ClusterKeys(), 10.0
 PLACES = BATCH + 20  # more than one transaction takes

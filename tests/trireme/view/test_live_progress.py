@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 import pytest
 
 from master_service.api.resources import EventPage, JobProgress, JobView, MemberCounts
-from shared.errors import CursorExpired, PeerError
-from shared.etcd import NoSpace
-from shared.events import EventRecord
-from shared.records import JobSpec, Mode, Stage, Strategy, TaskSummary
-from shared.runtime import clock
 from tests.equipment.virtual_loop import run_virtually
 from trireme.view.child_events import ChildEvent
 from trireme.view.live_progress import ProgressReporter, too_few_tasks
+from trireme_shared.errors import CursorExpired, PeerError
+from trireme_shared.etcd import NoSpace
+from trireme_shared.events import EventRecord
+from trireme_shared.records import JobSpec, Mode, Stage, Strategy, TaskSummary
+from trireme_shared.runtime import clock
 
 
 def event(number, message, at=None):

@@ -10,13 +10,13 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from shared.errors import CheckpointUnusable, Conflict, DeadlineExceeded, PeerError
-from shared.records.operations import Operation, OperationKind, OperationState
 from trireme.cli import exit_codes
 from trireme.cli.checkpoint import find_checkpoint
 from trireme.client import AsyncClient
 from trireme.view.job_address import open_job
 from trireme.view.operations import wait_for_operation
+from trireme_shared.errors import CheckpointUnusable, Conflict, DeadlineExceeded, PeerError
+from trireme_shared.records.operations import Operation, OperationKind, OperationState
 
 WAITS = "waiting for a trainer"
 RUNNING = Operation(operation_id="op-1", kind=OperationKind.CREATE_CHECKPOINT, reason=WAITS, limit_s=60.0)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shared.records import FailureCause, JobResult, JobSpec, JobState, Phase, Stage, UserFailure
 from trireme.view.progress import LINE_EVERY_S, LineDisplay, LiveDisplay, Progress, clock_text
 from trireme.view.report import Counts, failure_text, number, result_document, summary_text
+from trireme_shared.records import FailureCause, JobResult, JobSpec, JobState, Phase, Stage, UserFailure
 
 RUNNING = Progress(
     phase="RUNNING",

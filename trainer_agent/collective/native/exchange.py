@@ -17,14 +17,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from shared.collective.group import Broken
-from shared.errors import InvalidArgument
-from shared.etcd import Etcd
-from shared.records import JobSpec
-from shared.records.layout import Layout
-from shared.runtime import clock, telemetry
-from shared.runtime.network import own_network
-from shared.wire.messages import PROTOCOL_VERSION, PushHeader
 from trainer_agent.collective.groups import Group, GroupView
 from trainer_agent.collective.mean_blocks import MeanStore
 from trainer_agent.collective.native.given import Given
@@ -42,6 +34,14 @@ from trainer_agent.collective.server import ShareServer
 from trainer_agent.data_plane.outbox import Outbox
 from trainer_agent.data_plane.pushes import Verdict
 from trainer_agent.waiting import SingleErrorGroup
+from trireme_shared.collective.group import Broken
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.etcd import Etcd
+from trireme_shared.records import JobSpec
+from trireme_shared.records.layout import Layout
+from trireme_shared.runtime import clock, telemetry
+from trireme_shared.runtime.network import own_network
+from trireme_shared.wire.messages import PROTOCOL_VERSION, PushHeader
 
 AGAIN_S = 0.05
 LOOK_S = 1.0  # between two looks whether a trainer that is waited for lives, and whether the others begin anew

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
-from shared.collective.group import Broken
-from shared.lanes import Interval
-from shared.records.record import Record
-from shared.records.step import NodeResult
-from shared.wire.messages import PushBlock, PushHeader
+from trireme_shared.collective.group import Broken
+from trireme_shared.lanes import Interval
+from trireme_shared.records.record import Record
+from trireme_shared.records.step import NodeResult
+from trireme_shared.wire.messages import PushBlock, PushHeader
 
 
 class ToldNode(Record):

@@ -18,15 +18,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from shared.collective.group import Broken, Device, Group, NcclGroup, nccl_is_there
-from shared.collective.settings import GLOO, NCCL
-from shared.collective.store import EtcdStore
-from shared.errors import InvalidArgument, PeerError
-from shared.etcd import Etcd, LeaseLost, OutcomeUnknown, Put
-from shared.etcd.reading import read_record
-from shared.records.record import Record
-from shared.runtime import clock, telemetry
 from trainer_agent.collective.native.reducing import Scratch
+from trireme_shared.collective.group import Broken, Device, Group, NcclGroup, nccl_is_there
+from trireme_shared.collective.settings import GLOO, NCCL
+from trireme_shared.collective.store import EtcdStore
+from trireme_shared.errors import InvalidArgument, PeerError
+from trireme_shared.etcd import Etcd, LeaseLost, OutcomeUnknown, Put
+from trireme_shared.etcd.reading import read_record
+from trireme_shared.records.record import Record
+from trireme_shared.runtime import clock, telemetry
 
 BUILD_S = 10.0
 FIRST_LOOK_S, LAST_LOOK_S = 0.005, 0.1

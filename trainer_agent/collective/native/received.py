@@ -12,10 +12,10 @@ from itertools import pairwise
 
 from pydantic import ValidationError
 
-from shared.blocks.buffers import Buffer
-from shared.collective.group import Broken
-from shared.records.step import StepRecord
 from trainer_agent.collective.mean_blocks import MeanStore, released
+from trireme_shared.blocks.buffers import Buffer
+from trireme_shared.collective.group import Broken
+from trireme_shared.records.step import StepRecord
 
 HEAD_BYTES = 8
 

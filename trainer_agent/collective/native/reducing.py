@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from xxhash import xxh3_64
 
-from shared.blocks.buffer_mean import combine_buffers
-from shared.blocks.buffers import bytes_of, tensor_over
-from shared.blocks.narrow import DTYPES, cast_into, round_to
-from shared.collective.group import Group
-from shared.lanes import Interval, combine
-from shared.records.job_spec import Narrow
-from shared.records.layout import Block, Layout
 from trainer_agent.collective.native.given import ChosenNode
+from trireme_shared.blocks.buffer_mean import combine_buffers
+from trireme_shared.blocks.buffers import bytes_of, tensor_over
+from trireme_shared.blocks.narrow import DTYPES, cast_into, round_to
+from trireme_shared.collective.group import Group
+from trireme_shared.lanes import Interval, combine
+from trireme_shared.records.job_spec import Narrow
+from trireme_shared.records.layout import Block, Layout
 
 Payloads = Mapping[Interval, Sequence[memoryview]]
 """Of this trainer's chosen nodes: each block of a bucket."""

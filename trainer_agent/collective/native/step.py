@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.blocks.buffers import Buffer
-from shared.collective.group import Broken
-from shared.errors import InvalidArgument, TriremeError
-from shared.lanes import Interval
-from shared.records import JobSpec
-from shared.records.layout import Layout
-from shared.records.step import StepRecord
 from trainer_agent.collective.arriving import Arriving
 from trainer_agent.collective.mean_blocks import MeanStore
 from trainer_agent.collective.native.given import ChosenNode, Given, chosen, read_told
 from trainer_agent.collective.native.link import Link
 from trainer_agent.collective.native.reducing import buckets_of, buffers_of, canonical, fast, mean_of_buffer
 from trainer_agent.collective.server import ShareServer
+from trireme_shared.blocks.buffers import Buffer
+from trireme_shared.collective.group import Broken
+from trireme_shared.errors import InvalidArgument, TriremeError
+from trireme_shared.lanes import Interval
+from trireme_shared.records import JobSpec
+from trireme_shared.records.layout import Layout
+from trireme_shared.records.step import StepRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_128
 
-from shared.errors import InvalidArgument, NotReady
-from shared.records.layout import ROWS
-from shared.records.step import StepRecord
-from shared.runtime import clock, telemetry
-from shared.tables.memory import Numbers
-from shared.tables.saving.snapshot import TableSnapshot
 from trainer_agent.collective.replica import Replica
 from trainer_agent.collective.state.messages import Portion, RowsHead, StateHead, StatePart, StateRequest
+from trireme_shared.errors import InvalidArgument, NotReady
+from trireme_shared.records.layout import ROWS
+from trireme_shared.records.step import StepRecord
+from trireme_shared.runtime import clock, telemetry
+from trireme_shared.tables.memory import Numbers
+from trireme_shared.tables.saving.snapshot import TableSnapshot
 
 IDLE_S = 20.0
 MARGIN_S = 0.1  # clocks of event loops may be a moment ahead

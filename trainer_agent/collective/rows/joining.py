@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 from xxhash import xxh3_128
 
-from shared.errors import BadFrame, Gone, NotReady, PeerError, StaleGeneration
-from shared.records.layout import Layout
-from shared.records.step import LaneZero, StepRecord
-from shared.runtime import ids, telemetry
-from shared.tables.saving.snapshot import from_records, record_words
 from trainer_agent.collective.rows.giving import ROWS_PART, SKETCH_PART
 from trainer_agent.collective.rows.means import RowMeans
 from trainer_agent.collective.rows.stepping import ReplicaRows, new_rows, step_rows
 from trainer_agent.collective.state.messages import Portion
+from trireme_shared.errors import BadFrame, Gone, NotReady, PeerError, StaleGeneration
+from trireme_shared.records.layout import Layout
+from trireme_shared.records.step import LaneZero, StepRecord
+from trireme_shared.runtime import ids, telemetry
+from trireme_shared.tables.saving.snapshot import from_records, record_words
 
 KEPT_BYTES = 1 << 30  # of mean gradients of rows
 PAUSE_S = 0.2

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shared.errors import Gone, InvalidArgument, NotReady
-from shared.records.job_spec import Narrow
-from shared.records.layout import Layout
-from shared.serving.core.table.part import RowsPart
-from shared.serving.core.table.rows import TableRows
-from shared.tables.lanes import means_over_lanes
-from shared.tables.memory import Floats, Numbers
-from shared.tables.payload import ID_BYTES, NUMBER_BYTES, joined
-from shared.wire.messages import RowMeansPart, TableEnd, TableRequest
-from shared.wire.verdict import Verdict
 from trainer_agent.tables.files import in_order
+from trireme_shared.errors import Gone, InvalidArgument, NotReady
+from trireme_shared.records.job_spec import Narrow
+from trireme_shared.records.layout import Layout
+from trireme_shared.serving.core.table.part import RowsPart
+from trireme_shared.serving.core.table.rows import TableRows
+from trireme_shared.tables.lanes import means_over_lanes
+from trireme_shared.tables.memory import Floats, Numbers
+from trireme_shared.tables.payload import ID_BYTES, NUMBER_BYTES, joined
+from trireme_shared.wire.messages import RowMeansPart, TableEnd, TableRequest
+from trireme_shared.wire.verdict import Verdict
 
 WHOLE_PLACE = -1  # in place of one owner: it gave all slots
 PORTION_BYTES = 16 << 20  # in one answer

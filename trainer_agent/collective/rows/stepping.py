@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from shared.checkpoints.start_tables import fit_tables, mark_in, put_rows
-from shared.errors import Gone, InvalidArgument
-from shared.records.layout import Layout
-from shared.records.step import LaneZero
-from shared.runtime import clock
-from shared.runtime.waiting import event_within
-from shared.serving.core.table.rows import TableRows
-from shared.tables.memory import Floats, Numbers
-from shared.tables.table import joined, living
-from shared.wire.verdict import Verdict
 from trainer_agent.collective.rows.means import RowMeans
+from trireme_shared.checkpoints.start_tables import fit_tables, mark_in, put_rows
+from trireme_shared.errors import Gone, InvalidArgument
+from trireme_shared.records.layout import Layout
+from trireme_shared.records.step import LaneZero
+from trireme_shared.runtime import clock
+from trireme_shared.runtime.waiting import event_within
+from trireme_shared.serving.core.table.rows import TableRows
+from trireme_shared.tables.memory import Floats, Numbers
+from trireme_shared.tables.table import joined, living
+from trireme_shared.wire.verdict import Verdict
 
 TURN_S = 0.002  # of a step, before the event loop has its turn
 KEPT_S = 0.01  # between two looks whether a snapshot is written far enough

@@ -19,12 +19,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from xxhash import xxh3_128
 
-from shared.blocks.buffers import bytes_of, tensor_over
-from shared.blocks.narrow import DTYPES
-from shared.errors import BadFrame, Gone, NotReady, PeerError, StaleGeneration
-from shared.records.step import StepRecord
-from shared.runtime import clock, ids, telemetry
-from shared.serving.core.optimizers import options_of
 from trainer_agent.collective.mean_blocks import digest_of
 from trainer_agent.collective.replica import Replica
 from trainer_agent.collective.replica_optimizer import Gradients
@@ -33,6 +27,12 @@ from trainer_agent.collective.state.messages import MOST_HURRY, Portion, StateRe
 from trainer_agent.collective.state.pieces import Piece, wanted_pieces, whole_blocks
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import SingleErrorGroup
+from trireme_shared.blocks.buffers import bytes_of, tensor_over
+from trireme_shared.blocks.narrow import DTYPES
+from trireme_shared.errors import BadFrame, Gone, NotReady, PeerError, StaleGeneration
+from trireme_shared.records.step import StepRecord
+from trireme_shared.runtime import clock, ids, telemetry
+from trireme_shared.serving.core.optimizers import options_of
 
 if TYPE_CHECKING:
     from trainer_agent.collective.rows.joining import JoiningRows  # loads numba

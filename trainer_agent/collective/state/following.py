@@ -10,13 +10,6 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
-from shared.errors import Gone, PeerError, StaleGeneration
-from shared.etcd import Etcd
-from shared.etcd.reading import read_record
-from shared.membership.directory import Directory
-from shared.membership.own_key import OwnKey
-from shared.records import Holding, JobState, Phase, TrainerList, TrainerMember
-from shared.runtime import clock, ids, telemetry
 from trainer_agent.collective.replica import Replica
 from trainer_agent.collective.state.catching_up import CatchingUp, Donor, Follow
 from trainer_agent.collective.state.giving import StepIn, at_once
@@ -25,6 +18,13 @@ from trainer_agent.collective.state.saving import ShareCopies
 from trainer_agent.data_plane.fleet_client import FleetClient
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import end_tasks
+from trireme_shared.errors import Gone, PeerError, StaleGeneration
+from trireme_shared.etcd import Etcd
+from trireme_shared.etcd.reading import read_record
+from trireme_shared.membership.directory import Directory
+from trireme_shared.membership.own_key import OwnKey
+from trireme_shared.records import Holding, JobState, Phase, TrainerList, TrainerMember
+from trireme_shared.runtime import clock, ids, telemetry
 
 LOOK_S = 0.5
 PAUSE_S = 0.3

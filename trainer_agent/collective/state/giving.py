@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from xxhash import xxh3_128
 
-from shared.blocks.buffers import bytes_of
-from shared.errors import InvalidArgument, NotReady, StaleGeneration
-from shared.records.step import StepRecord
-from shared.runtime import clock, telemetry
 from trainer_agent.collective.replica import Replica
 from trainer_agent.collective.state.messages import Portion, StateHead, StatePart, StateRequest
 from trainer_agent.model.compute import Compute
+from trireme_shared.blocks.buffers import bytes_of
+from trireme_shared.errors import InvalidArgument, NotReady, StaleGeneration
+from trireme_shared.records.step import StepRecord
+from trireme_shared.runtime import clock, telemetry
 
 if TYPE_CHECKING:
-    from shared.serving.core.table.rows import TableRows
     from trainer_agent.collective.rows.giving import RowsGiver  # loads numba
+    from trireme_shared.serving.core.table.rows import TableRows
 
 StepIn = Callable[..., Awaitable[Any]]
 PORTION_BYTES = 4 << 20  # of values and state

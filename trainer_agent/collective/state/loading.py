@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from shared.checkpoints import stored
-from shared.checkpoints.block_reader import BlockReader, check_model
-from shared.errors import CheckpointUnusable
-from shared.records import Mode, SlotMap
-from shared.records.checkpoints import CheckpointRef, Manifest
-from shared.records.layout import Block, Layout
-from shared.serving.table_loader import TableLoader
-from shared.slots import slot_of
 from trainer_agent.collective.replica import Replica, rows_of
 from trainer_agent.model.compute import Compute
+from trireme_shared.checkpoints import stored
+from trireme_shared.checkpoints.block_reader import BlockReader, check_model
+from trireme_shared.errors import CheckpointUnusable
+from trireme_shared.records import Mode, SlotMap
+from trireme_shared.records.checkpoints import CheckpointRef, Manifest
+from trireme_shared.records.layout import Block, Layout
+from trireme_shared.serving.table_loader import TableLoader
+from trireme_shared.slots import slot_of
 
 
 def load_replica(

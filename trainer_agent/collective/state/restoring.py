@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from shared.checkpoints.background import Offload
-from shared.errors import CheckpointUnusable, PeerError
-from shared.etcd import Etcd
-from shared.etcd.reading import read_record
-from shared.membership.directory import Directory
-from shared.membership.own_key import OwnKey
-from shared.records import Holding, JobSpec, JobState, Phase, TrainerMember
-from shared.records.checkpoints import CheckpointLatest, CheckpointRef
-from shared.runtime import ids, telemetry
 from trainer_agent.collective.replica import Replica
 from trainer_agent.collective.state.loading import load_replica
 from trainer_agent.model.compute import Compute
+from trireme_shared.checkpoints.background import Offload
+from trireme_shared.errors import CheckpointUnusable, PeerError
+from trireme_shared.etcd import Etcd
+from trireme_shared.etcd.reading import read_record
+from trireme_shared.membership.directory import Directory
+from trireme_shared.membership.own_key import OwnKey
+from trireme_shared.records import Holding, JobSpec, JobState, Phase, TrainerMember
+from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef
+from trireme_shared.runtime import ids, telemetry
 
 LOOK_S = 5.0
 PAUSE_S = 0.5

@@ -15,26 +15,26 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from shared.blocks.buffers import BufferPool, tensor_over
-from shared.blocks.snapshot import Snapshot
-from shared.checkpoints import stored
-from shared.checkpoints.background import Offload
-from shared.checkpoints.saving.copies import Copied, Copies
-from shared.checkpoints.saving.part_owner import SavingContext
-from shared.checkpoints.saving.parts import Checkpointer
-from shared.checkpoints.schedule import EVALUATED_RANK, Schedule, is_final
-from shared.etcd import Etcd
-from shared.membership.directory import Directory
-from shared.membership.own_key import OwnKey
-from shared.records import JobSpec, Mode, SlotMap, TrainerList, TrainerMember
-from shared.records.layout import ROWS
-from shared.records.operations import CheckpointRequest
-from shared.records.step import StepRecord
-from shared.runtime import telemetry
-from shared.slots import blocks_in, spread
-from shared.tables.hashing import owned_slots
 from trainer_agent.collective.replica import Replica
 from trainer_agent.model.compute import Compute
+from trireme_shared.blocks.buffers import BufferPool, tensor_over
+from trireme_shared.blocks.snapshot import Snapshot
+from trireme_shared.checkpoints import stored
+from trireme_shared.checkpoints.background import Offload
+from trireme_shared.checkpoints.saving.copies import Copied, Copies
+from trireme_shared.checkpoints.saving.part_owner import SavingContext
+from trireme_shared.checkpoints.saving.parts import Checkpointer
+from trireme_shared.checkpoints.schedule import EVALUATED_RANK, Schedule, is_final
+from trireme_shared.etcd import Etcd
+from trireme_shared.membership.directory import Directory
+from trireme_shared.membership.own_key import OwnKey
+from trireme_shared.records import JobSpec, Mode, SlotMap, TrainerList, TrainerMember
+from trireme_shared.records.layout import ROWS
+from trireme_shared.records.operations import CheckpointRequest
+from trireme_shared.records.step import StepRecord
+from trireme_shared.runtime import telemetry
+from trireme_shared.slots import blocks_in, spread
+from trireme_shared.tables.hashing import owned_slots
 
 COPY_BYTES = 4 << 20  # at once: a few milliseconds
 KEPT_LISTS = 64  # generations whose trainers are remembered
@@ -186,7 +186,7 @@ class ShareCopies(Copies):
                 await asyncio.sleep(0)
 
     def _has_room(self, rank: int, version: int) -> bool:
-        """Whether a copy of that rank is made although one waits to be written: as parameter servers decide (shared/serving/core/store.py). If two wait,
+        """Whether a copy of that rank is made although one waits to be written: as parameter servers decide (shared/trireme_shared/serving/core/store.py). If two wait,
         it takes the place of one of the same version, which an earlier generation shared in another way."""
         if not self._waiting:
             return True

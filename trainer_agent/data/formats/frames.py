@@ -10,16 +10,16 @@ from itertools import islice
 from threading import Lock
 from typing import BinaryIO, TypeVar
 
-from shared.datasets import record_io, tf_record
-from shared.errors import DatasetError
-from shared.records.datasets import RecordIO, TFRecord
-from shared.storage import files
-from shared.storage.compressed import Decompressed, scanning
-from shared.storage.dataset_files import from_first_file
 from trainer_agent.data.column_types import ColumnTypes
 from trainer_agent.data.formats.tf_example import example
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Record, Shard
+from trireme_shared.datasets import record_io, tf_record
+from trireme_shared.errors import DatasetError
+from trireme_shared.records.datasets import RecordIO, TFRecord
+from trireme_shared.storage import files
+from trireme_shared.storage.compressed import Decompressed, scanning
+from trireme_shared.storage.dataset_files import from_first_file
 
 SAMPLE_RECORDS = 100
 

@@ -6,13 +6,13 @@ from threading import Lock
 
 import numpy as np
 
-from shared.errors import DatasetError
-from shared.records.datasets import ImageFolder
-from shared.storage import files
-from shared.storage.image_listing import ImageListing, list_images, root_of
 from trainer_agent.data.formats import images
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Shard, as_column
+from trireme_shared.errors import DatasetError
+from trireme_shared.records.datasets import ImageFolder
+from trireme_shared.storage import files
+from trireme_shared.storage.image_listing import ImageListing, list_images, root_of
 
 
 class ImageFolderReader:

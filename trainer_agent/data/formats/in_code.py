@@ -7,14 +7,14 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
-from shared.datasets.in_code import load_object
-from shared.datasets.random_state import seeded
-from shared.errors import DatasetError, InvalidArgument, is_interrupt
-from shared.records.datasets import IterableStyle, MapStyle
-from shared.storage.trouble import trouble_in_user_code
 from trainer_agent.data.drawing import Drawing
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Record, RecordShard, Shard
+from trireme_shared.datasets.in_code import load_object
+from trireme_shared.datasets.random_state import seeded
+from trireme_shared.errors import DatasetError, InvalidArgument, is_interrupt
+from trireme_shared.records.datasets import IterableStyle, MapStyle
+from trireme_shared.storage.trouble import trouble_in_user_code
 
 _END = object()
 _PLAIN_NAMES = ("x", "y")

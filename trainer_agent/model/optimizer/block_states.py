@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from shared.errors import InvalidArgument
-from shared.optimizers.state import SCALAR, kinds_of
-from shared.records.step import LaneZero
-from shared.storage import files
 from trainer_agent.model.devices import HOST
 from trainer_agent.model.flat import Plan, Vector, bytes_of
 from trainer_agent.model.optimizer_spec import decode
+from trireme_shared.errors import InvalidArgument
+from trireme_shared.optimizers.state import SCALAR, kinds_of
+from trireme_shared.records.step import LaneZero
+from trireme_shared.storage import files
 
 
 class BlockStates:

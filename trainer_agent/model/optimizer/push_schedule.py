@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from shared.records.step import LaneZero
-from shared.serving.core.asynchronous.schedules import STATE_EVERY, newest_at
 from trainer_agent.model.compute import BeforeStep, Compute
+from trireme_shared.records.step import LaneZero
+from trireme_shared.serving.core.asynchronous.schedules import STATE_EVERY, newest_at
 
 STEPS_AT_ONCE = 1000  # of a scheduler, until the trainer looks what else is to do
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shared.blocks.buffer_mean import bits_of, is_statistic
 from trainer_agent.model.flat import Plan, Vector
 from trainer_agent.model.watch.unshared_state import FIRST_LOOKS, LOOK_EVERY
+from trireme_shared.blocks.buffer_mean import bits_of, is_statistic
 
 WARNING = (
     "the buffer {name} differs between lanes, and a step takes its mean over the lanes, weighted by their records. That is right for running "

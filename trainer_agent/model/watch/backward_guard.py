@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from shared.errors import UserCodeError
 from trainer_agent.own_loop.turns import OwnLoop
+from trireme_shared.errors import UserCodeError
 
 
 class UserCode(Protocol):

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shared.datasets.in_code import made_objects
+from trireme_shared.datasets.in_code import made_objects
 
 MOST_OBJECTS = 20_000
 MOST_ITEMS = 1_000  # of one container
@@ -45,7 +45,7 @@ STATE_HINT = (
 )
 
 GENERATORS = torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random
-_OURS = "shared", "trainer_agent", "trireme", "master_service", "pserver_service"
+_OURS = "trireme_shared", "trainer_agent", "trireme", "master_service", "pserver_service"
 _KNOWN = (
     *(f"{name}." for name in _OURS),
     "torch.amp.",

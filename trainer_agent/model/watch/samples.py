@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from shared.blocks.buffer_mean import bits_of
 from trainer_agent.model.flat import Plan, Vector
+from trireme_shared.blocks.buffer_mean import bits_of
 
 Sampled = tuple[torch.Tensor, ...] | list[int]
 

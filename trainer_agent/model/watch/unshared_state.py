@@ -18,13 +18,13 @@ from operator import ne
 import torch
 from torch import nn
 
-from shared.blocks.buffer_mean import bits_of
-from shared.records.layout import MOST_CONSTANTS, Constant
 from trainer_agent.model.flat import Plan, Vector, dense_stride
 from trainer_agent.model.optimizer.watched import OptimizerWatch
 from trainer_agent.model.watch.backward_guard import UserCode
 from trainer_agent.model.watch.kept_model import KeptModel
 from trainer_agent.model.watch.samples import Sampled, Samples
+from trireme_shared.blocks.buffer_mean import bits_of
+from trireme_shared.records.layout import MOST_CONSTANTS, Constant
 
 FIRST_LOOKS, LOOK_EVERY = 3, 64  # minibatches whose digests are compared
 

@@ -11,9 +11,6 @@ from typing import Any, Literal
 from rich.console import Console
 
 from master_service.api.resources_cluster import PoolMemberView
-from shared.errors import DeadlineExceeded, NotFound, PeerError, TriremeError
-from shared.records.cluster import Standing
-from shared.runtime import clock, telemetry
 from trireme.cli import exit_codes
 from trireme.cli.cluster.leader import LEADER_S, ask_leader
 from trireme.cli.queries import print_table, stdout_console
@@ -23,6 +20,9 @@ from trireme.settings import UsageError
 from trireme.view.job_address import client_of
 from trireme.view.job_lines import columns_of
 from trireme.view.names import without_tokens
+from trireme_shared.errors import DeadlineExceeded, NotFound, PeerError, TriremeError
+from trireme_shared.records.cluster import Standing
+from trireme_shared.runtime import clock, telemetry
 
 POLL_S = 0.3
 REACHED = {

@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from shared.errors import DeadlineExceeded, NotLeader, NotReady, PeerError
-from shared.runtime import clock
 from trireme.cli.targets import cluster_target
 from trireme.client import AsyncClient
 from trireme.view.job_address import client_of
 from trireme.view.progress import say
+from trireme_shared.errors import DeadlineExceeded, NotLeader, NotReady, PeerError
+from trireme_shared.runtime import clock
 
 LEADER_S = 60.0
 PAUSE_S = 0.3

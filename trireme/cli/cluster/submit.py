@@ -17,13 +17,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from master_service.api.resources import JobView
-from shared.cron import next_time
-from shared.errors import NotReady, PeerError, TriremeError
-from shared.records import Dispatch, JobSpec
-from shared.records.cluster import Scheduling
-from shared.records.job_spec import JobSettings
-from shared.runtime import clock, ids, telemetry
-from shared.storage import files
 from trireme.cli import exit_codes
 from trireme.cli.cluster.leader import ask_leader
 from trireme.cli.run import job_named
@@ -51,6 +44,13 @@ from trireme.validation import AUTO, problems_of, without_auto
 from trireme.view.job_address import client_of
 from trireme.view.progress import Display, display, progress_of, say
 from trireme.view.report import failure_lines, number
+from trireme_shared.cron import next_time
+from trireme_shared.errors import NotReady, PeerError, TriremeError
+from trireme_shared.records import Dispatch, JobSpec
+from trireme_shared.records.cluster import Scheduling
+from trireme_shared.records.job_spec import JobSettings
+from trireme_shared.runtime import clock, ids, telemetry
+from trireme_shared.storage import files
 
 POLL_S = 0.5
 AWAY_S = 60.0  # how long a waiting command goes on while no leader answers

@@ -18,14 +18,6 @@ from typing import Any
 
 import psutil
 
-from shared.errors import CallerError, DeadlineExceeded, NotFound, PeerError, TriremeError
-from shared.etcd.embedded import find_binary, sweep_sockets
-from shared.keys import Keys
-from shared.records.cluster import in_words
-from shared.runtime import clock, telemetry
-from shared.security import private_files
-from shared.security.tokens import Role
-from shared.storage import files
 from trireme.cli import exit_codes
 from trireme.cli.cluster.launchers import LauncherRequest, check_places, check_settings, pool_of
 from trireme.cli.run import host_in, number_in, tokens_of
@@ -42,6 +34,14 @@ from trireme.settings import UsageError, outside_script
 from trireme.view.child_events import ChildEvent
 from trireme.view.job_lines import ENDED, JobLines, job_lines
 from trireme.view.progress import say
+from trireme_shared.errors import CallerError, DeadlineExceeded, NotFound, PeerError, TriremeError
+from trireme_shared.etcd.embedded import find_binary, sweep_sockets
+from trireme_shared.keys import Keys
+from trireme_shared.records.cluster import in_words
+from trireme_shared.runtime import clock, telemetry
+from trireme_shared.security import private_files
+from trireme_shared.security.tokens import Role
+from trireme_shared.storage import files
 
 POLL_S = 1.0
 LOOK_S = 0.1

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import psutil
 
-from shared.errors import Conflict, NotFound, TriremeError
-from shared.runtime import ids, telemetry
 from trireme.cli import exit_codes
 from trireme.cli.faults.job_probe import JobProbe
 from trireme.cli.faults.receipt import Receipt, measure, observe
 from trireme.cli.targets import cluster_of
 from trireme.launch import resume, run_folder
 from trireme.view.child_events import read_events
+from trireme_shared.errors import Conflict, NotFound, TriremeError
+from trireme_shared.runtime import ids, telemetry
 
 
 def kill(name: str | None, job: str | None, data_dir: Path | None, *, at_random: bool, as_json: bool) -> int:

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from shared.errors import DeadlineExceeded
-from shared.records import JobState, Mode, Phase
-from shared.runtime import clock
 from trireme.cli.faults.job_probe import SETTLE_S, JobProbe
 from trireme.view.child_events import read_events
 from trireme.view.names import without_tokens
+from trireme_shared.errors import DeadlineExceeded
+from trireme_shared.records import JobState, Mode, Phase
+from trireme_shared.runtime import clock
 
 LIMIT_S = 120.0
 POLL_S = 0.02

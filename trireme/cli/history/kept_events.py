@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from shared.errors import TriremeError
-from shared.events import EventRecord
 from trireme.launch.run_folder import read_json, write_json
 from trireme.view.job_address import Connect
+from trireme_shared.errors import TriremeError
+from trireme_shared.events import EventRecord
 
 FILE = "events.json"
 

@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from shared.errors import CursorExpired, InvalidArgument, NotFound, PeerError, TriremeError
-from shared.events import EventRecord
-from shared.runtime import clock, telemetry
-from shared.runtime.log_files import Line, Logs
-from shared.times import instant, rfc3339
 from trireme.cli import exit_codes
 from trireme.cli.history.kept_events import kept_events
 from trireme.cli.targets import Target, checked_name, job_target, local_run, target_in_cluster
 from trireme.launch import run_folder
 from trireme.pool import cluster_folder
 from trireme.view.job_address import open_job
+from trireme_shared.errors import CursorExpired, InvalidArgument, NotFound, PeerError, TriremeError
+from trireme_shared.events import EventRecord
+from trireme_shared.runtime import clock, telemetry
+from trireme_shared.runtime.log_files import Line, Logs
+from trireme_shared.times import instant, rfc3339
 
 LOOK_S = 0.2
 LONG_POLL_S = 5.0

@@ -21,10 +21,6 @@ from rich.live import Live
 from rich.text import Text
 
 from master_service.storage.series_files import StoredSeries, read_all
-from shared.errors import Conflict, InvalidArgument, NotFound, PeerError, TriremeError
-from shared.metric_names import EVALUATION, LOSS, is_own
-from shared.records import JobSpec
-from shared.runtime import clock, telemetry
 from trireme.cli import exit_codes
 from trireme.cli.checkpoint import spec_of
 from trireme.cli.history.logs import forget_output
@@ -36,6 +32,10 @@ from trireme.view.chart import SMALL_ROWS, chart, last_chart, shows_braille, spa
 from trireme.view.job_address import open_job
 from trireme.view.report import number
 from trireme.view.series import MetricSource, OfMaster, OfStorage, Row
+from trireme_shared.errors import Conflict, InvalidArgument, NotFound, PeerError, TriremeError
+from trireme_shared.metric_names import EVALUATION, LOSS, is_own
+from trireme_shared.records import JobSpec
+from trireme_shared.runtime import clock, telemetry
 
 LOOK_S = 1.0
 LOST_S = 60.0  # how long nobody may answer for metrics that are followed

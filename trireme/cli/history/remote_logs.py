@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from operator import attrgetter
 
 from master_service.api.resources import LogLines, LogView
-from shared.errors import NotFound, PeerError
-from shared.runtime import clock
-from shared.runtime.log_files import Line, is_of
 from trireme.cli.targets import checked_name
 from trireme.client import ONLY_JOB, AsyncClient
 from trireme.view.job_address import JOBS
+from trireme_shared.errors import NotFound, PeerError
+from trireme_shared.runtime import clock
+from trireme_shared.runtime.log_files import Line, is_of
 
 LOOK_S = 1.0
 LOST_S = 60.0  # how long nobody may answer for logs that are followed

@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shared.errors import TriremeError
-from shared.records import Phase
-from shared.runtime import telemetry
-from shared.times import rfc3339
 from trireme.cli import exit_codes
 from trireme.cli.queries import STOPPED, print_table, stdout_console
 from trireme.launch import resume, run_folder
 from trireme.pool import cluster_folder
 from trireme.view.report import number
+from trireme_shared.errors import TriremeError
+from trireme_shared.records import Phase
+from trireme_shared.runtime import telemetry
+from trireme_shared.times import rfc3339
 
 RUNNING = "RUNNING"  # beside STOPPED and the phases of jobs that have ended
 METRICS = 3

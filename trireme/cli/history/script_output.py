@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from shared.runtime import clock
-from shared.runtime.log_files import redacted
+from trireme_shared.runtime import clock
+from trireme_shared.runtime.log_files import redacted
 
 Shown = Sequence[tuple[str, str]]  # member and line
 

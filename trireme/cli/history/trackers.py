@@ -19,9 +19,6 @@ from master_service.core.changes import Event
 from master_service.trackers.assignment import News, assignment_of
 from master_service.trackers.made import check
 from master_service.trackers.memory import Memory
-from shared.errors import Conflict, InvalidArgument, TriremeError
-from shared.records import JobSpec
-from shared.runtime import telemetry
 from trireme.cli import exit_codes
 from trireme.cli.checkpoint import spec_of
 from trireme.cli.targets import cluster_of
@@ -32,6 +29,9 @@ from trireme.launch.run_folder import DATA_DIR, read_json
 from trireme.settings import UsageError
 from trireme.validation import problems_of
 from trireme.view.job_address import open_job
+from trireme_shared.errors import Conflict, InvalidArgument, TriremeError
+from trireme_shared.records import JobSpec
+from trireme_shared.runtime import telemetry
 
 CHECK_S = 60.0
 FINISH_S = 30.0  # a run that has ended waits so long for its trackers

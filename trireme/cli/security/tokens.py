@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared.errors import TriremeError
-from shared.security.token_folder import TokenFile, TokenFolder
-from shared.security.tokens import Role, TokenRecord
 from trireme.cli import exit_codes
 from trireme.cli.targets import is_of_cluster
 from trireme.containers import secrets
@@ -19,6 +16,9 @@ from trireme.containers.secrets import TokenVolumes
 from trireme.launch import run_folder
 from trireme.pool import cluster_folder
 from trireme.settings import UsageError
+from trireme_shared.errors import TriremeError
+from trireme_shared.security.token_folder import TokenFile, TokenFolder
+from trireme_shared.security.tokens import Role, TokenRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from shared.checkpoints import stored
-from shared.errors import (
+from trireme.cli import exit_codes
+from trireme.cli.checkpoint import Answer, answer, choose, spec_of
+from trireme.cli.targets import job_target
+from trireme.view.job_address import AnyClient, OpenJob, open_job
+from trireme.view.operations import call_any_master, wait_for_operation
+from trireme.view.progress import say
+from trireme_shared.checkpoints import stored
+from trireme_shared.errors import (
     CallerError,
     CheckpointUnusable,
     Conflict,
@@ -23,21 +29,15 @@ from shared.errors import (
     NotFound,
     PeerError,
 )
-from shared.records import JobSpec
-from shared.records.checkpoints import CheckpointRef, Manifest
-from shared.records.operations import Operation
-from shared.runtime import clock, ids
-from shared.storage import files
-from trireme.cli import exit_codes
-from trireme.cli.checkpoint import Answer, answer, choose, spec_of
-from trireme.cli.targets import job_target
-from trireme.view.job_address import AnyClient, OpenJob, open_job
-from trireme.view.operations import call_any_master, wait_for_operation
-from trireme.view.progress import say
+from trireme_shared.records import JobSpec
+from trireme_shared.records.checkpoints import CheckpointRef, Manifest
+from trireme_shared.records.operations import Operation
+from trireme_shared.runtime import clock, ids
+from trireme_shared.storage import files
 
 if TYPE_CHECKING:
-    from shared.records.layout import TableSpec
     from trainer_agent.tables.deltas import Done, TableDelta  # loads torch
+    from trireme_shared.records.layout import TableSpec
 
 AGAIN_S = 2.0
 

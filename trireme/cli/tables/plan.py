@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from shared.records.job_spec import SNAPSHOT_BYTES
-from shared.records.layout import RowInit, RowOptimizer, TableSpec
-from shared.tables.needs import needs_of
 from trireme.cli import exit_codes
+from trireme_shared.records.job_spec import SNAPSHOT_BYTES
+from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.tables.needs import needs_of
 
 OPTIMIZERS: dict[str, RowOptimizer] = {
     "sgd": RowOptimizer(kind="sgd", lr=0.05),

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from shared.checkpoints import stored
-from shared.checkpoints.table_rows import read_rows
-from shared.errors import InvalidArgument, NotFound
-from shared.records.checkpoints import CheckpointRef, Manifest
-from shared.records.layout import TableSpec
 from trireme.cli import exit_codes
 from trireme.cli.checkpoint import Answer, answer, choose, spec_of
+from trireme_shared.checkpoints import stored
+from trireme_shared.checkpoints.table_rows import read_rows
+from trireme_shared.errors import InvalidArgument, NotFound
+from trireme_shared.records.checkpoints import CheckpointRef, Manifest
+from trireme_shared.records.layout import TableSpec
 
 if TYPE_CHECKING:
-    from shared.tables.table import RowsOfIds  # loads numba
+    from trireme_shared.tables.table import RowsOfIds  # loads numba
 
 SHOWN = 8  # values of a row, to people
 
@@ -83,7 +83,7 @@ def stats(job: str | None, data_dir: Path | None, url: str | None = None, *, as_
 
 def _stats(newest: _Newest, spec: TableSpec) -> dict[str, Any]:
     """`trained_first`, `trained_last`: steps, the least and the greatest of those in which each row was trained last."""
-    from shared.tables.table import stamps_of  # noqa: PLC0415  loads numba
+    from trireme_shared.tables.table import stamps_of  # noqa: PLC0415  loads numba
 
     count, steps = 0, []
 
@@ -108,7 +108,7 @@ def get(
     def work() -> Answer:
         import numpy as np  # noqa: PLC0415
 
-        from shared.tables.updates import initial_values  # noqa: PLC0415  loads numba
+        from trireme_shared.tables.updates import initial_values  # noqa: PLC0415  loads numba
 
         wanted = [_id_of(text) for text in given]
         newest = _Newest.of(job, data_dir, url)
@@ -138,7 +138,7 @@ def top(
     """Returns the exit code."""
 
     def work() -> Answer:
-        from shared.tables.table import joined  # noqa: PLC0415  loads numba
+        from trireme_shared.tables.table import joined  # noqa: PLC0415  loads numba
 
         newest = _Newest.of(job, data_dir, url)
         spec = newest.table(name)
@@ -161,8 +161,8 @@ def _first(rows: RowsOfIds, spec: TableSpec, by: str, count: int) -> RowsOfIds:
     """Those that come first; ids ascend."""
     import numpy as np  # noqa: PLC0415
 
-    from shared.tables.memory import frequencies_of  # noqa: PLC0415  loads numba
-    from shared.tables.table import stamps_of  # noqa: PLC0415
+    from trireme_shared.tables.memory import frequencies_of  # noqa: PLC0415  loads numba
+    from trireme_shared.tables.table import stamps_of  # noqa: PLC0415
 
     if len(rows) <= count:
         return rows
@@ -184,8 +184,8 @@ def _measure(row: dict[str, Any], by: str) -> float:
 
 def _described(rows: RowsOfIds, spec: TableSpec) -> list[dict[str, Any]]:
     """`step`: in which it was trained last. `minibatches`: about so many had the id."""
-    from shared.tables.memory import frequencies_of  # noqa: PLC0415  loads numba
-    from shared.tables.table import stamps_of  # noqa: PLC0415
+    from trireme_shared.tables.memory import frequencies_of  # noqa: PLC0415  loads numba
+    from trireme_shared.tables.table import stamps_of  # noqa: PLC0415
 
     counts = (1 << frequencies_of(rows.words)) - 1
     facts = zip(rows.ids.tolist(), stamps_of(rows.words).tolist(), counts.tolist(), rows.content, strict=True)

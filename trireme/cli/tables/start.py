@@ -7,9 +7,9 @@ from pathlib import Path
 
 import psutil
 
-from shared.records import JobSpec, Mode, Strategy
-from shared.tables.needs import needs_of
 from trireme.launch.model_facts import Facts, tables_in
+from trireme_shared.records import JobSpec, Mode, Strategy
+from trireme_shared.tables.needs import needs_of
 
 SHOWN = 8
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container

@@ -27,8 +27,8 @@ from master_service.core.changes import (
 from master_service.core.decisions import lifecycle
 from master_service.core.queue.task_queue import WAIT_S
 from master_service.core.state.job import BESIDE, Job
-from shared.errors import CheckpointUnusable, Conflict, StorageUnreachable
-from shared.evaluations import (
+from trireme_shared.errors import CheckpointUnusable, Conflict, StorageUnreachable
+from trireme_shared.evaluations import (
     MOST_METRICS,
     WHAT_TO_DO,
     Evaluation,
@@ -40,7 +40,7 @@ from shared.evaluations import (
     patience_after,
     why_unreported,
 )
-from shared.records import (
+from trireme_shared.records import (
     AcquireTask,
     CompleteTask,
     FailureCause,
@@ -54,9 +54,9 @@ from shared.records import (
     UserFailure,
     ValidationSums,
 )
-from shared.records.checkpoints import CheckpointRef, history
-from shared.records.pauses import Saving
-from shared.records.step import LanePosition
+from trireme_shared.records.checkpoints import CheckpointRef, history
+from trireme_shared.records.pauses import Saving
+from trireme_shared.records.step import LanePosition
 
 KEPT = 1000
 RECENT = 2

@@ -25,12 +25,12 @@ from master_service.core.changes import (
 from master_service.core.queue.open_tasks import requeued_task
 from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.job import BESIDE, Job
-from shared.errors import CheckpointUnusable
-from shared.records import DiscardedTask, EvaluationSums, PendingTask, RequeuedTask, SlotMap, TaskKind, TaskMeta
-from shared.records.checkpoints import Manifest
-from shared.records.pauses import Losses
-from shared.records.step import LanePosition
-from shared.slots import slot_of
+from trireme_shared.errors import CheckpointUnusable
+from trireme_shared.records import DiscardedTask, EvaluationSums, PendingTask, RequeuedTask, SlotMap, TaskKind, TaskMeta
+from trireme_shared.records.checkpoints import Manifest
+from trireme_shared.records.pauses import Losses
+from trireme_shared.records.step import LanePosition
+from trireme_shared.slots import slot_of
 
 CAUSE = "the job went back to a checkpoint"
 

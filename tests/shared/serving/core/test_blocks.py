@@ -6,11 +6,11 @@ import random
 
 import torch
 
-from shared.blocks.buffers import BufferPool
-from shared.records.layout import Block
-from shared.serving.core.blocks import BlockState
-from shared.serving.core.optimizers import BlockOptimizer, arguments
 from tests.pserver_service.jobs import SGD
+from trireme_shared.blocks.buffers import BufferPool
+from trireme_shared.records.layout import Block
+from trireme_shared.serving.core.blocks import BlockState
+from trireme_shared.serving.core.optimizers import BlockOptimizer, arguments
 
 BLOCKS, ELEMENTS, STEPS = 100, 16, 12
 

@@ -7,10 +7,6 @@ import asyncio
 import pytest
 import torch
 
-from shared.records import Mode
-from shared.serving.core.asynchronous.in_use import ParametersInUse
-from shared.serving.pserver import Pserver
-from shared.wire.messages import PullEnd, StalenessBound
 from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import (
     LAYOUT,
@@ -22,6 +18,10 @@ from tests.pserver_service.jobs import (
     pulled,
     stream,
 )
+from trireme_shared.records import Mode
+from trireme_shared.serving.core.asynchronous.in_use import ParametersInUse
+from trireme_shared.serving.pserver import Pserver
+from trireme_shared.wire.messages import PullEnd, StalenessBound
 
 TASKS = {"fast": 0, "slow": 1, "third": 2}
 

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.records.layout import Segment
-from shared.serving.core.geometry import Geometry
 from tests.pserver_service.jobs import layout_of
+from trireme_shared.records.layout import Segment
+from trireme_shared.serving.core.geometry import Geometry
 
 segments = st.lists(
     st.tuples(st.sampled_from(["float32", "bfloat16", "int64"]), st.integers(1, 500)), min_size=1, max_size=5

@@ -6,13 +6,13 @@ from collections import Counter
 import pytest
 import torch
 
-from shared.errors import BadFrame
-from shared.records import Mode
-from shared.records.layout import OptimizerSpec
-from shared.serving.core.asynchronous.ledger import Ledger
-from shared.wire.messages import EpochLedger, LedgerAnswer, LedgerQuery, PushBlock
-from shared.wire.verdict import Verdict
 from tests.pserver_service.jobs import async_header, check_invariants, initialised, item, layout_of, payload_of, stream
+from trireme_shared.errors import BadFrame
+from trireme_shared.records import Mode
+from trireme_shared.records.layout import OptimizerSpec
+from trireme_shared.serving.core.asynchronous.ledger import Ledger
+from trireme_shared.wire.messages import EpochLedger, LedgerAnswer, LedgerQuery, PushBlock
+from trireme_shared.wire.verdict import Verdict
 
 PLAIN = OptimizerSpec(name="SGD", defaults={"lr": 1.0}, groups=({},))
 

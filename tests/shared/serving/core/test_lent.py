@@ -6,10 +6,6 @@ from contextlib import suppress
 import pytest
 import torch
 
-from shared.blocks.accumulator import Accumulator
-from shared.blocks.buffers import bytes_of
-from shared.serving.core.pushes import OpenPush
-from shared.wire.messages import PushBlock
 from tests.pserver_service.jobs import (
     PLAIN,
     check_invariants,
@@ -19,6 +15,10 @@ from tests.pserver_service.jobs import (
     pulled,
     push_header,
 )
+from trireme_shared.blocks.accumulator import Accumulator
+from trireme_shared.blocks.buffers import bytes_of
+from trireme_shared.serving.core.pushes import OpenPush
+from trireme_shared.wire.messages import PushBlock
 
 ELEMENTS = 16
 LEFT, RIGHT = torch.linspace(0, 1, ELEMENTS), torch.linspace(3, 5, ELEMENTS)
@@ -74,7 +74,7 @@ async def test_memory_is_the_senders_again_after_the_push(monkeypatch, copies, g
     """Without the copy, what is written then is averaged."""
     if not copies:
         monkeypatch.setattr(OpenPush, "keep_some", lambda *_: False)
-        monkeypatch.setattr("shared.serving.block_server.settled", _at_once)
+        monkeypatch.setattr("trireme_shared.serving.block_server.settled", _at_once)
     pserver, before = await server()
     memory = LEFT.clone()
     pushing = pushed(pserver, 0, memory, then_wait_s=30.0 if given_up else 0.0)

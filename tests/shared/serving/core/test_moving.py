@@ -7,16 +7,6 @@ import asyncio
 import pytest
 import torch
 
-from shared.blocks.buffers import BufferPool
-from shared.errors import BadFrame
-from shared.records import Mode
-from shared.records.layout import Layout, OptimizerSpec
-from shared.serving.core import moving
-from shared.serving.core.asynchronous.saved_ledger import SavedLedger
-from shared.serving.core.moving import ArrivingBlocks, LeavingBlocks, adopt, forget
-from shared.serving.core.stores import store_of
-from shared.serving.pserver import Pserver
-from shared.wire.messages import HandoffPart, LedgerQuery
 from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import (
     async_header,
@@ -30,6 +20,16 @@ from tests.pserver_service.jobs import (
     push_header,
     stream,
 )
+from trireme_shared.blocks.buffers import BufferPool
+from trireme_shared.errors import BadFrame
+from trireme_shared.records import Mode
+from trireme_shared.records.layout import Layout, OptimizerSpec
+from trireme_shared.serving.core import moving
+from trireme_shared.serving.core.asynchronous.saved_ledger import SavedLedger
+from trireme_shared.serving.core.moving import ArrivingBlocks, LeavingBlocks, adopt, forget
+from trireme_shared.serving.core.stores import store_of
+from trireme_shared.serving.pserver import Pserver
+from trireme_shared.wire.messages import HandoffPart, LedgerQuery
 
 ADAM = OptimizerSpec(name="Adam", defaults={"lr": 0.1}, groups=({},))
 LION = OptimizerSpec(name="Lion", defaults={"lr": 0.1, "betas": [0.9, 0.5]}, groups=({},))

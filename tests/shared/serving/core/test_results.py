@@ -7,12 +7,12 @@ import random
 
 import pytest
 
-from shared.lanes import Interval
-from shared.metric_names import MOST_NAMES
-from shared.records.step import NodeResult, StepRecord, StepResult, joined, result_of, step_result
-from shared.serving.core import history
-from shared.serving.core.history import History, Results
 from tests.equipment.replaced import replaced
+from trireme_shared.lanes import Interval
+from trireme_shared.metric_names import MOST_NAMES
+from trireme_shared.records.step import NodeResult, StepRecord, StepResult, joined, result_of, step_result
+from trireme_shared.serving.core import history
+from trireme_shared.serving.core.history import History, Results
 
 
 def lanes(count: int) -> dict[Interval, NodeResult]:

@@ -5,12 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.blocks.snapshot import Snapshot
-from shared.checkpoints.schedule import Schedule, is_newer, kept_after
-from shared.records import Mode, SlotMap
-from shared.records.checkpoints import CheckpointLatest, CheckpointRef, history
-from shared.records.step import CheckpointAsked, LanePosition, LaneZero, StepRecord
-from shared.wire.messages import InitBlock
 from tests.pserver_service.jobs import (
     JOB,
     LAYOUT,
@@ -28,6 +22,12 @@ from tests.pserver_service.jobs import (
     values_of,
     whole_step,
 )
+from trireme_shared.blocks.snapshot import Snapshot
+from trireme_shared.checkpoints.schedule import Schedule, is_newer, kept_after
+from trireme_shared.records import Mode, SlotMap
+from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef, history
+from trireme_shared.records.step import CheckpointAsked, LanePosition, LaneZero, StepRecord
+from trireme_shared.wire.messages import InitBlock
 
 EVERY = Schedule(every_steps=1, every_epochs=None, epochs=9)
 
@@ -77,7 +77,7 @@ def test_epochs_outrank_steps_and_rarer_ones_outrank_others():
 
 
 async def saving(layout=LAYOUT, schedule=EVERY, mode=Mode.SYNC):
-    from shared.serving.pserver import Pserver
+    from trireme_shared.serving.pserver import Pserver
 
     pserver = Pserver(JOB, "ps-1", index=0)
     pserver.schedule = schedule

@@ -4,12 +4,12 @@ import array
 import asyncio
 import sys
 
-from shared.records.step import LanePosition, LaneZero
-from shared.wire import codec
-from shared.wire.messages import PushHeader
-from shared.wire.shared_memory import Region
-from shared.wire.stream import FrameStream
-from shared.wire.upgrade import upgrade
+from trireme_shared.records.step import LanePosition, LaneZero
+from trireme_shared.wire import codec
+from trireme_shared.wire.messages import PushHeader
+from trireme_shared.wire.shared_memory import Region
+from trireme_shared.wire.stream import FrameStream
+from trireme_shared.wire.upgrade import upgrade
 
 BLOCK = 1 << 18
 

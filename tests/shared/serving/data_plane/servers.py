@@ -9,21 +9,21 @@ import msgpack
 import pytest_asyncio
 import torch
 
-from shared.blocks.buffers import bytes_of
-from shared.records import Mode, PserverMember
-from shared.records.layout import OptimizerSpec
-from shared.security.access import Access
-from shared.security.tokens import Tokens
-from shared.serving.data_plane.row_turns import RowTurns
-from shared.serving.data_plane.server import make_app, serving
-from shared.serving.ports import ServerPorts
-from shared.serving.pserver import Pserver
-from shared.wire.messages import InitBlock, PushBlock
-from shared.wire.region_allocator import RegionAllocator
-from shared.wire.shared_memory import Region
 from tests.pserver_service.jobs import JOB, init_header, layout_of, settled, stream, values_of
 from trainer_agent.data_plane.http import HttpPserver
 from trainer_agent.data_plane.stream import StreamPserver
+from trireme_shared.blocks.buffers import bytes_of
+from trireme_shared.records import Mode, PserverMember
+from trireme_shared.records.layout import OptimizerSpec
+from trireme_shared.security.access import Access
+from trireme_shared.security.tokens import Tokens
+from trireme_shared.serving.data_plane.row_turns import RowTurns
+from trireme_shared.serving.data_plane.server import make_app, serving
+from trireme_shared.serving.ports import ServerPorts
+from trireme_shared.serving.pserver import Pserver
+from trireme_shared.wire.messages import InitBlock, PushBlock
+from trireme_shared.wire.region_allocator import RegionAllocator
+from trireme_shared.wire.shared_memory import Region
 
 TOKEN = "boat"
 PLAIN = OptimizerSpec(name="SGD", defaults={"lr": 1.0}, groups=({},))

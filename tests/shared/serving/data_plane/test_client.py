@@ -6,14 +6,14 @@ import socket
 import pytest
 import torch
 
-from shared.blocks.buffers import bytes_of
-from shared.errors import CallerError, DeadlineExceeded, LayoutMismatch, NotReady, PeerError, StaleGeneration
-from shared.records import Mode, PserverMember
-from shared.wire.messages import LedgerAnswer, LedgerQuery, PushBlock
 from tests.pserver_service.jobs import async_header, item, pull_request, push_header
 from tests.shared.serving.data_plane.servers import SIZES, TOKEN, TRANSPORTS, Flat, gradients, server
 from trainer_agent.data_plane.http import HttpPserver
 from trainer_agent.data_plane.stream import StreamPserver
+from trireme_shared.blocks.buffers import bytes_of
+from trireme_shared.errors import CallerError, DeadlineExceeded, LayoutMismatch, NotReady, PeerError, StaleGeneration
+from trireme_shared.records import Mode, PserverMember
+from trireme_shared.wire.messages import LedgerAnswer, LedgerQuery, PushBlock
 
 __all__ = ["server"]
 everywhere = pytest.mark.parametrize("server", TRANSPORTS, indirect=True)

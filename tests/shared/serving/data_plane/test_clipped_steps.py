@@ -7,13 +7,13 @@ import asyncio
 import pytest
 import torch
 
-from shared.blocks.buffers import bytes_of
-from shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
-from shared.serving.core.clipping import Clipping
-from shared.wire.messages import PushBlock
 from tests.pserver_service.jobs import push_header, stream
 from tests.shared.serving.data_plane.servers import TRANSPORTS, server
 from tests.shared.serving.data_plane.test_unchanged import COUNTER, LAYOUT, PARAMETERS, SIZES, servers_at
+from trireme_shared.blocks.buffers import bytes_of
+from trireme_shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
+from trireme_shared.serving.core.clipping import Clipping
+from trireme_shared.wire.messages import PushBlock
 
 __all__ = ["server"]
 LIMIT, STEPS = 10.0, 3

@@ -6,15 +6,15 @@ import asyncio
 
 import pytest
 
-from shared.errors import DeadlineExceeded
-from shared.records import PserverMember
-from shared.security import arrivals
-from shared.serving.data_plane.server import ARRIVALS, make_app, serving
-from shared.serving.pserver import Pserver
 from tests.equipment.waiting import until
 from tests.pserver_service.jobs import JOB, pull_request
 from tests.shared.serving.data_plane.servers import TOKEN, accepting
 from trainer_agent.data_plane.stream import StreamPserver
+from trireme_shared.errors import DeadlineExceeded
+from trireme_shared.records import PserverMember
+from trireme_shared.security import arrivals
+from trireme_shared.serving.data_plane.server import ARRIVALS, make_app, serving
+from trireme_shared.serving.pserver import Pserver
 
 REQUEST = f"GET /v1/info HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
 HEALTH = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"

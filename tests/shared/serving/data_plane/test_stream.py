@@ -9,19 +9,19 @@ import pytest
 import torch
 from aiohttp import web
 
-from shared.blocks.buffers import bytes_of
-from shared.errors import DeadlineExceeded, NotReady, PeerError, StaleGeneration, Unauthorized
-from shared.records import PserverMember
-from shared.serving.core.stores import store_of
-from shared.serving.data_plane import http
-from shared.serving.data_plane.server import ARRIVALS, make_app, serving
-from shared.serving.pserver import Pserver
-from shared.wire.stream import FrameStream
-from shared.wire.upgrade import upgrade
 from tests.pserver_service.jobs import JOB, init_header, item, layout_of, pull_request, push_header, stream
 from tests.shared.serving.data_plane.servers import LAYOUT, PLAIN, SIZES, TOKEN, Flat, gradients, server
 from tests.shared.serving.data_plane.streams import Raw, all_given_back, growth, over_tcp, streamed, versions
 from trainer_agent.data_plane.stream import StreamPserver
+from trireme_shared.blocks.buffers import bytes_of
+from trireme_shared.errors import DeadlineExceeded, NotReady, PeerError, StaleGeneration, Unauthorized
+from trireme_shared.records import PserverMember
+from trireme_shared.serving.core.stores import store_of
+from trireme_shared.serving.data_plane import http
+from trireme_shared.serving.data_plane.server import ARRIVALS, make_app, serving
+from trireme_shared.serving.pserver import Pserver
+from trireme_shared.wire.stream import FrameStream
+from trireme_shared.wire.upgrade import upgrade
 
 __all__ = ["server"]
 
@@ -188,7 +188,7 @@ async def test_a_hundred_steady_steps_allocate_nothing_that_stays(server):
 @over_tcp
 async def test_what_a_stream_reads_and_sends_at_once_is_bounded_so_that_others_have_their_turn(server, monkeypatch):
     layout, at_once, most = layout_of(1 << 20, block_bytes=1 << 17, optimizer=PLAIN), {}, []
-    monkeypatch.setattr("shared.wire.stream.BURST_BYTES", 1 << 19)
+    monkeypatch.setattr("trireme_shared.wire.stream.BURST_BYTES", 1 << 19)
     await server.initialise(layout)
 
     def counting(name, size_of):

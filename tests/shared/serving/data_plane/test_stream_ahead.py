@@ -6,16 +6,16 @@ from contextlib import suppress
 import pytest
 import torch
 
-from shared.blocks.buffers import bytes_of
-from shared.errors import PeerError
-from shared.serving.core.pushes import OpenPush
-from shared.serving.data_plane.stream import PserverStream
-from shared.wire import codec
-from shared.wire.messages import PushBlock
-from shared.wire.shared_memory import Region
 from tests.pserver_service.jobs import pull_request, push_header
 from tests.shared.serving.data_plane.servers import LAYOUT, SIZES, server
 from tests.shared.serving.data_plane.streams import all_given_back, opening, over_shm, raw_stream, reference, versions
+from trireme_shared.blocks.buffers import bytes_of
+from trireme_shared.errors import PeerError
+from trireme_shared.serving.core.pushes import OpenPush
+from trireme_shared.serving.data_plane.stream import PserverStream
+from trireme_shared.wire import codec
+from trireme_shared.wire.messages import PushBlock
+from trireme_shared.wire.shared_memory import Region
 
 __all__ = ["server"]
 
@@ -68,7 +68,7 @@ async def test_references_are_read_ahead_up_to_a_limit(server, monkeypatch):
         ahead.append(len(self._ahead))
 
     monkeypatch.setattr(PserverStream, "apply_later", noted)
-    monkeypatch.setattr("shared.serving.data_plane.stream.MAX_AHEAD", 2)
+    monkeypatch.setattr("trireme_shared.serving.data_plane.stream.MAX_AHEAD", 2)
     async with raw_stream(server) as raw:
         region = await all_referred(raw)
         raw.send(opening() + ALL + codec.encode({"id": 1, "end": True}))

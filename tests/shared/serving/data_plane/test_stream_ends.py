@@ -6,9 +6,6 @@ import math
 import pytest
 import torch
 
-from shared.errors import BadFrame, PeerError
-from shared.serving.data_plane import http
-from shared.wire import codec
 from tests.pserver_service.jobs import item, layout_of, pull_request, push_header, stream
 from tests.shared.serving.data_plane.servers import PLAIN, SIZES, STALL_S, Flat, gradients, server
 from tests.shared.serving.data_plane.streams import (
@@ -20,6 +17,9 @@ from tests.shared.serving.data_plane.streams import (
     streamed,
     versions,
 )
+from trireme_shared.errors import BadFrame, PeerError
+from trireme_shared.serving.data_plane import http
+from trireme_shared.wire import codec
 
 __all__ = ["server"]
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from pserver_service.handoff_client import HttpHandoff
-from shared.errors import PeerError, Unauthorized
-from shared.security import authority
-from shared.security.tls import Tls
-from shared.serving.data_plane.server import make_app, serving
-from shared.serving.pserver import Pserver
-from shared.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart
 from tests.pserver_service.jobs import JOB, pull_request, push_header, settled
 from tests.shared.serving.data_plane.servers import SIZES, TOKEN, Flat, Server, accepting, gradients
 from trainer_agent.data_plane.http import HttpPserver
 from trainer_agent.data_plane.stream import StreamPserver
+from trireme_shared.errors import PeerError, Unauthorized
+from trireme_shared.security import authority
+from trireme_shared.security.tls import Tls
+from trireme_shared.serving.data_plane.server import make_app, serving
+from trireme_shared.serving.pserver import Pserver
+from trireme_shared.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart
 
 
 @pytest.fixture(scope="module")

@@ -9,20 +9,20 @@ import msgpack
 import pytest
 import torch
 
-from shared.blocks.buffers import bytes_of
-from shared.errors import BadFrame, PeerError
-from shared.records import SlotMap
-from shared.records.layout import Segment
-from shared.serving.block_server import BlockServer
-from shared.serving.core import calls
-from shared.serving.core.stores import store_of
-from shared.wire.messages import PulledBlock, PullRequest, PushBlock
 from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import init_header, layout_of, push_header, stream, values_of
 from tests.shared.serving.data_plane.servers import PATIENCE_S, PLAIN, TOKEN, TRANSPORTS, server
 from trainer_agent.data_plane.fleet_client import FleetClient
 from trainer_agent.data_plane.parameter_servers import ParameterServers
 from trainer_agent.data_plane.pulls import Pulls
+from trireme_shared.blocks.buffers import bytes_of
+from trireme_shared.errors import BadFrame, PeerError
+from trireme_shared.records import SlotMap
+from trireme_shared.records.layout import Segment
+from trireme_shared.serving.block_server import BlockServer
+from trireme_shared.serving.core import calls
+from trireme_shared.serving.core.stores import store_of
+from trireme_shared.wire.messages import PulledBlock, PullRequest, PushBlock
 
 __all__ = ["server"]
 everywhere = pytest.mark.parametrize("server", TRANSPORTS, indirect=True)

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from shared.blocks.buffers import bytes_of
-from shared.records.layout import ROWS, RowInit, RowOptimizer, TableSpec
-from shared.serving.core.moving import ArrivingBlocks
-from shared.serving.core.table.moving import ArrivingRows
-from shared.tables.payload import joined
-from shared.wire.messages import HandoffPart, LookupRequest, PushBlock
 from tests.pserver_service.jobs import JOB, PLAIN, layout_of
+from trireme_shared.blocks.buffers import bytes_of
+from trireme_shared.records.layout import ROWS, RowInit, RowOptimizer, TableSpec
+from trireme_shared.serving.core.moving import ArrivingBlocks
+from trireme_shared.serving.core.table.moving import ArrivingRows
+from trireme_shared.tables.payload import joined
+from trireme_shared.wire.messages import HandoffPart, LookupRequest, PushBlock
 
 SGD = RowOptimizer(kind="sgd", lr=1.0)
 INIT = RowInit(kind="constant", scale=0.5)

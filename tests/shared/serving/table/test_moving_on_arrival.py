@@ -11,26 +11,26 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from shared.errors import BadFrame
-from shared.records import Mode, SlotMap
-from shared.records.layout import ROWS, RowInit, RowOptimizer, TableSpec
-from shared.serving.block_server import BlockServer
-from shared.serving.core.asynchronous import ledger
-from shared.serving.core.moving import ArrivingBlocks, LeavingBlocks, adopt, forget
-from shared.serving.core.pushes import OpenPush
-from shared.serving.core.stores import AsyncStore
-from shared.serving.core.table.arrivals import ArrivedRows
-from shared.serving.core.table.moving import LeavingRows, RowPart
-from shared.serving.core.table.moving_on_arrival import ArrivingOnArrival, ChangedIds, LeavingOnArrival
-from shared.serving.core.table.rows import TableRows
-from shared.tables.hashing import slots_of
-from shared.tables.payload import joined
-from shared.tables.table import stamps_of
-from shared.wire.messages import PushBlock
-from shared.wire.verdict import Verdict
 from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import PLAIN, async_header, init_header, layout_of
 from tests.shared.serving.table.tables import carry
+from trireme_shared.errors import BadFrame
+from trireme_shared.records import Mode, SlotMap
+from trireme_shared.records.layout import ROWS, RowInit, RowOptimizer, TableSpec
+from trireme_shared.serving.block_server import BlockServer
+from trireme_shared.serving.core.asynchronous import ledger
+from trireme_shared.serving.core.moving import ArrivingBlocks, LeavingBlocks, adopt, forget
+from trireme_shared.serving.core.pushes import OpenPush
+from trireme_shared.serving.core.stores import AsyncStore
+from trireme_shared.serving.core.table.arrivals import ArrivedRows
+from trireme_shared.serving.core.table.moving import LeavingRows, RowPart
+from trireme_shared.serving.core.table.moving_on_arrival import ArrivingOnArrival, ChangedIds, LeavingOnArrival
+from trireme_shared.serving.core.table.rows import TableRows
+from trireme_shared.tables.hashing import slots_of
+from trireme_shared.tables.payload import joined
+from trireme_shared.tables.table import stamps_of
+from trireme_shared.wire.messages import PushBlock
+from trireme_shared.wire.verdict import Verdict
 
 SLOTS, MEMBERS, MINIBATCHES, TASKS, TRAINERS = 16, 3, 6, 12, 2
 ZEROS, SGD = RowInit(kind="constant", scale=0.0), RowOptimizer(kind="sgd", lr=1.0)

@@ -10,24 +10,24 @@ import numpy as np
 import pytest
 
 from pserver_service.checkpoints import copies
-from shared.errors import InvalidArgument, NotReady, TriremeError
-from shared.records import Mode
-from shared.records.pauses import Torn
-from shared.records.step import StepRecord
-from shared.serving.core.table import kept
-from shared.serving.data_plane import row_turns
-from shared.serving.data_plane.lookups import lookup
-from shared.serving.data_plane.row_turns import RowTurns
-from shared.serving.ports import ServerPorts
-from shared.tables.hashing import slots_of
-from shared.tables.kernels import rows as row_loops
-from shared.tables.table import Table
-from shared.wire.messages import LedgerQuery
-from shared.wire.verdict import Verdict
 from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import async_header, initialised, stream
 from tests.shared.serving.data_plane.servers import server
 from tests.shared.serving.table.tables import LAYOUT, NONE, ids, pushed_rows, values_in, wanted, whole_blocks
+from trireme_shared.errors import InvalidArgument, NotReady, TriremeError
+from trireme_shared.records import Mode
+from trireme_shared.records.pauses import Torn
+from trireme_shared.records.step import StepRecord
+from trireme_shared.serving.core.table import kept
+from trireme_shared.serving.data_plane import row_turns
+from trireme_shared.serving.data_plane.lookups import lookup
+from trireme_shared.serving.data_plane.row_turns import RowTurns
+from trireme_shared.serving.ports import ServerPorts
+from trireme_shared.tables.hashing import slots_of
+from trireme_shared.tables.kernels import rows as row_loops
+from trireme_shared.tables.table import Table
+from trireme_shared.wire.messages import LedgerQuery
+from trireme_shared.wire.verdict import Verdict
 
 __all__ = ["server"]
 over_sockets = pytest.mark.parametrize("server", ["stream tcp", "stream unix"], indirect=True)

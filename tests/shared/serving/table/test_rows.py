@@ -5,19 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shared.errors import BadFrame
-from shared.records import Mode, SlotMap
-from shared.serving.block_server import BlockServer
-from shared.serving.core.pushes import OpenPush
-from shared.serving.core.store import Store
-from shared.serving.core.stores import store_of
-from shared.serving.core.table.row_steps import StepsAtOnce
-from shared.serving.core.table.rows import TableRows
-from shared.serving.ports import ServerPorts
-from shared.tables.hashing import slots_of
-from shared.wire.verdict import Verdict
 from tests.pserver_service.jobs import init_header, push_header
 from tests.shared.serving.table.tables import LAYOUT, NONE, SPECS, ids, ones, pushed_rows, values_in
+from trireme_shared.errors import BadFrame
+from trireme_shared.records import Mode, SlotMap
+from trireme_shared.serving.block_server import BlockServer
+from trireme_shared.serving.core.pushes import OpenPush
+from trireme_shared.serving.core.store import Store
+from trireme_shared.serving.core.stores import store_of
+from trireme_shared.serving.core.table.row_steps import StepsAtOnce
+from trireme_shared.serving.core.table.rows import TableRows
+from trireme_shared.serving.ports import ServerPorts
+from trireme_shared.tables.hashing import slots_of
+from trireme_shared.wire.verdict import Verdict
 
 
 def pushed(rows: TableRows, step: int, lane: int, *keys: np.ndarray, value: float = 1.0) -> Verdict:

@@ -7,20 +7,20 @@ import os
 import numpy as np
 import pytest
 
-from shared.blocks.reused_memory import ReceivedMemory
-from shared.records.layout import ROWS
-from shared.serving.data_plane.http import STREAMS
-from shared.tables.payload import joined, rows_in
-from shared.wire import row_memory
-from shared.wire.messages import PushBlock
-from shared.wire.row_memory import AnswerMemory, GradientMemory
-from shared.wire.shared_memory import Region
-from shared.wire.stream import FrameStream
 from tests.pserver_service.jobs import push_header, settled, stream
 from tests.shared.serving.data_plane.servers import server
 from tests.shared.serving.data_plane.streams import over_shm
 from tests.shared.serving.table.tables import LAYOUT, NONE, pushed_rows, wanted, whole_blocks
 from trainer_agent.data_plane.stream import StreamPserver
+from trireme_shared.blocks.reused_memory import ReceivedMemory
+from trireme_shared.records.layout import ROWS
+from trireme_shared.serving.data_plane.http import STREAMS
+from trireme_shared.tables.payload import joined, rows_in
+from trireme_shared.wire import row_memory
+from trireme_shared.wire.messages import PushBlock
+from trireme_shared.wire.row_memory import AnswerMemory, GradientMemory
+from trireme_shared.wire.shared_memory import Region
+from trireme_shared.wire.stream import FrameStream
 
 __all__ = ["server"]
 MANY = np.arange(40_000, dtype=np.int64)

@@ -9,25 +9,25 @@ import numpy as np
 import pytest
 import torch
 
-from shared.errors import BadFrame, CallerError, InvalidArgument, NotReady
-from shared.etcd import Etcd
-from shared.keys import Keys
-from shared.membership.directory import Directory
-from shared.records import JobState, Mode, SlotMap, TrainerList
-from shared.records.layout import ROWS
-from shared.serving.core.progress import missing_lanes
-from shared.serving.core.table import kept
-from shared.serving.core.table.rows import TableRows
-from shared.serving.data_plane import row_turns
-from shared.tables.payload import joined, rows_in
-from shared.wire.messages import LedgerQuery, PushBlock, TableRequest
-from shared.wire.verdict import Verdict
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.pserver_service.jobs import JOB, PLAIN, async_header, layout_of, pull_request, push_header, settled, stream
 from tests.pserver_service.membership.test_index import SPEC
 from tests.shared.serving.data_plane.servers import TRANSPORTS, server
 from tests.shared.serving.data_plane.streams import streamed
 from tests.shared.serving.table.tables import LAYOUT, NONE, ids, pushed_rows, step_of, values_in, wanted, whole_blocks
+from trireme_shared.errors import BadFrame, CallerError, InvalidArgument, NotReady
+from trireme_shared.etcd import Etcd
+from trireme_shared.keys import Keys
+from trireme_shared.membership.directory import Directory
+from trireme_shared.records import JobState, Mode, SlotMap, TrainerList
+from trireme_shared.records.layout import ROWS
+from trireme_shared.serving.core.progress import missing_lanes
+from trireme_shared.serving.core.table import kept
+from trireme_shared.serving.core.table.rows import TableRows
+from trireme_shared.serving.data_plane import row_turns
+from trireme_shared.tables.payload import joined, rows_in
+from trireme_shared.wire.messages import LedgerQuery, PushBlock, TableRequest
+from trireme_shared.wire.verdict import Verdict
 
 __all__ = ["server"]
 everywhere = pytest.mark.parametrize("server", TRANSPORTS, indirect=True)

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.blocks.narrow import DTYPES
-from shared.errors import BadFrame
-from shared.records.layout import TableSpec
-from shared.serving.core.table.rows import TableRows
-from shared.tables.payload import ids_in, joined, narrowed, rows_in
-from shared.wire.verdict import Verdict
 from tests.shared.serving.table.tables import INIT, LAYOUT, SGD, wanted
+from trireme_shared.blocks.narrow import DTYPES
+from trireme_shared.errors import BadFrame
+from trireme_shared.records.layout import TableSpec
+from trireme_shared.serving.core.table.rows import TableRows
+from trireme_shared.tables.payload import ids_in, joined, narrowed, rows_in
+from trireme_shared.wire.verdict import Verdict
 
 DIMS = (1, 3, 16)
 LANES = 2

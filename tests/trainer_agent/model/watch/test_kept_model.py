@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.errors import UserCodeError
-from shared.records import Phase
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.collective.cluster import cluster as collective_cluster
 from tests.trainer_agent.done_blocks import DoneBlocks
@@ -15,6 +13,8 @@ from trainer_agent.model.watch.kept_model import KeptModel
 from trainer_agent.model.watch.unshared_state import FIRST_LOOKS
 from trainer_agent.script.user_module import load
 from trireme import plain
+from trireme_shared.errors import UserCodeError
+from trireme_shared.records import Phase
 
 MODEL = """
 class Model(nn.Module):

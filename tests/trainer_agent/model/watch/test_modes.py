@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from shared.errors import UserCodeError
 from tests.trainer_agent.cluster import trained
 from tests.trainer_agent.collective.cluster import trained as trained_collectively
 from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import differing, records, spec_for, write_script
 from trainer_agent.script.user_module import load
 from trireme import plain
+from trireme_shared.errors import UserCodeError
 
 FROZEN = """
 def model():

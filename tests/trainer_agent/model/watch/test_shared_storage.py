@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from shared.errors import InvalidArgument
 from tests.trainer_agent.scripts import spec_for, write_script
 from trainer_agent.script.user_module import load
 from trireme import plain
+from trireme_shared.errors import InvalidArgument
 
 MODEL = """
 def model():

@@ -7,11 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import Conflict, DeadlineExceeded, NotFound, NotLeader, PeerError, StorageUnreachable, TriremeError
-from shared.membership.etcd_access import EtcdAccess
 from trireme.cli.cluster.leader import ask_leader
 from trireme.client import AsyncClient
 from trireme.pool import cluster_folder
+from trireme_shared.errors import (
+    Conflict,
+    DeadlineExceeded,
+    NotFound,
+    NotLeader,
+    PeerError,
+    StorageUnreachable,
+    TriremeError,
+)
+from trireme_shared.membership.etcd_access import EtcdAccess
 
 NOWHERE = "http://127.0.0.1:9"
 

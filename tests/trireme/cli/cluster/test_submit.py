@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from master_service.api.resources_cluster import CreateJob, CreateSchedule
-from shared.records.cluster import Scheduling
 from tests.end_to_end.scripts import write_script
 from trireme.cli import exit_codes
 from trireme.cli.cluster.submit import SubmitRequest, request_body, schedule_of, scheduling_of
 from trireme.cli.run import RunRequest, run_command
 from trireme.preflight import Inspection
 from trireme.settings import UsageError, from_flags, merge
+from trireme_shared.records.cluster import Scheduling
 
 DATA = {"kind": "text_lines", "urls": ["train-*.txt", "s3://bucket/a.txt"]}
 

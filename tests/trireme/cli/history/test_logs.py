@@ -9,15 +9,15 @@ from typing import Self
 import pytest
 
 from master_service.api.resources import EventPage
-from shared.errors import CursorExpired, PeerError
-from shared.events import EventRecord
-from shared.security import private_files
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually
 from trireme.cli import exit_codes
 from trireme.cli.history import kept_events
 from trireme.cli.history import logs as command
 from trireme.launch.run_folder import RUN_FILE, write_json
+from trireme_shared.errors import CursorExpired, PeerError
+from trireme_shared.events import EventRecord
+from trireme_shared.security import private_files
 
 
 def logged(second: int, event: str) -> str:

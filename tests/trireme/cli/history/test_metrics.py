@@ -16,15 +16,15 @@ import pytest
 from master_service.api.metrics import render
 from master_service.control.series_keeper import Origin, SeriesKeeper
 from master_service.storage.series_files import StoredSeries, read_all
-from shared.errors import PeerError
-from shared.records import JobSpec, MetricBatch
-from shared.records.datasets import TextLines
 from tests.equipment.stored_series import step, store
 from tests.equipment.virtual_loop import run_virtually
 from trireme.cli import exit_codes
 from trireme.cli.history import metrics as command
 from trireme.launch import resume, run_folder
 from trireme.view.series import OfStorage, Row
+from trireme_shared.errors import PeerError
+from trireme_shared.records import JobSpec, MetricBatch
+from trireme_shared.records.datasets import TextLines
 
 STEPS = 10
 

@@ -12,8 +12,6 @@ import pytest
 
 from master_service.api.app import make_app
 from master_service.api.logs.source import LogSource
-from shared.errors import NotFound, PeerError
-from shared.runtime.log_files import Line
 from tests.equipment.replaced import replaced
 from tests.equipment.waiting import until
 from tests.master_service.api.test_logs import logged, virtually, write
@@ -22,6 +20,8 @@ from trireme.cli import exit_codes
 from trireme.cli.history import logs as command
 from trireme.cli.history import remote_logs
 from trireme.client import AsyncClient
+from trireme_shared.errors import NotFound, PeerError
+from trireme_shared.runtime.log_files import Line
 
 SECONDS = "2026-01-01T00:00:{:02}.000+00:00"
 

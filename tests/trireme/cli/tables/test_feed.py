@@ -11,8 +11,6 @@ import torch
 from torch import nn
 
 import trireme
-from shared.checkpoints import stored
-from shared.errors import InvalidArgument
 from tests.pserver_service.checkpoints import parts
 from tests.pserver_service.checkpoints.cluster import run_scenario
 from tests.pserver_service.checkpoints.tables import SPECS, TableCluster
@@ -21,6 +19,8 @@ from trainer_agent.tables.files import read_table
 from trireme.cli import checkpoint
 from trireme.cli.export import write_checkpoint_tables
 from trireme.cli.tables import feed
+from trireme_shared.checkpoints import stored
+from trireme_shared.errors import InvalidArgument
 
 STEPS = range(2, 13)
 NAMES = [spec.name for spec in SPECS]

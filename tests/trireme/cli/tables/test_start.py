@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from shared.records import JobSpec, Strategy
-from shared.records.datasets import TextLines
-from shared.records.layout import RowInit, RowOptimizer, TableSpec
-from shared.tables.needs import needs_of
 from trireme.cli.tables.start import memory_bytes, memory_of_tables
+from trireme_shared.records import JobSpec, Strategy
+from trireme_shared.records.datasets import TextLines
+from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.tables.needs import needs_of
 
 SPEC = JobSpec(job="ctr", script="/s.py", dataset=TextLines("t.txt"), storage="/data", pservers=2)
 ADAM, ZERO = RowOptimizer(kind="adam", lr=0.1), RowInit(kind="constant", scale=0)

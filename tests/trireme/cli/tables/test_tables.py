@@ -10,15 +10,6 @@ import pytest
 import pytest_asyncio
 from pyarrow import parquet
 
-from shared.blocks.snapshot import Snapshot
-from shared.checkpoints import stored
-from shared.checkpoints.schedule import Schedule
-from shared.errors import TooLarge
-from shared.records import Phase
-from shared.records.checkpoints import CheckpointRef, Manifest
-from shared.records.layout import ROWS
-from shared.records.step import StepRecord
-from shared.tables.updates import initial_values
 from tests.pserver_service.checkpoints import parts
 from tests.trainer_agent.cluster import TorchCluster, cluster
 from tests.trainer_agent.scripts import spec_for, write_script
@@ -28,6 +19,15 @@ from trainer_agent.tables.files import read_table
 from trireme.cli.export import export
 from trireme.cli.tables import show
 from trireme.cli.tables.plan import plan
+from trireme_shared.blocks.snapshot import Snapshot
+from trireme_shared.checkpoints import stored
+from trireme_shared.checkpoints.schedule import Schedule
+from trireme_shared.errors import TooLarge
+from trireme_shared.records import Phase
+from trireme_shared.records.checkpoints import CheckpointRef, Manifest
+from trireme_shared.records.layout import ROWS
+from trireme_shared.records.step import StepRecord
+from trireme_shared.tables.updates import initial_values
 
 MODEL = """
     class Model(nn.Module):

@@ -1,0 +1,171 @@
+"""Memory of blocks: allocated once, counted by reference, reused through free lists.
+
+    take() -> 1 reference --retain/release--> 0 references -> free list -> take()
+                  | narrowed(dtype): a second buffer, cast once for all readers, until the values change
+
+A reader that uses a buffer across an `await` (a pull that is being sent) retains it, so nothing overwrites it meanwhile.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from trireme_shared.blocks.narrow import DTYPES, cast_into
+
+Home = tuple[Any, int]
+"""The memory that a buffer was cut from, and its offset there: other processes need both to read it in place."""
+Allocate = Callable[[int], tuple[torch.Tensor, Home | None]]
+"""Returns so many bytes, 64-byte aligned, as uint8. They are never given back."""
+
+
+class Owner(Protocol):
+    """Of buffers: gets them back with their last reference."""
+
+    def put_back(self, buffer: Buffer) -> None: ...
+
+
+class Buffer:
+    """`tensor`: 1-d, 64-byte aligned; `view`: its bytes, writable; `home` None: other processes cannot read it. `cast`: the values in
+    a narrower dtype, if a reader asked for them."""
+
+    __slots__ = ("_owner", "cast", "home", "kind", "references", "tensor", "view")
+
+    def __init__(
+        self,
+        owner: Owner,
+        kind: tuple[str, int],
+        tensor: torch.Tensor,
+        home: Home | None = None,
+        view: memoryview | None = None,
+    ) -> None:
+        self.kind = kind
+        self.home = home
+        self.tensor = tensor
+        self.view = bytes_of(tensor) if view is None else view
+        self.references = 1
+        self._owner = owner
+        self.cast: Buffer | None = None
+
+    def __repr__(self) -> str:
+        return f"<Buffer {self.tensor.numel()} x {self.tensor.dtype}, {self.references} references>"
+
+    def retain(self) -> Buffer:
+        assert self.references > 0
+        self.references += 1
+        return self
+
+    def replaced(self) -> Buffer:
+        """Exchange a reference to this buffer for another buffer of the same kind."""
+        assert isinstance(self._owner, BufferPool)
+        another = self._owner.take(*self.kind)
+        self.release()
+        return another
+
+    def release(self) -> None:
+        assert self.references > 0
+        self.references -= 1
+        if self.references == 0:
+            self.forget_narrowed()
+            self._owner.put_back(self)
+
+    @property
+    def dtype(self) -> str:
+        return self.kind[0]
+
+    def narrowed(self, dtype: str) -> Buffer:
+        """The same values cast to `dtype`, for the caller to release. Raises OverflowError if they do not fit."""
+        if self.cast is None or self.cast.dtype != dtype:
+            self.forget_narrowed()
+            assert isinstance(self._owner, BufferPool)
+            made = self._owner.take(dtype, self.kind[1])
+            try:
+                cast_into(made.tensor, self.tensor)
+            except OverflowError:
+                made.release()
+                raise
+            self.cast = made
+        return self.cast.retain()
+
+    def forget_narrowed(self) -> None:
+        """The values are about to change. Readers keep the narrowed buffer that they have."""
+        if self.cast is not None:
+            self.cast.release()
+            self.cast = None
+
+
+class BufferPool:
+    """Free lists by (dtype, elements). It never shrinks, until `let_go`: its size is the largest that was in use at once."""
+
+    def __init__(self, allocate: Allocate | None = None) -> None:
+        self._allocate = allocate or _private
+        self._free: dict[tuple[str, int], list[Buffer]] = defaultdict(list)
+        self._keeps = True
+        self.allocated_bytes = 0
+        self.free_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"<BufferPool {self.allocated_bytes >> 10} KiB, {self.free_bytes >> 10} KiB free>"
+
+    def take(self, dtype: str, elements: int) -> Buffer:
+        """A buffer with one reference; its contents are arbitrary."""
+        free = self._free[dtype, elements]
+        if free:
+            buffer = free.pop()
+            buffer.references = 1
+            self.free_bytes -= buffer.view.nbytes
+            return buffer
+        memory, home = self._allocate(elements * DTYPES[dtype].itemsize)
+        buffer = Buffer(self, (dtype, elements), memory.view(DTYPES[dtype]), home)
+        self.allocated_bytes += buffer.view.nbytes
+        return buffer
+
+    def has_free(self, dtype: str, elements: int) -> bool:
+        """Whether `take` needs no new memory."""
+        return bool(self._free[dtype, elements])
+
+    def let_go(self) -> None:
+        """Its user is over: keep no free buffer from now on. Pool and free buffers refer to each other, so without this their memory, and the descriptors of
+        shared memory, stayed until the interpreter's collector looks."""
+        self._keeps = False
+        self.allocated_bytes -= self.free_bytes
+        self.free_bytes = 0
+        self._free.clear()
+
+    def put_back(self, buffer: Buffer) -> None:
+        """Called by the last `release`."""
+        if not self._keeps:
+            self.allocated_bytes -= buffer.view.nbytes
+            return
+        self._free[buffer.kind].append(buffer)
+        self.free_bytes += buffer.view.nbytes
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, not a copy."""
+    view: memoryview = tensor.view(torch.uint8).numpy().data
+    return view
+
+
+def tensor_over(payload: memoryview, dtype: str) -> torch.Tensor:
+    """A 1-d tensor over memory, not a copy. Over read-only memory it must not be written to, which torch cannot know."""
+    if payload.readonly:
+        _silence()
+    return torch.frombuffer(payload, dtype=DTYPES[dtype])
+
+
+@cache
+def _silence() -> None:
+    """torch warns about read-only memory once in a process: make it do that here, with the warning ignored."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.frombuffer(memoryview(bytes(1)), dtype=torch.uint8)
+
+
+def _private(size: int) -> tuple[torch.Tensor, None]:
+    return torch.empty(size, dtype=torch.uint8), None

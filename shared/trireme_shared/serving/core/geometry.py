@@ -1,0 +1,67 @@
+"""Which blocks a layout has, by arithmetic: a layout that comes from outside is never enumerated."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from trireme_shared.errors import InvalidArgument, TooLarge
+from trireme_shared.optimizers.parameter_parts import ParameterParts, Parts
+from trireme_shared.records.layout import ALIGNMENT_BYTES, ELEMENT_BYTES, Block, Layout, Segment
+
+MAX_BLOCKS = 1 << 20
+MAX_INIT_PARTS = 8 * MAX_BLOCKS  # values, and the state of an optimizer
+MAX_BLOCK_BYTES = 64 << 20
+KINDS = ("param", "buffer")
+
+
+class Geometry:
+    """The blocks of a layout by number. Raises InvalidArgument or TooLarge for an impossible layout."""
+
+    def __init__(self, layout: Layout) -> None:
+        if not 64 <= layout.block_bytes <= MAX_BLOCK_BYTES or layout.block_bytes % 64:
+            msg = f"block_bytes is {layout.block_bytes}: expected a multiple of 64 up to {MAX_BLOCK_BYTES}"
+            raise InvalidArgument(msg)
+        self.layout = layout
+        self.blocks = 0
+        self._firsts: list[int] = []  # number of each segment's first block
+        for index, segment in enumerate(layout.segments):
+            if segment.kind not in KINDS or segment.dtype not in ELEMENT_BYTES or segment.elements < 1:
+                msg = (
+                    f"segment {index} is {segment.elements} elements of {segment.dtype!r}, kind {segment.kind!r}: expected "
+                    f"at least 1 of {', '.join(ELEMENT_BYTES)}, kind {' or '.join(KINDS)}"
+                )
+                raise InvalidArgument(msg)
+            if segment.kind == "param" and segment.dtype == "int64":
+                msg = f"segment {index} holds int64 parameters: integers have no gradients, make them buffers"
+                raise InvalidArgument(msg)
+            _check_parameters(index, segment)
+            self._firsts.append(self.blocks)
+            step = layout.block_bytes // ELEMENT_BYTES[segment.dtype]
+            self.blocks += -(-segment.elements // step)
+        if self.blocks > MAX_BLOCKS:
+            msg = f"the layout has {self.blocks} blocks: at most {MAX_BLOCKS}; use larger blocks than {layout.block_bytes} bytes"
+            raise TooLarge(msg)
+        self._parts = ParameterParts(layout)
+
+    def block(self, number: int) -> Block | None:
+        """The block, None if the layout has no such number."""
+        if not 0 <= number < self.blocks:
+            return None
+        index = bisect_right(self._firsts, number) - 1
+        segment = self.layout.segments[index]
+        step = self.layout.block_bytes // ELEMENT_BYTES[segment.dtype]
+        first = (number - self._firsts[index]) * step
+        return Block(number, index, first, min(step, segment.elements - first), segment.dtype)
+
+    def parts(self, block: Block) -> Parts:
+        """Of its parameters, if steps depend on them."""
+        return self._parts.of(block)
+
+
+def _check_parameters(index: int, segment: Segment) -> None:
+    """Raises InvalidArgument: the sizes of its parameters do not fill it."""
+    grain, sizes = ALIGNMENT_BYTES // ELEMENT_BYTES[segment.dtype], segment.parameters
+    filled = sum(-(-size // grain) * grain for size in sizes[:-1]) + sum(sizes[-1:])
+    if sizes and filled != segment.elements:
+        msg = f"the {len(sizes)} parameters of segment {index} take {filled} elements of {segment.elements}"
+        raise InvalidArgument(msg)

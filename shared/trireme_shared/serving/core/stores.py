@@ -1,0 +1,224 @@
+"""The two kinds of stores: synchronous jobs step by versions, asynchronous ones when a push comes.
+
+                what holds a push once      copies for checkpoints
+SyncStore       the tree of lanes           a version, block after block, as each reaches it
+AsyncStore      the ledger                  all blocks, rows and the ledger of one instant
+
+In jobs that clip, a SyncStore holds what waits for the norm of the step's whole gradient:
+
+    blocks: all data is there -> held, not stepped ──norm──> stepped, the version's record is made
+    rows of tables, which nothing clips: stepped ──norm──> the version's record is made
+
+So whoever tells a version, commits it or hands it over knows the norm that made it. A pull that finds
+anything waiting ends with HELD, and comes again with the norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from trireme_shared.blocks.buffers import BufferPool
+from trireme_shared.blocks.snapshot import Snapshot
+from trireme_shared.checkpoints.schedule import EVALUATED_RANK, Schedule
+from trireme_shared.records import Mode
+from trireme_shared.records.step import StepRecord
+from trireme_shared.serving.core.admission import ArrivalPushes, StepPushes
+from trireme_shared.serving.core.asynchronous.ledger import Ledger
+from trireme_shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot, SavedLedger
+from trireme_shared.serving.core.asynchronous.schedules import ScheduleStates
+from trireme_shared.serving.core.blocks import BlockState
+from trireme_shared.serving.core.clipping import Clipping
+from trireme_shared.serving.core.store import Store
+from trireme_shared.serving.core.table.arrivals import every_slot
+from trireme_shared.wire.messages import EpochLedger, InitHeader, StepNorm
+
+if TYPE_CHECKING:
+    from trireme_shared.serving.core.table.rows import TableRows
+
+
+def rows_of(header: InitHeader) -> TableRows | None:
+    """Rows of the model's tables; None: it has none, and numba is not loaded. Raises InvalidArgument."""
+    if not header.layout.tables:
+        return None
+    from trireme_shared.serving.core.table.rows import TableRows  # noqa: PLC0415
+
+    # the version of an asynchronous checkpoint is its number
+    return TableRows(header.layout, header.lanes, header.record.version if header.mode is Mode.SYNC else 0)
+
+
+def store_of(
+    header: InitHeader,
+    schedule: Schedule | None = None,
+    pool: BufferPool | None = None,
+    clipping: Clipping | None = None,
+    rows: TableRows | None = None,
+) -> SyncStore | AsyncStore:
+    """The kind of the job's mode. `schedule`, `clipping`: of synchronous jobs. `rows`: of tables, if there
+    are some already. Raises InvalidArgument."""
+    if header.mode is Mode.SYNC:
+        return SyncStore(header, schedule, pool, clipping, rows)
+    return AsyncStore(header, pool, rows)
+
+
+class SyncStore(Store):
+    """`schedule` says which versions are copied for checkpoints (None: none). If the copy before still waits
+    to be taken, the one of the higher rank is kept, and `skipped` counts the other."""
+
+    mode = Mode.SYNC
+
+    def __init__(
+        self,
+        header: InitHeader,
+        schedule: Schedule | None = None,
+        pool: BufferPool | None = None,
+        clipping: Clipping | None = None,
+        rows: TableRows | None = None,
+    ) -> None:
+        super().__init__(header, header.lanes, pool, rows or rows_of(header), clipping)
+        self.pushes = self._steps = StepPushes(self.layout, self.lanes, self.history, self.clipping)
+        self._schedule = schedule
+        self._before: Snapshot | None = None  # a complete one that waits, too: neither may be left out
+        self._considered = self._first_version
+
+    def stepped(self, part: BlockState | TableRows) -> None:
+        self.history.fix(part.version)
+        self._save(part)
+
+    def learn_norm(self, told: StepNorm | None, timeline: int) -> None:
+        if told is None or told.timeline != timeline or not self.clipping.holds:
+            return
+        if told.step == self._steps.held_step or self.do_rows_wait(told.step + 1):
+            self.clipping.check(told.step, told.norm)
+            self.history.learn_norm(told.step, told.norm)
+
+    # ------------------------------------------------------------ snapshots
+
+    def save_first(self) -> None:
+        if (record := self.history.record(self._first_version)) is not None and self.numbers:
+            self._begin(record)
+
+    @property
+    def snapshot_waits(self) -> bool:
+        return self._before is not None or super().snapshot_waits
+
+    def take_snapshot(self) -> Snapshot | None:
+        taken, self._before = self._before, None
+        return taken if taken is not None else super().take_snapshot()
+
+    def _save(self, state: BlockState | TableRows) -> None:
+        """`state` has just reached its version."""
+        if self._schedule is None:
+            return
+        if state.version > self._considered:
+            self._considered = state.version
+            record = self.history.record(state.version)
+            if record is not None and self._begin(record):
+                return
+        self._enter(state)
+
+    def _begin(self, record: StepRecord) -> bool:
+        """Begin a copy with all blocks that have that version: blocks that came from others may have it
+        already."""
+        rank = self._schedule.rank(record) if self._schedule is not None else None
+        if rank is None:
+            return False
+        if self.snapshot is not None:
+            both = self.snapshot.whole and self._before is None and min(rank, self.snapshot.rank) >= EVALUATED_RANK
+            self.skipped += not both
+            if rank < self.snapshot.rank:
+                return False
+            self._before = self.snapshot if both else self._before
+            if not both:
+                self.snapshot.release()
+        self.snapshot = Snapshot(self.history.saved(record), rank, self.numbers, self.slots)
+        for part in self._parts:
+            self._enter(part)
+        return True
+
+    def _enter(self, part: BlockState | TableRows) -> None:
+        if self.snapshot is None or self.snapshot.version != part.version or self.snapshot.whole:
+            return
+        if isinstance(part, BlockState):
+            self.snapshot.add(part.place.number, part.current, part.optimizer_state(), self.pool)
+        else:
+            self.snapshot.add_tables(part.copies())
+
+
+class AsyncStore(Store):
+    """Its `ledger` says which minibatches each block, and the rows of each slot, have."""
+
+    mode = Mode.ASYNC
+
+    def __init__(self, header: InitHeader, pool: BufferPool | None = None, rows: TableRows | None = None) -> None:
+        super().__init__(header, 1, pool, rows or rows_of(header))
+        self.schedules = ScheduleStates(header.record.schedules)
+        self.pushes = self._arrivals = ArrivalPushes(self.layout, self.schedules, self._positions, self._arguments)
+
+    @property
+    def ledger(self) -> Ledger:
+        """Which minibatches each block, and the rows of each slot, have."""
+        return self._arrivals.ledger
+
+    @ledger.setter
+    def ledger(self, ledger: Ledger) -> None:
+        self._arrivals.ledger = ledger
+
+    @property
+    def changes(self) -> int:
+        """How often a buffer got other bits."""
+        return self._arrivals.changes
+
+    def seal(self) -> None:
+        self.ledger = Ledger(len(self.blocks), [every_slot(self.layout.slot_count)] * (self.rows is not None))
+
+    def moment(self, version: int | None) -> int | None:  # noqa: ARG002
+        return self.changes
+
+    def newest_moment(self, state: BlockState, version: int | None) -> int:  # noqa: ARG002
+        return self.changes
+
+    def pushed(self, trainer: str, now: float, *, keeps: bool) -> bool:
+        return self.parameters_in_use.pushed(trainer, now, keeps=keeps)
+
+    def ledger_part(self, positions: Sequence[int], slots: int, *, stays: bool = False) -> SavedLedger:
+        return self.ledger.part(positions, slots, stays=stays)
+
+    def join_ledgers(self, parts: Sequence[tuple[SavedLedger, int]]) -> None:
+        self.ledger = Ledger.joined(parts)
+
+    def ledger_counts(self) -> tuple[EpochLedger, ...]:
+        return self.ledger.counts()
+
+    # ------------------------------------------------------------ snapshots
+
+    def begin_copy(self, record: StepRecord) -> AsyncSnapshot:
+        """Copy rows and the ledger at this instant; then `copy_block` of each block, with its optimizer's
+        state, and `keep_copy`. The caller releases a copy that is not kept. `record.version`: number of
+        the checkpoint."""
+        copying = AsyncSnapshot(
+            self.schedules.saved(record), self.numbers, self.ledger.saved(), self._versions, self.slots
+        )
+        if self.rows is not None:
+            copying.add_tables(self.rows.copies())
+        return copying
+
+    def copy_block(self, copying: AsyncSnapshot, number: int) -> None:
+        state = self.blocks[number]
+        copying.add(number, state.current, state.optimizer_state(), self.pool)
+
+    def keep_copy(self, copied: AsyncSnapshot) -> bool:
+        """To be taken, instead of one that waits. False if an update came in between: then the copy is of no
+        single instant, and not kept."""
+        if copied.updates != self._versions or copied.slots != self.slots:
+            return False
+        if self.snapshot is not None:
+            self.skipped += 1
+            self.snapshot.release()
+        self.snapshot = copied
+        return True
+
+    @property
+    def _versions(self) -> int:
+        """How many updates all together have had, with those of buffers."""
+        return sum(part.version for part in self._parts)

@@ -1,0 +1,238 @@
+"""The data plane as plain requests: decode -> Pserver -> encode. Nothing is decided here.
+
+POST /v1/init  /v1/push   header, blocks, end  ->  PushAnswer map
+POST /v1/pull             PullRequest map      ->  header, blocks as they arrive, end
+POST /v1/lookup           LookupRequest, ids   ->  header, rows, end
+POST /v1/table            TableRequest map     ->  header, ids and rows, end
+POST /v1/handoffs         header, parts, end   ->  HandoffAnswer map
+POST /v1/ledger           LedgerQuery map      ->  LedgerAnswer map
+GET  /v1/info                                  ->  PserverInfo map (JSON if the caller accepts only that)
+
+GET  /v1/stream, Upgrade: trireme-frames/1     ->  101, pushes and pulls as frames (shared/trireme_shared/wire/stream.py)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from trireme_shared.errors import BadFrame, InvalidArgument
+from trireme_shared.records import Record
+from trireme_shared.security.access import Access
+from trireme_shared.security.tokens import Role
+from trireme_shared.serving.block_server import BlockServer
+from trireme_shared.serving.core.geometry import MAX_BLOCK_BYTES, MAX_BLOCKS, MAX_INIT_PARTS
+from trireme_shared.serving.data_plane.guard import asked_of
+from trireme_shared.serving.data_plane.http_frames import Incoming, TimeLimits, write_block
+from trireme_shared.serving.data_plane.lookups import found_end, ids_bytes, lookup, portion
+from trireme_shared.serving.data_plane.stream import PserverStream
+from trireme_shared.serving.pserver import Pserver
+from trireme_shared.tables.payload import MOST_BYTES
+from trireme_shared.wire import codec
+from trireme_shared.wire.messages import (
+    PROTOCOL_VERSION,
+    HandoffHeader,
+    HandoffPart,
+    InitBlock,
+    InitHeader,
+    LedgerQuery,
+    LookupEnd,
+    LookupIds,
+    LookupRequest,
+    PullEnd,
+    PullRequest,
+    PushBlock,
+    PushHeader,
+    TableRequest,
+)
+from trireme_shared.wire.round_robin import RoundRobin
+from trireme_shared.wire.row_memory import AnswerMemory
+from trireme_shared.wire.stream import PATH, UPGRADE, unbuffered
+
+PSERVER = web.AppKey("pserver", BlockServer)
+ACCESS = web.AppKey("access", Access)
+TIME_LIMITS = web.AppKey("time_limits", TimeLimits)
+MESSAGE_BYTES = 16 << 20  # of a message without blocks: a pull names its blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """The streams that are open, their turns to work, and what they lend of lookups."""
+
+    open: set[PserverStream] = field(default_factory=set)
+    turns: RoundRobin = field(default_factory=RoundRobin)
+    answers: AnswerMemory = field(default_factory=AnswerMemory)
+
+
+STREAMS = web.AppKey("streams", Streams)
+routes = web.RouteTableDef()
+
+
+@routes.get("/v1/info")
+async def info(request: web.Request) -> web.Response:
+    answer = await request.app[PSERVER].info()
+    if request.headers.get("Accept", "").startswith("application/json"):
+        return web.json_response(text=answer.model_dump_json(exclude_none=True))
+    return _message(answer)
+
+
+@routes.post("/v1/init")
+async def init(request: web.Request) -> web.Response:
+    pserver = _parameter_server(request)
+    body = Incoming(request.content, InitHeader, InitBlock, request.app[TIME_LIMITS])
+    header = await body.open()
+    limits = codec.Limits(payload_bytes=min(header.layout.block_bytes, MAX_BLOCK_BYTES), blocks=MAX_INIT_PARTS)
+    await pserver.init(header, body.blocks(limits))
+    return _message(await pserver.info())
+
+
+@routes.post("/v1/push")
+async def push(request: web.Request) -> web.Response:
+    pserver = request.app[PSERVER]
+    body = Incoming(request.content, PushHeader, PushBlock, request.app[TIME_LIMITS])
+    header = await body.open()
+    buffer, blocks = pserver.memory_for(header)
+    try:
+        tables = pserver.loaded().rows is not None
+        limits = codec.Limits(payload_bytes=max(buffer.view.nbytes, MOST_BYTES * tables), blocks=blocks)
+        return _message(await pserver.push(header, body.blocks(limits, buffer.view)))
+    finally:
+        buffer.release()
+
+
+@routes.post("/v1/lookup")
+async def rows(request: web.Request) -> web.Response:
+    pserver = request.app[PSERVER]
+    body = Incoming(request.content, LookupRequest, LookupIds, request.app[TIME_LIMITS])
+    wanted = await body.open()
+    size, ids = ids_bytes(pserver, wanted), memoryview(b"")
+    async for _, payload in body.blocks(codec.Limits(payload_bytes=size, blocks=1)):
+        ids = payload
+    found = await lookup(pserver, wanted, ids)
+    return _rows(pserver, found, None) if isinstance(found, LookupEnd) else _rows(pserver, found_end(pserver), found)
+
+
+@routes.post("/v1/table")
+async def table(request: web.Request) -> web.Response:
+    pserver = request.app[PSERVER]
+    return _rows(pserver, *portion(pserver, codec.read(TableRequest, await _body(request))))
+
+
+@routes.post("/v1/pull")
+async def pull(request: web.Request) -> web.StreamResponse:
+    pserver, stall_s = request.app[PSERVER], request.app[TIME_LIMITS].stall_s
+    wanted = codec.read(PullRequest, await _body(request))
+    async with aclosing(pserver.pull(wanted)) as answer:
+        found = await anext(answer)  # errors of the whole request are raised here, before the status is sent
+        response = web.StreamResponse(headers={"Content-Type": codec.CONTENT_TYPE})
+        assert request.transport is not None
+        # so that `write` returns when the kernel has all bytes, and buffers can be reused
+        unbuffered(request.transport)
+        await response.prepare(request)
+        opening = {"protocol": PROTOCOL_VERSION, "job": pserver.job, "generation": pserver.generation}
+        await response.write(codec.encode(opening))
+        try:
+            while not isinstance(found, PullEnd):
+                item, payload = found
+                async with asyncio.timeout(stall_s):
+                    await write_block(response, codec.encode_block(item, payload.nbytes), payload)
+                found = await anext(answer)
+            async with asyncio.timeout(stall_s):
+                await response.write(codec.encode_end(found))
+                await response.write_eof()
+        except BaseException:
+            if request.transport is not None:
+                request.transport.abort()  # drop the queued bytes: their memory is released now
+            raise
+    return response
+
+
+@routes.post("/v1/handoffs")
+async def handoffs(request: web.Request) -> web.Response:
+    """Blocks that come from another parameter server."""
+    pserver = _parameter_server(request)
+    body = Incoming(request.content, HandoffHeader, HandoffPart, request.app[TIME_LIMITS])
+    header = await body.open()
+    limits = codec.Limits(payload_bytes=MAX_BLOCK_BYTES, blocks=MAX_BLOCKS)
+    return _message(await pserver.take_handoff(header, body.blocks(limits)))
+
+
+@routes.post("/v1/ledger")
+async def ledger(request: web.Request) -> web.Response:
+    query = codec.read(LedgerQuery, await _body(request))
+    return _message(await _parameter_server(request).ledger(query))
+
+
+@routes.get(PATH)
+async def stream(request: web.Request) -> web.StreamResponse:
+    """Hand the connection over to a PserverStream and wait for its end."""
+    if request.headers.get("Upgrade", "").lower() != UPGRADE:
+        msg = f"{PATH} needs the header 'Upgrade: {UPGRADE}', not {request.headers.get('Upgrade', '')[:40]!r}"
+        return web.Response(body=codec.encode(BadFrame(msg).to_map()), status=426, headers={"Upgrade": UPGRADE})
+    response = web.StreamResponse(status=101, headers={"Upgrade": UPGRADE, "Connection": "Upgrade"})
+    await response.prepare(request)
+    transport, handler = request.transport, request.protocol
+    if transport is None:
+        return response
+    over = asyncio.get_running_loop().create_future()
+
+    def lost() -> None:
+        handler.connection_lost(None)  # aiohttp forgets the connection
+        if not over.done():
+            over.set_result(None)
+
+    access, asked = request.app[ACCESS], asked_of(request)
+
+    def check_token() -> None:
+        access.admit(asked, Role.MEMBER)
+
+    limits, streams = request.app[TIME_LIMITS], request.app[STREAMS]
+    upgraded = PserverStream(
+        request.app[PSERVER], streams.turns, streams.answers, limits.stall_s, limits.idle_s, lost, check_token
+    )
+    upgraded.take_over(transport)
+    streams.open.add(upgraded)
+    try:
+        await over
+    finally:
+        streams.open.discard(upgraded)
+        upgraded.abort()
+    return response
+
+
+async def close_streams(app: web.Application) -> None:
+    for upgraded in tuple(app[STREAMS].open):
+        upgraded.abort()
+
+
+def _parameter_server(request: web.Request) -> Pserver:
+    """Raises InvalidArgument: a trainer of a collective job was asked."""
+    server = request.app[PSERVER]
+    if not isinstance(server, Pserver):
+        msg = (
+            f"{request.path} is answered by parameter servers only, and {server.name} is a trainer of a collective job"
+        )
+        raise InvalidArgument(msg, hint="job and trainers have to agree on `strategy`")
+    return server
+
+
+def _message(record: Record) -> web.Response:
+    return web.Response(body=codec.encode(record), content_type=codec.CONTENT_TYPE)
+
+
+def _rows(pserver: BlockServer, end: Record, payload: memoryview | None) -> web.Response:
+    """With rows of embedding tables."""
+    opening = {"protocol": PROTOCOL_VERSION, "job": pserver.job, "generation": pserver.generation}
+    parts = [codec.encode(opening), codec.encode_end(end)]
+    if payload is not None:
+        parts[1:1] = [codec.encode_block(LookupIds(), payload.nbytes), bytes(payload)]
+    return web.Response(body=b"".join(parts), content_type=codec.CONTENT_TYPE)
+
+
+async def _body(request: web.Request) -> codec.Fields:
+    """A message without blocks. Raises BadFrame, TooLarge, DeadlineExceeded."""
+    body = Incoming(request.content, Record, Record, request.app[TIME_LIMITS])
+    return codec.decode(await body.whole(MESSAGE_BYTES), MESSAGE_BYTES)
