@@ -16,13 +16,7 @@ from tests.tidy.sources import nodes_of, tree_of
 
 # places that remain, as "file: target"; this list may only shrink
 EXCEPTIONS = {
-    "master_service/api/app.py: app.openapi",  # how FastAPI lets it be replaced
-    "trainer_agent/collective/gathering.py: view.regrouped",
-    "trainer_agent/loops/asynchronous.py: self._reports.waits_for",
-    "trainer_agent/loops/sync.py: self._reports.given_up",
-    "trainer_agent/loops/sync.py: self._reports.waits_for",
     "trireme/cli/run.py: interrupt.say",
-    "trireme/pool/host_agent.py: self.metrics.registered",
 }
 
 STANDARD = {
@@ -180,7 +174,7 @@ def test_each_kind_of_place_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path.write_text(TODAY)
     monkeypatch.setattr(sources, "ROOT", tmp_path)
     monkeypatch.setattr(sources, "SOURCES", [path])
-    monkeypatch.setattr(sources, "MODULES", {"shared.member": path})
+    monkeypatch.setattr(sources, "MODULES", {"trireme_shared.member": path})
     targets = (
         "server.on_step",
         "server.on_moving",
