@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from trireme.config import Config, ConfigError
+from trireme.own_names import make_room
 from trireme_shared import __version__
 from trireme_shared.errors import TriremeError
 
@@ -58,6 +59,8 @@ __all__ = [
     "total_steps",
     "train",
 ]
+
+make_room()
 
 _HOMES = {
     "FAILED": "trireme.communicator.status",

@@ -12,29 +12,23 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from trireme_shared.datasets.user_modules import OURS
 from trireme_shared.errors import InvalidArgument
 from trireme_shared.records.cluster import Source
 from trireme_shared.security.script_digests import MAX_FILES, digest_of
-
-OURS = {
-    "trireme",
-    "trireme_shared",
-    "trainer_agent",
-    "master_service",
-    "pserver_service",
-}  # every member has these packages
 
 
 def read_source(script: Path, modules: Iterable[str] = ()) -> Source:
     """What is imported by name from the script's folder; imports that are computed are not seen. `modules`: taken, too, if they lie
     there. Raises InvalidArgument."""
     folder, found = script.resolve().parent, dict[Path, str]()
+    ours = _ours_in(folder)
     todo = [script.resolve(), *(path for name in modules for path in _beside(folder, name.partition(".")[0]))]
     while todo:
         path = todo.pop()
         if path not in found:
             found[path] = _text(path)
-            todo += [other for name in set(_imported(path, found[path])) - OURS for other in _beside(folder, name)]
+            todo += [other for name in set(_imported(path, found[path])) - ours for other in _beside(folder, name)]
     text = found.pop(script.resolve())
     modules = {path.relative_to(folder).as_posix(): found[path] for path in sorted(found)}
     try:
@@ -51,12 +45,13 @@ def digests_of(script: Path, modules: Iterable[str] = ()) -> dict[str, str]:
     left out: its import fails anyway, or needs more than a file. Raises OSError for the script."""
     script = script.resolve()
     folder, found = script.parent, {script.name: digest_of(script)}
+    ours = _ours_in(folder)
     todo = [script, *(path for name in modules for path in _modules_beside(folder, name.partition(".")[0]))]
     seen = set(todo)
     while todo and len(found) < MAX_FILES:
         path = todo.pop(0)
         try:
-            names = set(_imported(path, path.read_text(encoding="utf-8"))) - OURS
+            names = set(_imported(path, path.read_text(encoding="utf-8"))) - ours
             found[path.relative_to(folder).as_posix()] = digest_of(path)
         except (OSError, ValueError, InvalidArgument):  # a link to elsewhere, too
             continue
@@ -64,6 +59,12 @@ def digests_of(script: Path, modules: Iterable[str] = ()) -> dict[str, str]:
         seen |= more
         todo += sorted(more)
     return found
+
+
+def _ours_in(folder: Path) -> set[str]:
+    """The names that are our packages' for a script of this folder, since every member has those. Where no folder trireme/ lies beside the
+    script, the folder is no checkout of Trireme, and a module `master_service` in it is the user's."""
+    return set(OURS) if (folder / "trireme").is_dir() else {"trireme"}
 
 
 def _modules_beside(folder: Path, name: str) -> list[Path]:

@@ -42,7 +42,9 @@ def test_modules_and_packages_beside_the_script_go_with_it_and_nothing_else(tmp_
 
 
 def test_a_script_in_a_checkout_of_trireme_does_not_take_trireme_along(tmp_path: Path) -> None:
-    script = write(tmp_path, train="import trireme\nfrom shared import lanes\n", trireme__data="", shared__lanes="")
+    script = write(
+        tmp_path, train="import trireme\nimport master_service.app\n", trireme__data="", master_service__app=""
+    )
     assert read_source(script).modules == {}
 
 

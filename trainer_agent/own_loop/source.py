@@ -16,6 +16,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from trireme_shared.datasets.user_modules import enter
 from trireme_shared.errors import InvalidArgument
 
 MAIN = "__main__"
@@ -63,8 +64,7 @@ def run_as_main(path: Path) -> None:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     module.__spec__ = None  # as that of `python script.py`: multiprocessing then finds the script by its path
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
+    enter(path.parent).prepare(module)
     with _as_main(module, [str(path)]):
         spec.loader.exec_module(module)
 

@@ -25,6 +25,7 @@ from trainer_agent.own_loop.turns import OwnLoop
 from trainer_agent.script.tracebacks import message_of, traceback_of
 from trireme_shared.datasets.in_code import make
 from trireme_shared.datasets.random_state import START_SEED, seeded
+from trireme_shared.datasets.user_modules import enter
 from trireme_shared.errors import InvalidArgument, TriremeError, UserCodeError, is_interrupt
 from trireme_shared.records.datasets import Dataset, IterableStyle, MapStyle
 
@@ -189,8 +190,7 @@ def load(script: str | Path) -> UserModule:
     if spec is None or spec.loader is None or path.suffix != ".py":
         raise InvalidArgument(f"{path} is not a Python file", hint="its name must end in .py")
     module = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
+    enter(path.parent).prepare(module)
     sys.modules[name] = module
     try:
         with seeded(START_SEED):

@@ -9,7 +9,6 @@ that no attempt goes on that nobody knows of.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from types import FrameType
 
 from pydantic import Field
 
+from trireme_shared.datasets.user_modules import enter, import_named
 from trireme_shared.errors import CallerError, InvalidArgument, PeerError, TriremeError
 from trireme_shared.etcd.reading import must_read
 from trireme_shared.keys import ClusterKeys
@@ -108,9 +108,9 @@ def _run(job: ClusterJob, task: JobTask, script: Path) -> int:
 
 def _call(function: str, folder: Path) -> int:
     module, _, name = function.partition(":")
-    sys.path.insert(0, str(folder))
+    enter(folder)
     try:
-        found = getattr(importlib.import_module(module), name)
+        found = getattr(import_named(module), name)
     except (ImportError, AttributeError) as error:
         traceback.print_exc()
         raise InvalidArgument(f"{function} is not there: {error}") from error

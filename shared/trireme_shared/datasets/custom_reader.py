@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import importlib.util
 import sys
 from collections.abc import Iterable
@@ -12,6 +11,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from trireme_shared.datasets.random_state import START_SEED, seeded
+from trireme_shared.datasets.user_modules import enter, import_named
 from trireme_shared.errors import DatasetError, is_interrupt
 
 
@@ -26,10 +26,7 @@ class CustomReader(Protocol):
 def find_beside(script: str) -> None:
     """Makes modules in the script's folder importable here, as they are where the script runs; the script itself too. Last on
     sys.path: they must not shadow what this process imports later."""
-    folder = str(Path(script).parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
-        importlib.invalidate_caches()
+    enter(Path(script).parent, first=False)
 
 
 def load_custom(reader: str, beside: Path | None = None) -> CustomReader:
@@ -50,7 +47,7 @@ def load_named(reader: str, beside: Path | None = None) -> Any:
     own = beside / f"{module_name}.py" if beside is not None else None
     try:
         with seeded(START_SEED, alone=beside is None):
-            module = _executed(own) if own is not None and own.is_file() else importlib.import_module(module_name)
+            module = _executed(own) if own is not None and own.is_file() else import_named(module_name)
         return getattr(module, name)
     except BaseException as error:  # the user's module may raise anything
         if is_interrupt(error):
