@@ -174,7 +174,7 @@ def test_each_kind_of_place_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path.write_text(TODAY)
     monkeypatch.setattr(sources, "ROOT", tmp_path)
     monkeypatch.setattr(sources, "SOURCES", [path])
-    monkeypatch.setattr(sources, "MODULES", {"trireme_shared.member": path})
+    monkeypatch.setattr(sources, "MODULES", {"shared.member": path})
     targets = (
         "server.on_step",
         "server.on_moving",
