@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from master_service.core.queue.checks import violations
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.queue.task_sizes import TaskSizes
 from master_service.leadership.master import Master
 from master_service.storage.series_files import SeriesFiles
 from tests.equipment.cluster.cluster import Cluster
+from tests.equipment.queue_violations import violations
 from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.waiting import until
 from trireme_shared.etcd import KeyValue

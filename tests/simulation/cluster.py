@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import lru_cache, partial
 from typing import Any
 
-from master_service.core.queue.checks import violations
 from tests.equipment.cluster.cluster import Cluster
 from tests.equipment.cluster.network import STEADY, Conditions, Network
 from tests.equipment.cluster.network_ports import SimulatedHandoff, SimulatedMaster
+from tests.equipment.queue_violations import violations
 from tests.equipment.virtual_loop import Process
 from tests.simulation import collective
 from tests.simulation.block_versions import versions_apart

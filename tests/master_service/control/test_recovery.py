@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from master_service.core.queue.checks import violations
 from master_service.leadership.master import Master
+from tests.equipment.queue_violations import violations
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, Storage, done, leading, running, take

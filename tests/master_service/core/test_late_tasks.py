@@ -8,10 +8,10 @@ import pytest
 
 from master_service.core.changes import DropPending, NextEpoch, PutPending, PutRequeued
 from master_service.core.decisions import tasks
-from master_service.core.queue.checks import violations
 from master_service.core.queue.late_tasks import ENOUGH
 from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.job import Job
+from tests.equipment.queue_violations import violations
 from tests.equipment.replaced import replaced
 from tests.master_service.cluster import spec_of, table_of
 from trireme_shared.errors import StaleAttempt

@@ -12,10 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from master_service.core.changes import Decision, DropDiscarded, DropPending, PutDiscarded
 from master_service.core.decisions import task_requests, tasks
-from master_service.core.queue.checks import violations
 from master_service.core.queue.late_tasks import ENOUGH, LEAST_S
 from master_service.core.state.job import Job
 from master_service.store import schema
+from tests.equipment.queue_violations import violations
 from tests.master_service.cluster import KEYS, spec_of, table_of
 from trireme_shared.errors import Conflict, StaleAttempt, StaleGeneration
 from trireme_shared.etcd import KeyValue, Put

@@ -15,10 +15,10 @@ from master_service.core.changes import (
     PutPending,
     PutRequeued,
 )
-from master_service.core.queue.checks import violations
 from master_service.core.queue.deadlines import Deadlines
 from master_service.core.queue.streams import Streams
 from master_service.core.queue.task_queue import Closing, TaskQueue
+from tests.equipment.queue_violations import violations
 from tests.master_service.cluster import table_of
 from trireme_shared.errors import Conflict, NotFound, StaleAttempt
 from trireme_shared.records import AcquireTask, PendingTask, RequeuedTask, TaskAnswer, TaskKind, TrainerList

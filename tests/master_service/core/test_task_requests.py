@@ -9,8 +9,8 @@ import pytest
 from master_service.core.changes import Decision
 from master_service.core.decisions import task_requests, tasks
 from master_service.core.decisions.recovery.queue import CutQueue, records_since_cut, restore_to_cut
-from master_service.core.queue.checks import violations
 from master_service.core.state.job import Job
+from tests.equipment.queue_violations import violations
 from tests.master_service.cluster import spec_of, table_of
 from trireme_shared.errors import Conflict, NotFound, NotReady, StaleAttempt
 from trireme_shared.records import (

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from master_service.core.queue.checks import violations
 from master_service.masterless.dispatcher import Dispatcher
+from tests.equipment.queue_violations import violations
 from tests.equipment.waiting import until
 from tests.master_service.cluster import MasterCluster, done
 from trireme_shared.records import Stage, Task
