@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
-from trireme_shared.runtime import telemetry
+from trireme_shared.platform.runtime import telemetry
 
 LR = {"SGD": 0.1, "Adam": 0.001}
 PERIOD = 251  # gradients repeat after so many elements, so that a short vector is the reference

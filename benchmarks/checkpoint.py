@@ -32,13 +32,13 @@ import uvloop
 from benchmarks.checkpoint_steps import Measured, Round, Steps, slow_downs
 from trireme_shared.blocks.buffers import bytes_of
 from trireme_shared.checkpoints.schedule import Schedule
-from trireme_shared.records import Mode
-from trireme_shared.records.layout import Layout, OptimizerSpec, Segment
-from trireme_shared.records.step import LanePosition, LaneZero, StepRecord
-from trireme_shared.runtime import telemetry
-from trireme_shared.runtime.light_torch import optimizers_without_compiler
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.platform.runtime.light_torch import optimizers_without_compiler
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.records.layout import Layout, OptimizerSpec, Segment
+from trireme_shared.protocol.records.step import LanePosition, LaneZero, StepRecord
+from trireme_shared.protocol.wire.messages import InitHeader, PushBlock, PushHeader
 from trireme_shared.serving.core.stores import store_of
-from trireme_shared.wire.messages import InitHeader, PushBlock, PushHeader
 
 JOB = "benchmark"
 OPTIMIZERS = {"SGD": {"lr": 0.01}, "Adam": {"lr": 0.01, "fused": True}}

@@ -34,16 +34,16 @@ from trainer_agent.script.user_module import load
 from trireme_shared.checkpoints import writer
 from trireme_shared.checkpoints.background import Background, lower_priority
 from trireme_shared.checkpoints.schedule import Schedule
-from trireme_shared.records import JobSpec, Mode, PserverMember
-from trireme_shared.records.step import CheckpointAsked, LanePosition, StepRecord
-from trireme_shared.runtime import telemetry
-from trireme_shared.runtime.light_torch import optimizers_without_compiler
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.platform.runtime.light_torch import optimizers_without_compiler
+from trireme_shared.protocol.records import JobSpec, Mode, PserverMember
+from trireme_shared.protocol.records.step import CheckpointAsked, LanePosition, StepRecord
+from trireme_shared.protocol.wire.messages import InitBlock, InitHeader, PullRequest, PushBlock, PushHeader
 from trireme_shared.serving.data_plane.row_turns import RowTurns
 from trireme_shared.serving.data_plane.server import make_app, serving
 from trireme_shared.serving.ports import ServerPorts
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.wire.messages import InitBlock, InitHeader, PullRequest, PushBlock, PushHeader
-from trireme_shared.wire.region_allocator import RegionAllocator
+from trireme_shared.serving.transport.region_allocator import RegionAllocator
 
 JOB = "benchmark"
 SCRIPT = Path(__file__).parent / "scripts" / "residual.py"

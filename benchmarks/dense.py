@@ -41,7 +41,7 @@ from benchmarks.baselines import Floor, Remote
 from benchmarks.dense_trireme import Trireme
 from benchmarks.measurements import machine_ms, p99_and_max
 from benchmarks.torch_peers import Gloo, Peers, Rpc
-from trireme_shared.runtime import malloc
+from trireme_shared.platform.runtime import malloc
 
 TITLES = {
     "floor": "floor: raw duplex sockets, threads, TCP",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from benchmarks.baselines import LR, Remote, gradient_of, is_right, optimizer_options
 from benchmarks.measurements import TRAINER_MIB, LoopLag, Memory
-from trireme_shared.runtime.scheduling import serve_soon
+from trireme_shared.platform.runtime.scheduling import serve_soon
 
 STATE = {"SGD": 0, "Adam": 2}  # of an optimizer, in parameters
 JOB = "benchmark"
@@ -29,13 +29,13 @@ class PserverProcess:
     def __init__(self, index: int, uds: str) -> None:
         import torch
 
-        from trireme_shared.runtime.light_torch import optimizers_without_compiler
+        from trireme_shared.platform.runtime.light_torch import optimizers_without_compiler
 
         torch.set_num_threads(1)
         optimizers_without_compiler()
         self._index, self._uds, self._stop, self._loop = index, uds, None, new_loop()
         self._lag = LoopLag()
-        self._loop.call_soon(serve_soon)  # as trireme_shared.runtime.service does
+        self._loop.call_soon(serve_soon)  # as trireme_shared.platform.runtime.service does
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._measuring = asyncio.run_coroutine_threadsafe(self._lag.run(), self._loop)
 
@@ -57,7 +57,7 @@ class PserverProcess:
         from trireme_shared.serving.ports import ServerPorts
         from trireme_shared.serving.pserver import Pserver
         from trireme_shared.serving.table_loops import compile_in_thread
-        from trireme_shared.wire.region_allocator import RegionAllocator
+        from trireme_shared.serving.transport.region_allocator import RegionAllocator
 
         async def serve(ready: asyncio.Future, stop: asyncio.Event) -> None:
             ports = ServerPorts(RegionAllocator, 60.0, RowTurns, compile_in_thread)  # as the service does
@@ -96,7 +96,7 @@ class Trainer:
         from trainer_agent.model.devices import HOST
         from trainer_agent.model.flat import Plan, Vector
         from trainer_agent.model.send_buffers import SendBuffers
-        from trireme_shared.records.layout import Layout, OptimizerSpec, Segment
+        from trireme_shared.protocol.records.layout import Layout, OptimizerSpec, Segment
 
         self._parameters = self._gradient = self._into = self._out = self._send_buffers = (
             None  # those of the setup before
@@ -127,7 +127,7 @@ class Trainer:
     def _connect(self, index: int, port: int):
         from trainer_agent.data_plane.http import HttpPserver
         from trainer_agent.data_plane.stream import StreamPserver
-        from trireme_shared.records import PserverMember
+        from trireme_shared.protocol.records import PserverMember
 
         url, uds = f"http://127.0.0.1:{port}", self._uds and f"{self._uds}-{index}"
         host = socket.gethostname()
@@ -135,8 +135,8 @@ class Trainer:
         return HttpPserver(member) if self._kind == "plain" else StreamPserver(member, share=self._kind == "shm")
 
     async def _init(self, index: int) -> None:
-        from trireme_shared.records.step import LanePosition, StepRecord
-        from trireme_shared.wire.messages import InitBlock, InitHeader
+        from trireme_shared.protocol.records.step import LanePosition, StepRecord
+        from trireme_shared.protocol.wire.messages import InitBlock, InitHeader
 
         async def blocks():
             for block in self._blocks[index :: len(self._ports)]:
@@ -168,8 +168,8 @@ class Trainer:
         return time.perf_counter() - start
 
     async def _step(self, index: int) -> None:
-        from trireme_shared.records.step import LanePosition, LaneZero
-        from trireme_shared.wire.messages import PullRequest, PushBlock, PushHeader
+        from trireme_shared.protocol.records.step import LanePosition, LaneZero
+        from trireme_shared.protocol.wire.messages import PullRequest, PushBlock, PushHeader
 
         lane, port, mine = self._share, self._ports[index], self._blocks[index :: len(self._ports)]
 
@@ -199,7 +199,7 @@ class Trainer:
 
     async def _calls(self, count: int) -> list[float]:
         """Pulls of no block."""
-        from trireme_shared.wire.messages import PullRequest
+        from trireme_shared.protocol.wire.messages import PullRequest
 
         wanted, took = PullRequest(job=JOB, generation=1, version=self._version, blocks=()), []
         for _ in range(count):

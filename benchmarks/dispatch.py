@@ -33,12 +33,13 @@ from typing import Self
 from benchmarks import masterless
 from benchmarks.minimal_client import MinimalMaster
 from trainer_agent.tasks.master import HttpMaster
-from trireme_shared import etcd as etcd_client
-from trireme_shared.errors import TriremeError
-from trireme_shared.etcd.embedded import EmbeddedEtcd
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import (
+from trireme_shared.platform import etcd as etcd_client
+from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.runtime import http, telemetry
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import (
     AcquireTask,
     CompleteTask,
     JobSpec,
@@ -48,9 +49,8 @@ from trireme_shared.records import (
     Task,
     TrainerMember,
 )
-from trireme_shared.records.datasets import Npy
-from trireme_shared.records.layout import Layout, OptimizerSpec
-from trireme_shared.runtime import http, telemetry
+from trireme_shared.protocol.records.datasets import Npy
+from trireme_shared.protocol.records.layout import Layout, OptimizerSpec
 
 JOB = "dispatch"
 TOKEN = "benchmark"

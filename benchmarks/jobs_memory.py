@@ -35,15 +35,15 @@ from trireme.client import AsyncClient, CreateJob
 from trireme.launch.processes import PYTHON_MODULE
 from trireme.pool import cluster_folder
 from trireme.view.job_address import client_of
-from trireme_shared import etcd as etcd_client
-from trireme_shared.errors import NotReady, TriremeError
-from trireme_shared.etcd import Etcd
-from trireme_shared.etcd.errors import Compacted
-from trireme_shared.etcd.transport import STATUS
-from trireme_shared.records.cluster import Source
-from trireme_shared.records.datasets import Npy
-from trireme_shared.records.job_spec import JobSettings
-from trireme_shared.runtime import telemetry
+from trireme_shared.platform import etcd as etcd_client
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.etcd.errors import Compacted
+from trireme_shared.platform.etcd.transport import STATUS
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.errors import NotReady, TriremeError
+from trireme_shared.protocol.records.cluster import Source
+from trireme_shared.protocol.records.datasets import Npy
+from trireme_shared.protocol.records.job_spec import JobSettings
 
 RECORDS, BATCH = 64, 8
 LOOK_S = 1.0

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 
 from trireme.cli.targets import cluster_target
 from trireme.view.job_address import client_of
-from trireme_shared.errors import PeerError, TriremeError
-from trireme_shared.runtime import clock, telemetry
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.errors import PeerError, TriremeError
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "digits" / "digits.py"

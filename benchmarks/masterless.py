@@ -16,12 +16,14 @@ from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.queue.task_sizes import TaskSizes
 from master_service.masterless.dispatcher import Dispatcher
 from trainer_agent.tasks.master import HttpMaster, MasterPort
-from trireme_shared.errors import TriremeError
-from trireme_shared.etcd import connect
-from trireme_shared.etcd.embedded import EmbeddedEtcd
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import (
+from trireme_shared.platform.etcd import connect
+from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.runtime.http import session
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import (
     AcquireTask,
     CompleteTask,
     Dispatch,
@@ -31,9 +33,7 @@ from trireme_shared.records import (
     TakeNext,
     TrainerMember,
 )
-from trireme_shared.records.datasets import Dataset, TextLines
-from trireme_shared.runtime import clock
-from trireme_shared.runtime.http import session
+from trireme_shared.protocol.records.datasets import Dataset, TextLines
 
 TASKS = 10_000_000
 KEYS = Keys("bench")

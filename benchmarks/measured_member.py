@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.measurements import LoopLag, Memory
 from benchmarks.without_metrics import WITHOUT_METRICS, leave_out_metrics
 from trireme.launch.fork_server import NEEDS
-from trireme_shared.runtime import service
+from trireme_shared.platform.runtime import service
 
 FILE = "TRIREME_PROBE"
 

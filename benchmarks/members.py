@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.dispatch import LAYOUT, TOKEN, cpu_s, machine_cpu_s, memory_mib
-from trireme_shared import etcd as etcd_client
-from trireme_shared.etcd.embedded import EmbeddedEtcd
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import JobSpec, Mode
-from trireme_shared.records.datasets import Npy
-from trireme_shared.runtime import telemetry
+from trireme_shared.platform import etcd as etcd_client
+from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobSpec, Mode
+from trireme_shared.protocol.records.datasets import Npy
 
 JOB = "members"
 KEYS = Keys(JOB)

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 from pydantic_core import from_json
 
-from trireme_shared.errors import PeerError, from_map
-from trireme_shared.records import AcquireTask, Completed, CompleteTask, TaskAnswer
+from trireme_shared.protocol.errors import PeerError, from_map
+from trireme_shared.protocol.records import AcquireTask, Completed, CompleteTask, TaskAnswer
 
 
 class MinimalMaster(asyncio.Protocol):

@@ -27,8 +27,8 @@ from trireme.cli.faults import chaos
 from trireme.cli.faults.job_probe import JobProbe
 from trireme.cli.faults.receipt import Receipt
 from trireme.view.child_events import read_events
-from trireme_shared.runtime import telemetry
-from trireme_shared.runtime.clock import seconds_between
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.platform.runtime.clock import seconds_between
 
 ROOT = Path(__file__).parents[1]
 JOB = "recovery"

@@ -27,10 +27,10 @@ from master_service.api.resources import ResizeView
 from trireme.client import ONLY_JOB, AsyncClient
 from trireme.launch.cluster import LocalCluster
 from trireme.view.job_address import client_of
-from trireme_shared.records import JobSpec
-from trireme_shared.records.datasets import Npy
-from trireme_shared.records.operations import Strategy
-from trireme_shared.runtime import ids, telemetry
+from trireme_shared.platform.runtime import ids, telemetry
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.datasets import Npy
+from trireme_shared.protocol.records.operations import Strategy
 
 MIB = 1 << 20
 STATES = 4  # values of two versions, and Adam's two tensors

@@ -26,13 +26,13 @@ from trainer_agent.membership.lease import Membership
 from trainer_agent.tasks.master import HttpMaster
 from trainer_agent.tasks.source import TaskSource
 from trainer_agent.waiting import SingleErrorGroup
-from trireme_shared import etcd as etcd_client
-from trireme_shared.errors import StaleGeneration
-from trireme_shared.etcd.transport import Body, Transport
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import AcquireTask, JobSpec, Phase, PserverMember, TaskAnswer, TrainerMember
-from trireme_shared.runtime import http, telemetry
+from trireme_shared.platform import etcd as etcd_client
+from trireme_shared.platform.etcd.transport import Body, Transport
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.runtime import http, telemetry
+from trireme_shared.protocol.errors import StaleGeneration
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import AcquireTask, JobSpec, Phase, PserverMember, TaskAnswer, TrainerMember
 
 LOOK_S = 5.0
 SPEC_S = 60.0

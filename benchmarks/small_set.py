@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from master_service.storage.counting import count_records
 from trainer_agent.data import open_dataset
-from trireme_shared.records.datasets import Custom, Dataset
+from trireme_shared.protocol.records.datasets import Custom, Dataset
 
 RECORDS = 2
 

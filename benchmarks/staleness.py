@@ -28,10 +28,10 @@ import pyarrow.parquet as pq
 from benchmarks.stragglers import SLOW, slowed
 from trainer_agent.data_plane.http import HttpPserver
 from trireme.launch.cluster import LocalCluster
-from trireme_shared.records import JobSpec, Mode, Phase
-from trireme_shared.records.datasets import Parquet
-from trireme_shared.runtime import telemetry
-from trireme_shared.wire.messages import EpochLedger
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.records import JobSpec, Mode, Phase
+from trireme_shared.protocol.records.datasets import Parquet
+from trireme_shared.protocol.wire.messages import EpochLedger
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "scripts" / "digits_waiting.py"

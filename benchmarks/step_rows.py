@@ -25,10 +25,10 @@ from trainer_agent.script import user_module
 from trireme.launch.cluster import LocalCluster
 from trireme.launch.processes import PYTHON_MODULE, ForkServer, Process
 from trireme.plain import plain_spec
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.records import PserverMember, Strategy, TrainerMember
-from trireme_shared.records.job_spec import JobSpec
-from trireme_shared.runtime import clock, malloc
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.runtime import clock, malloc
+from trireme_shared.protocol.records import PserverMember, Strategy, TrainerMember
+from trireme_shared.protocol.records.job_spec import JobSpec
 
 START_S, WARM_UP_STEPS = 300.0, 5  # a limit: 20,000,000 rows of plain PyTorch on a busy machine take minutes
 EVALUATED_EVERY = 20

@@ -57,7 +57,7 @@ from benchmarks.step_rows import (
     stopped,
 )
 from trainer_agent.script import user_module
-from trireme_shared.runtime import telemetry
+from trireme_shared.platform.runtime import telemetry
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = {"charlm": HERE.parent / "examples" / "charlm" / "charlm.py", "mlp": HERE / "scripts" / "mlp.py"}

@@ -24,10 +24,10 @@ import torch
 
 from trireme.launch.cluster import LocalCluster
 from trireme.view.job_address import client_of
-from trireme_shared.errors import PeerError
-from trireme_shared.records import JobSpec, Phase
-from trireme_shared.records.datasets import Npy
-from trireme_shared.runtime import telemetry
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.errors import PeerError
+from trireme_shared.protocol.records import JobSpec, Phase
+from trireme_shared.protocol.records.datasets import Npy
 
 SCRIPT = Path(__file__).parent / "scripts" / "stragglers.py"
 RECORDS, BATCH, LANES, TRAINERS = 320, 32, 16, 4

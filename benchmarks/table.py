@@ -26,7 +26,7 @@ import sys
 import time
 
 from benchmarks.tables.lines import Line, markdown
-from trireme_shared.runtime import malloc, telemetry
+from trireme_shared.platform.runtime import malloc, telemetry
 
 ROWS = ("lookup", "step", "small", "memory", "save", "deepfm")
 QUICK = {

@@ -31,7 +31,7 @@ OPTIMIZERS = ("adagrad-row", "adam")
 
 
 def table_spec(dim: int, optimizer: str, max_rows: int | None):
-    from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+    from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
 
     kind = (
         RowOptimizer(kind="adam", lr=0.01)
@@ -100,8 +100,8 @@ def tables_at(port: int) -> dict[str, int]:
 class Client:
     def __init__(self, uds: str, spec) -> None:
         from trainer_agent.data_plane.stream import StreamPserver
-        from trireme_shared.records import PserverMember
-        from trireme_shared.records.layout import Layout, OptimizerSpec, Segment
+        from trireme_shared.protocol.records import PserverMember
+        from trireme_shared.protocol.records.layout import Layout, OptimizerSpec, Segment
 
         optimizer = OptimizerSpec(name="SGD", defaults={}, groups=({"lr": 0.1},))
         segment = Segment(kind="param", dtype="float32", elements=64, group=0)
@@ -114,8 +114,8 @@ class Client:
         self._port = StreamPserver(member, share=False)
 
     def init(self) -> None:
-        from trireme_shared.records.step import LanePosition, StepRecord
-        from trireme_shared.wire.messages import InitBlock, InitHeader
+        from trireme_shared.protocol.records.step import LanePosition, StepRecord
+        from trireme_shared.protocol.wire.messages import InitBlock, InitHeader
 
         async def blocks():
             yield InitBlock(block=0), memoryview(np.zeros(64, np.float32)).cast("B")
@@ -128,10 +128,10 @@ class Client:
         self._loop.run_until_complete(self._step(ids, gradients))
 
     async def _step(self, ids: np.ndarray, gradients: np.ndarray) -> None:
-        from trireme_shared.records.layout import ROWS
-        from trireme_shared.records.step import LanePosition, LaneZero
+        from trireme_shared.protocol.records.layout import ROWS
+        from trireme_shared.protocol.records.step import LanePosition, LaneZero
+        from trireme_shared.protocol.wire.messages import PullRequest, PushBlock, PushHeader
         from trireme_shared.tables.payload import joined
-        from trireme_shared.wire.messages import PullRequest, PushBlock, PushHeader
 
         header = PushHeader(
             job=JOB,
@@ -156,8 +156,8 @@ class Client:
 
     def lookup(self, ids: np.ndarray, version: int, wait_s: float = 0.0) -> tuple[str, np.ndarray | None]:
         """How it ended, and the rows."""
+        from trireme_shared.protocol.wire.messages import LookupRequest
         from trireme_shared.tables.payload import joined, rows_in
-        from trireme_shared.wire.messages import LookupRequest
 
         request = LookupRequest(job=JOB, generation=0, version=version, rows=(len(ids),), wait_s=wait_s)
         end, rows = self._loop.run_until_complete(self._port.lookup(request, joined([ids])))

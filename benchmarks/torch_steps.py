@@ -32,7 +32,7 @@ from trainer_agent.data import Minibatch, default_collate
 from trainer_agent.script import user_module
 from trainer_agent.script.user_module import UserModule
 from trireme.plain import epoch_minibatches, plain_spec
-from trireme_shared.runtime import clock, malloc
+from trireme_shared.platform.runtime import clock, malloc
 
 BATCHES = 16
 FEW = 5

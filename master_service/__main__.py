@@ -20,14 +20,14 @@ from master_service.leadership.master import Master
 from master_service.listening import listen
 from master_service.settings import Settings, read_spec
 from master_service.storage.job_storage import FileStorage
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.etcd import Etcd
-from trireme_shared.keys import ClusterKeys, Keys
-from trireme_shared.membership.hash_seed import fix_hash_seed
-from trireme_shared.membership.local_script import LocalScripts
-from trireme_shared.membership.settings import CONFIGURATION
-from trireme_shared.records import Dispatch, JobSpec
-from trireme_shared.runtime import ids, service, telemetry
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.membership.hash_seed import fix_hash_seed
+from trireme_shared.platform.membership.local_script import LocalScripts
+from trireme_shared.platform.membership.settings import CONFIGURATION
+from trireme_shared.platform.runtime import ids, service, telemetry
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.keys import ClusterKeys, Keys
+from trireme_shared.protocol.records import Dispatch, JobSpec
 
 START_S = 10.0
 

@@ -10,9 +10,9 @@ import socket
 from pathlib import Path
 
 from master_service.settings import Settings
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.runtime import telemetry
-from trireme_shared.security import private_files
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.platform.security import private_files
+from trireme_shared.protocol.errors import InvalidArgument
 
 WAITING = 512  # connections that nobody has accepted yet
 

@@ -10,9 +10,9 @@ from typing import Annotated
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import NoDecode
 
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.membership.settings import MemberSettings
-from trireme_shared.records import JobSpec
+from trireme_shared.platform.membership.settings import MemberSettings
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records import JobSpec
 
 
 class Settings(MemberSettings):

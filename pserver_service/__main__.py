@@ -31,7 +31,7 @@ def main() -> int:
     parser.parse_args()
 
     from pserver_service.settings import Settings  # noqa: PLC0415  --help answers without loading torch
-    from trireme_shared.runtime import service, telemetry  # noqa: PLC0415
+    from trireme_shared.platform.runtime import service, telemetry  # noqa: PLC0415
 
     settings = Settings.from_environment()
     telemetry.configure(level=settings.log_level, service="pserver", job=settings.job)
@@ -47,18 +47,18 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     from pserver_service.member import Member  # noqa: PLC0415
     from pserver_service.own_index import OwnIndex, own_number  # noqa: PLC0415
     from trireme_shared.checkpoints.background import Background  # noqa: PLC0415
-    from trireme_shared.keys import Keys  # noqa: PLC0415
-    from trireme_shared.membership.directory import Directory  # noqa: PLC0415
-    from trireme_shared.records import PserverMember  # noqa: PLC0415
-    from trireme_shared.runtime import ids, service  # noqa: PLC0415
-    from trireme_shared.runtime.light_torch import optimizers_without_compiler  # noqa: PLC0415
-    from trireme_shared.runtime.network import own_network  # noqa: PLC0415
+    from trireme_shared.platform.membership.directory import Directory  # noqa: PLC0415
+    from trireme_shared.platform.runtime import ids, service  # noqa: PLC0415
+    from trireme_shared.platform.runtime.light_torch import optimizers_without_compiler  # noqa: PLC0415
+    from trireme_shared.platform.runtime.network import own_network  # noqa: PLC0415
+    from trireme_shared.protocol.keys import Keys  # noqa: PLC0415
+    from trireme_shared.protocol.records import PserverMember  # noqa: PLC0415
     from trireme_shared.serving.data_plane.row_turns import RowTurns  # noqa: PLC0415
     from trireme_shared.serving.data_plane.server import make_app, serving, socket_path  # noqa: PLC0415
     from trireme_shared.serving.ports import ServerPorts  # noqa: PLC0415
     from trireme_shared.serving.pserver import Pserver  # noqa: PLC0415
     from trireme_shared.serving.table_loops import compile_in_thread  # noqa: PLC0415
-    from trireme_shared.wire.region_allocator import RegionAllocator  # noqa: PLC0415
+    from trireme_shared.serving.transport.region_allocator import RegionAllocator  # noqa: PLC0415
 
     torch.set_num_threads(settings.threads)
     optimizers_without_compiler()

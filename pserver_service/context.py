@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pserver_service.handoff_client import Connect, HttpHandoff
 from pserver_service.own_index import OwnIndex
 from trireme_shared.checkpoints.background import Offload
-from trireme_shared.etcd import Etcd
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import JobSpec, JobState
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobSpec, JobState
 from trireme_shared.serving.pserver import Pserver
 
 LOOK_S = 5.0

@@ -13,9 +13,9 @@ import asyncio
 
 from pserver_service.context import PserverContext
 from trireme_shared.checkpoints.saving.parts import Checkpointer
-from trireme_shared.records import Dispatch, Mode, Phase, Stage
-from trireme_shared.records.operations import saves_on_demand
-from trireme_shared.runtime import clock, telemetry
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.records import Dispatch, Mode, Phase, Stage
+from trireme_shared.protocol.records.operations import saves_on_demand
 
 LOOK_S = 0.1
 NO_CHECKPOINT_S = 3.0  # until it leaves; a standby may take over, a trainer may come back

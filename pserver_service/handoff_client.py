@@ -12,11 +12,11 @@ from typing import Protocol
 
 import aiohttp
 
-from trireme_shared.errors import BadFrame, DeadlineExceeded, PeerError, from_map
-from trireme_shared.records import PserverMember
-from trireme_shared.runtime import clock, http
-from trireme_shared.wire import codec
-from trireme_shared.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart
+from trireme_shared.platform.runtime import clock, http
+from trireme_shared.protocol.errors import BadFrame, DeadlineExceeded, PeerError, from_map
+from trireme_shared.protocol.records import PserverMember
+from trireme_shared.protocol.wire import codec
+from trireme_shared.protocol.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart
 
 SLICE_BYTES = 256 << 10
 ANSWER_BYTES = 1 << 20
@@ -29,7 +29,7 @@ class HandoffPort(Protocol):
     """Another parameter server, as the one that hands blocks over sees it."""
 
     async def hand_over(self, header: HandoffHeader, parts: Parts) -> HandoffAnswer:
-        """Payloads must stay unchanged until this returns. Raises the errors of trireme_shared.errors; PeerError if the connection fails."""
+        """Payloads must stay unchanged until this returns. Raises the errors of trireme_shared.protocol.errors; PeerError if the connection fails."""
         ...
 
     async def close(self) -> None: ...

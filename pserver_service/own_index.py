@@ -15,13 +15,13 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from trireme_shared.errors import DeadlineExceeded, PeerError
-from trireme_shared.etcd import Compare, Etcd, Refused
-from trireme_shared.etcd.reading import must_read
-from trireme_shared.membership.directory import Directory
-from trireme_shared.membership.own_key import OwnKey, may_return_s
-from trireme_shared.records import JobState, PserverMember
-from trireme_shared.runtime import clock, telemetry
+from trireme_shared.platform.etcd import Compare, Etcd, Refused
+from trireme_shared.platform.etcd.reading import must_read
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.membership.own_key import OwnKey, may_return_s
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.errors import DeadlineExceeded, PeerError
+from trireme_shared.protocol.records import JobState, PserverMember
 
 PAUSE_S = 0.5
 LOOK_S = 5.0

@@ -28,11 +28,11 @@ import asyncio
 from pserver_service.checkpoints import store_loader
 from pserver_service.context import LOOK_S, PserverContext, StateFollower
 from pserver_service.handoff.follower import SlotFollower
-from trireme_shared.errors import CheckpointUnusable, NotReady, PeerError
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.records import JobState, Mode, Phase, Restored
-from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef, OwnCheckpoints
-from trireme_shared.runtime import ids, telemetry
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.runtime import ids, telemetry
+from trireme_shared.protocol.errors import CheckpointUnusable, NotReady, PeerError
+from trireme_shared.protocol.records import JobState, Mode, Phase, Restored
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef, OwnCheckpoints
 from trireme_shared.serving.core.store import Store
 
 PAUSE_S = 0.5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from trireme_shared.membership.settings import MemberSettings
+from trireme_shared.platform.membership.settings import MemberSettings
 
 
 class Settings(MemberSettings):

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from pserver_service.context import PserverContext
 from trireme_shared.checkpoints.start_tables import fit_tables, mark_in, put_rows
-from trireme_shared.errors import InvalidArgument, NotReady, TriremeError
-from trireme_shared.records import SlotMap
-from trireme_shared.runtime import clock, telemetry
-from trireme_shared.runtime.waiting import event_within
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.protocol.errors import InvalidArgument, NotReady, TriremeError
+from trireme_shared.protocol.records import SlotMap
+from trireme_shared.protocol.wire.messages import InitHeader
 from trireme_shared.serving.core.stores import rows_of
 from trireme_shared.tables.hashing import owned_slots
-from trireme_shared.wire.messages import InitHeader
 
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.rows import TableRows  # loads numba

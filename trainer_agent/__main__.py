@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from trireme_shared.membership.hash_seed import fix_hash_seed
+from trireme_shared.platform.membership.hash_seed import fix_hash_seed
 
 
 def main() -> int:
@@ -37,7 +37,7 @@ def _train() -> int:
 
     settings = Settings.from_environment()
     from trainer_agent.process import serve  # noqa: PLC0415
-    from trireme_shared.runtime import service, telemetry  # noqa: PLC0415  torch is loaded only for settings that make sense
+    from trireme_shared.platform.runtime import service, telemetry  # noqa: PLC0415  torch is loaded only for settings that make sense
 
     telemetry.configure(level=settings.log_level, service="trainer", job=settings.job)
     return service.run(lambda stopping: serve(settings, stopping))

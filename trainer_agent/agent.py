@@ -33,7 +33,11 @@ from trainer_agent.tasks.master import MasterPort, failure_of
 from trainer_agent.tasks.reports import Done, Reports
 from trainer_agent.tasks.source import Offload, TaskSource
 from trainer_agent.waiting import SingleErrorGroup, end_tasks, retry
-from trireme_shared.errors import (
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.runtime.service import LEASE_LOST
+from trireme_shared.protocol.errors import (
     InvalidArgument,
     LayoutMismatch,
     ResourceExhausted,
@@ -41,12 +45,8 @@ from trireme_shared.errors import (
     TriremeError,
     UserCodeError,
 )
-from trireme_shared.etcd import Etcd
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import JobSpec, Mode, Phase, Task, TrainerMember
-from trireme_shared.records.pauses import Paused
-from trireme_shared.runtime import clock, telemetry
-from trireme_shared.runtime.service import LEASE_LOST
+from trireme_shared.protocol.records import JobSpec, Mode, Phase, Task, TrainerMember
+from trireme_shared.protocol.records.pauses import Paused
 
 LOOK_S = 0.5
 FLUSH_S = 5.0

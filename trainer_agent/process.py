@@ -34,15 +34,15 @@ from trainer_agent.status_pages import StatusPages
 from trainer_agent.tasks.last_end import journal_file, report_last_end
 from trainer_agent.tasks.master import HttpMaster, MasterPort, failure_of
 from trainer_agent.waiting import SingleErrorGroup, retry
-from trireme_shared import etcd as etcd_client
-from trireme_shared.errors import CallerError, DeadlineExceeded, InvalidArgument, NotReady, TriremeError
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.membership.local_script import LocalScripts
-from trireme_shared.records import Dispatch, JobSpec, PserverMember, TrainerMember
-from trireme_shared.runtime import begun, http, ids, malloc, service, telemetry
-from trireme_shared.runtime.network import own_network
-from trireme_shared.security.script_digests import ScriptChanged
+from trireme_shared.platform import etcd as etcd_client
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.membership.local_script import LocalScripts
+from trireme_shared.platform.runtime import begun, http, ids, malloc, service, telemetry
+from trireme_shared.platform.runtime.network import own_network
+from trireme_shared.platform.security.script_digests import ScriptChanged
+from trireme_shared.protocol.errors import CallerError, DeadlineExceeded, InvalidArgument, NotReady, TriremeError
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import Dispatch, JobSpec, PserverMember, TrainerMember
 
 REPORT_S = 30.0
 NEW_SPEC_S = 10.0  # a master writes it when it takes over

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from trireme_shared.membership.settings import MemberSettings
+from trireme_shared.platform.membership.settings import MemberSettings
 
 
 class Settings(MemberSettings):

@@ -10,8 +10,8 @@ from contextlib import AbstractAsyncContextManager
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from trainer_agent.agent import Agent
-from trireme_shared.membership.status_server import StatusServer
-from trireme_shared.security.access import Access
+from trireme_shared.platform.membership.status_server import StatusServer
+from trireme_shared.platform.security.access import Access
 
 COUNTERS = {  # field of Done -> (name, help)
     "steps": ("steps", "shares of steps that were acknowledged (asynchronous: pushes)"),

@@ -15,8 +15,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from trireme_shared.errors import DeadlineExceeded, Gone, PeerError, TriremeError, UserCodeError, leaves
-from trireme_shared.runtime import clock, ids, telemetry
+from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.protocol.errors import DeadlineExceeded, Gone, PeerError, TriremeError, UserCodeError, leaves
 
 FIRST_S, CEILING_S = 0.05, 2.0
 LIMIT_S = 600.0

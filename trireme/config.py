@@ -1,6 +1,6 @@
 """A job's settings as the user writes them: `config = trireme.Config(mode="sync", epochs=5)` in the script.
 
-Every field is a field of trireme_shared.records.JobSpec, where it is described. The command line, the environment and trireme.toml win over
+Every field is a field of trireme_shared.protocol.records.JobSpec, where it is described. The command line, the environment and trireme.toml win over
 the script, in this order; fields that are not set get their default.
 """
 

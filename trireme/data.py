@@ -3,7 +3,7 @@ a dataset: no file is opened, and neither torch nor pyarrow is loaded."""
 
 from __future__ import annotations
 
-from trireme_shared.records.datasets import (
+from trireme_shared.protocol.records.datasets import (
     Bytes,
     Csv,
     Custom,

@@ -23,10 +23,10 @@ from trireme.launchers.docker_launcher import DockerLauncher
 from trireme.launchers.sizing import Bounds, PoolSize
 from trireme.view.child_events import ChildEvent
 from trireme.view.job_address import client_of
-from trireme_shared.errors import InvalidArgument, NotFound, NotLeader, PeerError
-from trireme_shared.membership.settings import MemberSettings
-from trireme_shared.records.cluster import Kind
-from trireme_shared.runtime import service, telemetry
+from trireme_shared.platform.membership.settings import MemberSettings
+from trireme_shared.platform.runtime import service, telemetry
+from trireme_shared.protocol.errors import InvalidArgument, NotFound, NotLeader, PeerError
+from trireme_shared.protocol.records.cluster import Kind
 
 REQUEST_TIMEOUT_S = 5.0
 

@@ -18,13 +18,13 @@ import psutil
 
 from trireme.launch.leases import held_leases
 from trireme.settings import Setting, UsageError
-from trireme_shared.errors import CallerError, Conflict, PeerError, TriremeError, Unauthorized
-from trireme_shared.etcd import Compare, Etcd, Get, NoSpace, Put, Unauthenticated
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.keys import Keys
-from trireme_shared.membership.etcd_access import PASSWORD, EtcdAccess, split
-from trireme_shared.records import JobSpec, MasterLock, PserverMember, TrainerMember
-from trireme_shared.runtime import clock
+from trireme_shared.platform.etcd import Compare, Etcd, Get, NoSpace, Put, Unauthenticated
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.membership.etcd_access import PASSWORD, EtcdAccess, split
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import CallerError, Conflict, PeerError, TriremeError, Unauthorized
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobSpec, MasterLock, PserverMember, TrainerMember
 
 ANSWER_S = 3.0
 GONE_S = 8.0  # the leases of an earlier run's members have expired by then

@@ -11,7 +11,7 @@ import sys
 
 from trireme.pool.host_agent import HostAgent
 from trireme.pool.settings import Settings
-from trireme_shared.runtime import service, telemetry
+from trireme_shared.platform.runtime import service, telemetry
 
 RELEASE_S = 30.0
 

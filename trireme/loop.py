@@ -30,8 +30,8 @@ from trireme.config import Config
 from trireme.plain import plain_spec, run
 from trireme.settings import SETTINGS
 from trireme.view.chart import show_chart
-from trireme_shared.errors import TriremeError, UserCodeError
-from trireme_shared.metric_names import LOSS
+from trireme_shared.protocol.errors import TriremeError, UserCodeError
+from trireme_shared.protocol.metric_names import LOSS
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,7 @@ from trireme.config import ConfigError
 from trireme.launch.processes import PYTHON_MODULE, Start, inherited_environment, spawn
 from trireme.settings import UsageError
 from trireme.validation import with_origins
-from trireme_shared.records import UserFailure
+from trireme_shared.protocol.records import UserFailure
 
 TIMEOUT_S = 300.0
 USAGE = 2

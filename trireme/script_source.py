@@ -13,9 +13,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from trireme_shared.datasets.user_modules import OURS
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records.cluster import Source
-from trireme_shared.security.script_digests import MAX_FILES, digest_of
+from trireme_shared.platform.security.script_digests import MAX_FILES, digest_of
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records.cluster import Source
 
 
 def read_source(script: Path, modules: Iterable[str] = ()) -> Source:

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trireme_shared.records import JobSpec, Strategy
-from trireme_shared.records.job_spec.strategy import OF_NATIVE
-from trireme_shared.security.hidden import hidden
+from trireme_shared.platform.security.hidden import hidden
+from trireme_shared.protocol.records import JobSpec, Strategy
+from trireme_shared.protocol.records.job_spec.strategy import OF_NATIVE
 
 AUTO = "auto"
 _DATASET = {"kind": "text_lines", "urls": ("-",)}

@@ -27,7 +27,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.collective import exchange, jobs, joining, kills, rebuilds, tables
-from trireme_shared.runtime import malloc, telemetry
+from trireme_shared.platform.runtime import malloc, telemetry
 
 
 def main() -> int:

@@ -28,7 +28,7 @@ class DirectMember:
         import uvloop
 
         from trainer_agent.collective.ports import SWITCH_S
-        from trireme_shared.runtime.scheduling import serve_soon
+        from trireme_shared.platform.runtime.scheduling import serve_soon
 
         torch.set_num_threads(1)
         sys.setswitchinterval(SWITCH_S)
@@ -48,7 +48,7 @@ class DirectMember:
         from trainer_agent.collective.server import ShareServer
         from trireme_shared.serving.data_plane.server import make_app, serving
         from trireme_shared.serving.ports import ServerPorts
-        from trireme_shared.wire.region_allocator import RegionAllocator
+        from trireme_shared.serving.transport.region_allocator import RegionAllocator
 
         self._server = ShareServer(JOB, _name(self._place), ServerPorts(RegionAllocator))
         listening = serving(make_app(self._server), "127.0.0.1", 0, self._uds)
@@ -67,9 +67,9 @@ class DirectMember:
         from trainer_agent.data_plane.stream import StreamPserver
         from trainer_agent.model.devices import HOST
         from trainer_agent.model.flat import Plan, Vector
-        from trireme_shared.keys import Keys
-        from trireme_shared.membership.directory import Directory
-        from trireme_shared.records import (
+        from trireme_shared.platform.membership.directory import Directory
+        from trireme_shared.protocol.keys import Keys
+        from trireme_shared.protocol.records import (
             Exchange,
             JobSpec,
             JobState,
@@ -79,8 +79,8 @@ class DirectMember:
             TrainerList,
             TrainerMember,
         )
-        from trireme_shared.records.datasets import Custom
-        from trireme_shared.records.layout import Layout, OptimizerSpec, Segment
+        from trireme_shared.protocol.records.datasets import Custom
+        from trireme_shared.protocol.records.layout import Layout, OptimizerSpec, Segment
 
         members = self._members
         spec = JobSpec(
@@ -147,7 +147,7 @@ class DirectMember:
             spec,
             CollectivePorts(self._server, addresses[self._place].exchange or Exchange(url="")),
         )
-        from trireme_shared.records.step import LanePosition, StepRecord
+        from trireme_shared.protocol.records.step import LanePosition, StepRecord
 
         first = StepRecord(version=0, positions=tuple(LanePosition(lane=lane) for lane in range(members)))
         self._collective = CollectiveGroup(self._means, Replica(made), made, spec)
@@ -172,9 +172,9 @@ class DirectMember:
     async def _round(self) -> float:
         from trainer_agent.data_plane.outbox import NodeSink, Outboxes
         from trainer_agent.data_plane.pushes import Verdict
-        from trireme_shared.records import Mode
-        from trireme_shared.records.step import LanePosition, LaneZero
-        from trireme_shared.wire.messages import PushHeader
+        from trireme_shared.protocol.records import Mode
+        from trireme_shared.protocol.records.step import LanePosition, LaneZero
+        from trireme_shared.protocol.wire.messages import PushHeader
 
         exchange, means, lane = self._collective, self._means, self._place
         step = means.has

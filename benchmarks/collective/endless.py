@@ -7,8 +7,8 @@ from typing import Any
 
 from trainer_agent.script import user_module
 from trireme.plain import plain_spec
-from trireme_shared.records import Strategy
-from trireme_shared.records.job_spec import JobSpec
+from trireme_shared.protocol.records import Strategy
+from trireme_shared.protocol.records.job_spec import JobSpec
 
 
 def endless(script: Path, folder: Path, trainers: int, lanes: int, **more: Any) -> JobSpec:

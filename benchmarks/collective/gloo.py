@@ -82,9 +82,9 @@ class _Native:
         from trainer_agent.collective.native.given import ChosenNode
         from trainer_agent.collective.native.reducing import Scratch, buckets_of
         from trireme_shared.blocks.buffers import bytes_of
-        from trireme_shared.records import JobSpec, Mode
-        from trireme_shared.records.layout import Layout, OptimizerSpec, Segment
-        from trireme_shared.wire.messages import PushHeader
+        from trireme_shared.protocol.records import JobSpec, Mode
+        from trireme_shared.protocol.records.layout import Layout, OptimizerSpec, Segment
+        from trireme_shared.protocol.wire.messages import PushHeader
 
         segment = Segment(kind="param", dtype="float32", elements=flat.numel(), group=0)
         optimizer = OptimizerSpec(name="SGD", defaults={}, groups=({"lr": 0.1},))

@@ -28,10 +28,10 @@ from benchmarks.measurements import machine_ms
 from benchmarks.step_rows import Usage
 from trireme.launch.cluster import LocalCluster
 from trireme.view.job_address import client_of
-from trireme_shared.errors import DeadlineExceeded, PeerError
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.records import TrainerMember
-from trireme_shared.runtime import clock, ids
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.runtime import clock, ids
+from trireme_shared.protocol.errors import DeadlineExceeded, PeerError
+from trireme_shared.protocol.records import TrainerMember
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "large_state.py"
 LOOK_S, LIMIT_S = 0.02, 300.0

@@ -28,7 +28,7 @@ class Way(Protocol):
 
 
 def table_spec(dim: int):
-    from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+    from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
 
     optimizer = RowOptimizer(kind="adam", lr=LR, eps=1e-8)
     return TableSpec(name="t", dim=dim, seed=SEED, optimizer=optimizer, init=RowInit(kind="uniform", scale=SCALE))
@@ -94,9 +94,9 @@ class Server:
     def __init__(self, kind: str, data: Minibatches, port: int, uds: str) -> None:
         from trainer_agent.data_plane.http import HttpPserver
         from trainer_agent.data_plane.stream import StreamPserver
-        from trireme_shared.records import PserverMember
-        from trireme_shared.records.layout import Layout, OptimizerSpec, Segment
-        from trireme_shared.wire.row_memory import GradientMemory
+        from trireme_shared.protocol.records import PserverMember
+        from trireme_shared.protocol.records.layout import Layout, OptimizerSpec, Segment
+        from trireme_shared.serving.transport.row_memory import GradientMemory
 
         self.name = kind
         self._data, self._version = data, 0
@@ -117,8 +117,8 @@ class Server:
         self._loop.run_until_complete(self._begin())
 
     async def _begin(self) -> None:
-        from trireme_shared.records.step import LanePosition, StepRecord
-        from trireme_shared.wire.messages import InitBlock, InitHeader
+        from trireme_shared.protocol.records.step import LanePosition, StepRecord
+        from trireme_shared.protocol.wire.messages import InitBlock, InitHeader
 
         async def blocks():
             yield InitBlock(block=0), memoryview(np.zeros(64, np.float32)).cast("B")
@@ -130,8 +130,8 @@ class Server:
             await self._push(some, np.zeros((len(some), self._data.dim), np.float32))
 
     async def _rows(self, ids: np.ndarray) -> np.ndarray:
+        from trireme_shared.protocol.wire.messages import LookupRequest
         from trireme_shared.tables.payload import joined, rows_in
-        from trireme_shared.wire.messages import LookupRequest
 
         request = LookupRequest(job=JOB, generation=0, version=self._version, rows=(len(ids),), wait_s=10.0)
         end, rows = await self._port.lookup(request, joined([ids]))
@@ -139,10 +139,10 @@ class Server:
         return rows_in(rows, (len(ids),), [self._data.dim], ids=False)[0]
 
     async def _push(self, ids: np.ndarray, gradients: np.ndarray, *, asks: bool = False) -> None:
-        from trireme_shared.records.layout import ROWS
-        from trireme_shared.records.step import CheckpointAsked, LanePosition, LaneZero
+        from trireme_shared.protocol.records.layout import ROWS
+        from trireme_shared.protocol.records.step import CheckpointAsked, LanePosition, LaneZero
+        from trireme_shared.protocol.wire.messages import PullRequest, PushBlock, PushHeader
         from trireme_shared.tables.payload import joined
-        from trireme_shared.wire.messages import PullRequest, PushBlock, PushHeader
 
         step = self._version
         asked = CheckpointAsked(operation="o", attempt=step, generation=0, version=step + 1) if asks else None

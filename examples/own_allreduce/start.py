@@ -17,7 +17,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
 from pathlib import Path
 
-from trireme_shared.etcd.embedded import EmbeddedEtcd
+from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
 
 LOOP = Path(__file__).with_name("digits_allreduce.py")
 PROGRESS = re.compile(r"step (\d+) of")

@@ -43,9 +43,9 @@ from master_service.api.server_sent import Streams
 from master_service.cluster.leader import ClusterMaster
 from master_service.leadership.jobs_led import JobsLed
 from trireme_shared import __version__
-from trireme_shared.errors import NotLeader, NotReady
-from trireme_shared.runtime import telemetry
-from trireme_shared.security.access import Access
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.platform.security.access import Access
+from trireme_shared.protocol.errors import NotLeader, NotReady
 
 CALM_S = 1.0  # from the start, or from the last look in a takeover
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from master_service.api.problems import problem_of, problem_response, request_id_of
-from trireme_shared.errors import TriremeError, Unauthorized
-from trireme_shared.security.access import CHALLENGE, READING, Access, Asked
-from trireme_shared.security.tokens import Role
+from trireme_shared.platform.security.access import CHALLENGE, READING, Access, Asked
+from trireme_shared.platform.security.tokens import Role
+from trireme_shared.protocol.errors import TriremeError, Unauthorized
 
 HEALTH = frozenset({"/healthz", "/readyz"})
 PAGES = frozenset({"/", "/about", "/docs", "/openapi.json"})  # the same for everybody, nothing of a job

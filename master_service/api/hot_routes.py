@@ -22,9 +22,9 @@ from master_service.api.resources import Empty, Problem
 from master_service.api.routes.dependencies import answered
 from master_service.api.routes.task_leases import REPORTS, Reporting, acquired
 from master_service.leadership.jobs_led import JobsLed
-from trireme_shared.errors import TriremeError
-from trireme_shared.records import AcquireTask, Record
-from trireme_shared.runtime import telemetry
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.records import AcquireTask, Record
 
 LEASES = "task-leases"
 

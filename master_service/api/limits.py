@@ -11,8 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from master_service.api import problems
-from trireme_shared.errors import TooLarge
-from trireme_shared.runtime import telemetry
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.errors import TooLarge
 
 MAX_BODY_BYTES = 1 << 20
 DEPTH = 100

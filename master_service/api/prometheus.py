@@ -16,8 +16,8 @@ from master_service.core.state.cluster import ClusterState, Place
 from master_service.leadership.jobs_led import JobsLed
 from master_service.leadership.master import Master
 from master_service.leadership.term import Term
-from trireme_shared.errors import TriremeError
-from trireme_shared.records.cluster import Standing
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.records.cluster import Standing
 
 
 def exposition(jobs: JobsLed) -> bytes:

@@ -32,8 +32,9 @@ from master_service.core.state.job import Job
 from master_service.core.state.members import has
 from master_service.core.state.metrics import Metrics
 from master_service.leadership.master import Master
-from trireme_shared.errors import NotFound
-from trireme_shared.records import (
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import NotFound
+from trireme_shared.protocol.records import (
     DiscardedTask,
     Mode,
     Phase,
@@ -44,9 +45,8 @@ from trireme_shared.records import (
     TaskKind,
     TrainerMember,
 )
-from trireme_shared.records.checkpoints import CheckpointRef
-from trireme_shared.records.operations import Operation, OperationState
-from trireme_shared.runtime import clock
+from trireme_shared.protocol.records.checkpoints import CheckpointRef
+from trireme_shared.protocol.records.operations import Operation, OperationState
 
 SCANNED_AT_ONCE = 10_000
 

@@ -26,10 +26,10 @@ from master_service.core.decisions.scheduling import needed
 from master_service.core.state.cluster import ClusterState, Place
 from master_service.core.state.job_tasks import run_of
 from master_service.leadership.master import Master
-from trireme_shared.records import JobState, Phase
-from trireme_shared.records.cluster import ClusterJob, JobSchedule, Kind, PoolMember, Standing
-from trireme_shared.records.job_spec import JobTask
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.records import JobState, Phase
+from trireme_shared.protocol.records.cluster import ClusterJob, JobSchedule, Kind, PoolMember, Standing
+from trireme_shared.protocol.records.job_spec import JobTask
 
 AWAY = "it is not registered"
 

@@ -1,4 +1,4 @@
-"""Answers of the REST API beside the records of shared/trireme_shared/records: one class for a resource, one for a page of them."""
+"""Answers of the REST API beside the records of shared/trireme_shared/protocol/records: one class for a resource, one for a page of them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from trireme_shared.evaluations import Evaluation
-from trireme_shared.events import EventRecord
-from trireme_shared.records import JobResult, JobSpec, Mode, Record, Stage, TaskKind, UserFailure
-from trireme_shared.records.job_spec import MAX_MEMBERS
-from trireme_shared.records.operations import Operation, OperationState, Resize, Strategy
-from trireme_shared.records.pauses import Losses
+from trireme_shared.protocol.evaluations import Evaluation
+from trireme_shared.protocol.events import EventRecord
+from trireme_shared.protocol.records import JobResult, JobSpec, Mode, Record, Stage, TaskKind, UserFailure
+from trireme_shared.protocol.records.job_spec import MAX_MEMBERS
+from trireme_shared.protocol.records.operations import Operation, OperationState, Resize, Strategy
+from trireme_shared.protocol.records.pauses import Losses
 
 
 class Empty(Record):

@@ -8,12 +8,20 @@ from pydantic import ConfigDict, Field, model_validator
 
 from master_service.api.resources import JobProgress
 from master_service.trackers.made import check as check_trackers
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records import JobSpec, Mode, Record
-from trireme_shared.records.cluster import ClusterJob, JobSchedule, Kind, Scheduling, Source, Standing, TaskState
-from trireme_shared.records.job_spec import JOB_NAME, JobSettings
-from trireme_shared.runtime import clock
-from trireme_shared.storage import files
+from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records import JobSpec, Mode, Record
+from trireme_shared.protocol.records.cluster import (
+    ClusterJob,
+    JobSchedule,
+    Kind,
+    Scheduling,
+    Source,
+    Standing,
+    TaskState,
+)
+from trireme_shared.protocol.records.job_spec import JOB_NAME, JobSettings
 
 
 class CreateJob(Record):

@@ -1,4 +1,4 @@
-"""Serves the REST application: uvicorn, without its signal handlers (trireme_shared.runtime.service has them), one write an answer.
+"""Serves the REST application: uvicorn, without its signal handlers (trireme_shared.platform.runtime.service has them), one write an answer.
 
 uvicorn writes head and body of an answer apart, and uvloop passes each to the kernel at once: twice the system calls, and the
 client wakes up twice. `Connection` joins the writes of one turn of the event loop.
@@ -23,8 +23,8 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from trireme_shared.runtime import telemetry
-from trireme_shared.security.handshakes import TlsServer
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.platform.security.handshakes import TlsServer
 
 try:
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as HttpProtocol

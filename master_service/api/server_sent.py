@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from trireme_shared.errors import TooManyRequests, TriremeError
-from trireme_shared.runtime import clock, telemetry
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.errors import TooManyRequests, TriremeError
 
 HEARTBEAT_S = 10.0
 SLOW_S = 20.0

@@ -20,10 +20,10 @@ from master_service.core.decisions.cluster.lifecycle import due_for_deletion
 from master_service.core.state.cluster import ClusterState
 from master_service.storage.job_storage import JobStorage
 from master_service.trackers.memory import Memory
-from trireme_shared.errors import CallerError, PeerError, TriremeError
-from trireme_shared.records import JobSpec, JobState
-from trireme_shared.records.cluster import ClusterJob
-from trireme_shared.runtime import clock, telemetry
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.errors import CallerError, PeerError, TriremeError
+from trireme_shared.protocol.records import JobSpec, JobState
+from trireme_shared.protocol.records.cluster import ClusterJob
 
 LOOK_S = 2.0
 RETENTION_LOOK_S = 5.0

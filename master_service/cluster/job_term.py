@@ -15,12 +15,12 @@ from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from master_service.leadership.master import Master
 from master_service.leadership.term import Term
-from trireme_shared.errors import CallerError, PeerError, TriremeError, leaves
-from trireme_shared.etcd import Compare, Delete, Lease, LeaseLost
-from trireme_shared.records import JobSpec, Phase, Stage
-from trireme_shared.records.cluster import ClusterJob, Standing
-from trireme_shared.records.operations import saves_on_demand
-from trireme_shared.runtime import clock, ids, telemetry
+from trireme_shared.platform.etcd import Compare, Delete, Lease, LeaseLost
+from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.protocol.errors import CallerError, PeerError, TriremeError, leaves
+from trireme_shared.protocol.records import JobSpec, Phase, Stage
+from trireme_shared.protocol.records.cluster import ClusterJob, Standing
+from trireme_shared.protocol.records.operations import saves_on_demand
 
 PAUSE_S = 0.5
 LOOK_S = 1.0

@@ -31,17 +31,17 @@ from master_service.storage.job_storage import FileStorage, JobStorage, remove_f
 from master_service.storage.series_files import SeriesReader, StoredMetrics
 from master_service.store.between_runs import start_again
 from master_service.store.schema import read_events
-from trireme_shared.errors import Conflict, NotFound, NotReady
-from trireme_shared.etcd import Etcd, Get, Lease
-from trireme_shared.etcd.reading import must_read
-from trireme_shared.evaluations import Evaluation, EvaluationStatus
-from trireme_shared.keys import ClusterKeys
-from trireme_shared.records import JobSpec, JobState, Phase
-from trireme_shared.records.cluster import ClusterJob, JobSchedule, Kind, Source, Standing
-from trireme_shared.runtime import clock, http, telemetry
-from trireme_shared.runtime.network import own_network
-from trireme_shared.storage import files
-from trireme_shared.times import rfc3339
+from trireme_shared.platform.etcd import Etcd, Get, Lease
+from trireme_shared.platform.etcd.reading import must_read
+from trireme_shared.platform.runtime import clock, http, telemetry
+from trireme_shared.platform.runtime.network import own_network
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import Conflict, NotFound, NotReady
+from trireme_shared.protocol.evaluations import Evaluation, EvaluationStatus
+from trireme_shared.protocol.keys import ClusterKeys
+from trireme_shared.protocol.records import JobSpec, JobState, Phase
+from trireme_shared.protocol.records.cluster import ClusterJob, JobSchedule, Kind, Source, Standing
+from trireme_shared.protocol.times import rfc3339
 
 A = TypeVar("A")
 

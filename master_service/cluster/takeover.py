@@ -16,13 +16,13 @@ from master_service.core.state.cluster import (
 from master_service.store.first_write import write_first
 from master_service.store.schema import read_events
 from master_service.store.writer import HeldLock
-from trireme_shared.etcd import Etcd, KeyValue, Put
-from trireme_shared.etcd.reading import must_read, read_below
-from trireme_shared.keys import ClusterKeys
-from trireme_shared.records import MasterAddress
-from trireme_shared.records.cluster import Assignment, ClusterJob, Drain, JobSchedule, TaskRun
-from trireme_shared.records.operations import KeptAnswer
-from trireme_shared.runtime import clock, telemetry
+from trireme_shared.platform.etcd import Etcd, KeyValue, Put
+from trireme_shared.platform.etcd.reading import must_read, read_below
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.keys import ClusterKeys
+from trireme_shared.protocol.records import MasterAddress
+from trireme_shared.protocol.records.cluster import Assignment, ClusterJob, Drain, JobSchedule, TaskRun
+from trireme_shared.protocol.records.operations import KeptAnswer
 
 log = telemetry.logger("cluster.takeover")
 

@@ -21,13 +21,13 @@ from master_service.core.state.cluster import ClusterDecision, ClusterState, Pla
 from master_service.core.state.members import started_by
 from master_service.leadership.master import Master
 from master_service.store.writer import HeldLock
-from trireme_shared.errors import TriremeError
-from trireme_shared.etcd import Etcd
-from trireme_shared.keys import ClusterKeys
-from trireme_shared.membership.own_key import may_return_s
-from trireme_shared.records.cluster import ClusterJob, PoolMember, Standing
-from trireme_shared.runtime import clock, telemetry
-from trireme_shared.times import rfc3339
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.membership.own_key import may_return_s
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.keys import ClusterKeys
+from trireme_shared.protocol.records.cluster import ClusterJob, PoolMember, Standing
+from trireme_shared.protocol.times import rfc3339
 
 LOOK_S = 5.0
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from contextlib import aclosing
 
 from master_service.core.state.cluster import Place
-from trireme_shared.etcd import Etcd, KeyValue
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.keys import ClusterKeys
-from trireme_shared.records.cluster import PoolMember
+from trireme_shared.platform.etcd import Etcd, KeyValue
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.protocol.keys import ClusterKeys
+from trireme_shared.protocol.records.cluster import PoolMember
 
 
 class PoolWatch:

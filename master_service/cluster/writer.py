@@ -28,12 +28,12 @@ from master_service.core.state.cluster import (
     PutTaskRun,
 )
 from master_service.store.writer import MAX_TOLD, HeldLock, LockLost
-from trireme_shared.errors import TooLarge
-from trireme_shared.etcd import Compare, Delete, Etcd, Get, Put, TxnResult
-from trireme_shared.etcd.fenced_write import FencedWrite
-from trireme_shared.keys import ClusterKeys
-from trireme_shared.records.operations import KeptAnswer
-from trireme_shared.runtime import clock, ids
+from trireme_shared.platform.etcd import Compare, Delete, Etcd, Get, Put, TxnResult
+from trireme_shared.platform.etcd.fenced_write import FencedWrite
+from trireme_shared.platform.runtime import clock, ids
+from trireme_shared.protocol.errors import TooLarge
+from trireme_shared.protocol.keys import ClusterKeys
+from trireme_shared.protocol.records.operations import KeptAnswer
 
 MAX_CHANGES = 90  # of one transaction
 MAX_BYTES = 900 << 10  # the client takes 1 MiB, keys included

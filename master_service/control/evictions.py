@@ -15,12 +15,12 @@ import math
 from functools import partial
 
 from master_service.store.writer import ATTEMPT_S, PAUSE_S, HeldLock, LockLost
-from trireme_shared.errors import DeadlineExceeded, PeerError, TriremeError
-from trireme_shared.etcd import Compare, Delete, Etcd, Get, TxnResult
-from trireme_shared.etcd.fenced_write import FencedWrite
-from trireme_shared.keys import Keys
-from trireme_shared.records import PserverMember, TrainerMember
-from trireme_shared.runtime import clock, telemetry
+from trireme_shared.platform.etcd import Compare, Delete, Etcd, Get, TxnResult
+from trireme_shared.platform.etcd.fenced_write import FencedWrite
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.errors import DeadlineExceeded, PeerError, TriremeError
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import PserverMember, TrainerMember
 
 LIMIT_S = 10.0
 WATCHED = 16  # leases that are looked at at once; etcd ends the others

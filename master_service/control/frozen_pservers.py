@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from trireme_shared.errors import TriremeError
-from trireme_shared.etcd import Etcd
-from trireme_shared.records import PserverMember
-from trireme_shared.runtime import clock
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.records import PserverMember
 
 SILENT_S = 1.5  # for so long training stands still at most for a parameter server that gives no sign of life
 AFTER_CUT = 1 / 3  # of that, it has at least after the cut, however late that came

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from master_service.control.stall import StallWatch
 from master_service.core.explanation.situation import Reported, Situation
 from master_service.core.state.job import Job
-from trireme_shared.errors import TriremeError
-from trireme_shared.etcd import Etcd, NoSpace
-from trireme_shared.keys import Keys
-from trireme_shared.records import UserFailure
-from trireme_shared.records.cluster import Kind
-from trireme_shared.records.record import shortened
-from trireme_shared.runtime import clock
+from trireme_shared.platform.etcd import Etcd, NoSpace
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import UserFailure
+from trireme_shared.protocol.records.cluster import Kind
+from trireme_shared.protocol.records.record import shortened
 
 ANSWER_S = 1.0
 ERROR_CHARACTERS = 500

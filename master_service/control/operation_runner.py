@@ -16,12 +16,12 @@ from master_service.core.decisions.recovery import rollback
 from master_service.core.state.job import Job
 from master_service.storage.job_storage import JobStorage
 from master_service.store.writer import Writer
-from trireme_shared.errors import CheckpointUnusable
-from trireme_shared.records import Phase
-from trireme_shared.records.cluster import Kind
-from trireme_shared.records.operations import Operation, OperationKind, ResizePrediction, Strategy
-from trireme_shared.runtime import clock, ids, telemetry
-from trireme_shared.runtime.waiting import event_within
+from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.protocol.errors import CheckpointUnusable
+from trireme_shared.protocol.records import Phase
+from trireme_shared.protocol.records.cluster import Kind
+from trireme_shared.protocol.records.operations import Operation, OperationKind, ResizePrediction, Strategy
 
 LIMIT_S = 600.0
 TICK_S = 1.0

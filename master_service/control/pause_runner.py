@@ -20,13 +20,13 @@ from master_service.core.decisions.evaluations import evaluation
 from master_service.core.state.job import Job
 from master_service.store.writer import Writer
 from trireme_shared.checkpoints import stored
-from trireme_shared.etcd import Etcd, Lease
-from trireme_shared.keys import Keys
-from trireme_shared.records import Phase, Stage
-from trireme_shared.records.members import pserver_names
-from trireme_shared.records.pauses import Saving
-from trireme_shared.runtime import clock, telemetry
-from trireme_shared.runtime.waiting import event_within
+from trireme_shared.platform.etcd import Etcd, Lease
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import Phase, Stage
+from trireme_shared.protocol.records.members import pserver_names
+from trireme_shared.protocol.records.pauses import Saving
 
 LOOK_S = 0.25
 ANSWER_S = 1.0  # trainers that have not paused by then are left out of the pause

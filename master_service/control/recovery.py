@@ -34,14 +34,14 @@ from master_service.core.state.metrics import Metrics
 from master_service.storage.job_storage import JobStorage
 from master_service.store.leader_writer import read_checkpoints
 from master_service.store.writer import Writer
-from trireme_shared.errors import CheckpointUnusable, PeerError
-from trireme_shared.etcd import Etcd, Get
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.keys import Keys
-from trireme_shared.records import FailureCause, JobState, Mode, Phase, PserverMember, Strategy
-from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest, OwnCheckpoints
-from trireme_shared.records.members import pserver_names
-from trireme_shared.runtime import clock, ids, telemetry
+from trireme_shared.platform.etcd import Etcd, Get
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.protocol.errors import CheckpointUnusable, PeerError
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import FailureCause, JobState, Mode, Phase, PserverMember, Strategy
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest, OwnCheckpoints
+from trireme_shared.protocol.records.members import pserver_names
 
 STORAGE_TRIES = 4
 PAUSE_S = 0.5

@@ -19,13 +19,13 @@ from master_service.core.state.metrics import KEPT_STEPS
 from master_service.core.state.series import SeriesTable, Value
 from master_service.core.state.whole_steps import Epoch, WholeSteps, values_of
 from master_service.storage.series_files import SeriesFiles, add_encoded, encoded, name_of, to_read
-from trireme_shared.errors import StorageUnreachable
-from trireme_shared.evaluations import Evaluation
-from trireme_shared.metric_names import EVALUATION, LOSS, SPEED, TIME
-from trireme_shared.records import MetricBatch, MetricsTaken, StepMetrics
-from trireme_shared.records.checkpoints import CheckpointRef
-from trireme_shared.runtime import clock, ids, telemetry
-from trireme_shared.runtime.waiting import Notices
+from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.platform.runtime.waiting import Notices
+from trireme_shared.protocol.errors import StorageUnreachable
+from trireme_shared.protocol.evaluations import Evaluation
+from trireme_shared.protocol.metric_names import EVALUATION, LOSS, SPEED, TIME
+from trireme_shared.protocol.records import MetricBatch, MetricsTaken, StepMetrics
+from trireme_shared.protocol.records.checkpoints import CheckpointRef
 
 FLUSH_S = 5.0
 PAUSE_S = 1.0

@@ -11,10 +11,10 @@ from contextlib import suppress
 from itertools import islice
 
 from master_service.core.state.job import Job
-from trireme_shared.errors import TriremeError
-from trireme_shared.etcd import Etcd
-from trireme_shared.records import PserverMember, TrainerMember
-from trireme_shared.runtime import clock
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.records import PserverMember, TrainerMember
 
 STALL_S = 3.0
 LOOK_S = 1.0  # who asks more often gets the last answer

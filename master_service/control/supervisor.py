@@ -28,13 +28,13 @@ from master_service.core.placement.lanes import FORGOTTEN_AFTER
 from master_service.core.state.job import Job
 from master_service.storage.job_storage import JobStorage
 from master_service.store.writer import HeldLock, Writer
-from trireme_shared.errors import NotLeader, PeerError
-from trireme_shared.membership.own_key import may_return_s
-from trireme_shared.records import Phase, PserverMember, Strategy, TrainerMember
-from trireme_shared.records.job_spec import without_effect
-from trireme_shared.runtime import clock, ids, telemetry
-from trireme_shared.runtime.network import tells
-from trireme_shared.runtime.waiting import event_within
+from trireme_shared.platform.membership.own_key import may_return_s
+from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.platform.runtime.network import tells
+from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.protocol.errors import NotLeader, PeerError
+from trireme_shared.protocol.records import Phase, PserverMember, Strategy, TrainerMember
+from trireme_shared.protocol.records.job_spec import without_effect
 
 SWEEP_S = 1.0
 PAUSE_S = 0.5

@@ -21,10 +21,12 @@ from master_service.core.state.job import BESIDE, Job
 from master_service.core.state.metrics import Metrics
 from master_service.storage.job_storage import FileStorage, JobStorage
 from master_service.store.writer import Writer
-from trireme_shared.errors import NotFound
-from trireme_shared.etcd import Etcd
-from trireme_shared.keys import Keys
-from trireme_shared.records import (
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.runtime import clock, http
+from trireme_shared.platform.runtime.network import own_network, tells
+from trireme_shared.protocol.errors import NotFound
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import (
     AcquireTask,
     Completed,
     CompleteTask,
@@ -39,9 +41,7 @@ from trireme_shared.records import (
     TrainerMember,
     UserFailure,
 )
-from trireme_shared.records.cluster import Kind
-from trireme_shared.runtime import clock, http
-from trireme_shared.runtime.network import own_network, tells
+from trireme_shared.protocol.records.cluster import Kind
 
 REPORTED = 64  # failures that are kept to explain what goes on
 

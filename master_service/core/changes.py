@@ -13,9 +13,9 @@ from typing import Generic
 
 from typing_extensions import TypeVar
 
-from trireme_shared.evaluations import Evaluation, EvaluationStatus
-from trireme_shared.events import EventFields
-from trireme_shared.records import (
+from trireme_shared.protocol.evaluations import Evaluation, EvaluationStatus
+from trireme_shared.protocol.events import EventFields
+from trireme_shared.protocol.records import (
     Attempt,
     DiscardedTask,
     EvaluationSums,
@@ -28,11 +28,11 @@ from trireme_shared.records import (
     TrainerList,
     ValidationSums,
 )
-from trireme_shared.records.assignments import GivenNumbers, Migration
-from trireme_shared.records.checkpoints import CheckpointCut
-from trireme_shared.records.operations import KeptAnswer, Operation
-from trireme_shared.records.pauses import Losses, Pause
-from trireme_shared.records.queue import FailureCounts
+from trireme_shared.protocol.records.assignments import GivenNumbers, Migration
+from trireme_shared.protocol.records.checkpoints import CheckpointCut
+from trireme_shared.protocol.records.operations import KeptAnswer, Operation
+from trireme_shared.protocol.records.pauses import Losses, Pause
+from trireme_shared.protocol.records.queue import FailureCounts
 
 Fields = EventFields
 

@@ -13,10 +13,10 @@ from typing import Generic, Protocol, TypeVar
 from master_service.control.task_service import Probe
 from master_service.leadership.election import campaign
 from master_service.store.writer import HeldLock
-from trireme_shared.errors import NotLeader, NotReady
-from trireme_shared.etcd import Etcd, Lease
-from trireme_shared.records import MasterLock
-from trireme_shared.runtime import clock
+from trireme_shared.platform.etcd import Etcd, Lease
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import NotLeader, NotReady
+from trireme_shared.protocol.records import MasterLock
 
 
 class Led(Protocol):

@@ -10,13 +10,13 @@ import asyncio
 from collections.abc import Callable, Coroutine
 
 from master_service.control.task_service import Probe
-from trireme_shared.errors import PeerError, TriremeError
-from trireme_shared.etcd import Etcd, KeyValue, Lease, LeaseLost
-from trireme_shared.etcd.lock import acquire
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.records import MasterLock
-from trireme_shared.runtime import ids, telemetry
-from trireme_shared.runtime.network import tells
+from trireme_shared.platform.etcd import Etcd, KeyValue, Lease, LeaseLost
+from trireme_shared.platform.etcd.lock import acquire
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.runtime import ids, telemetry
+from trireme_shared.platform.runtime.network import tells
+from trireme_shared.protocol.errors import PeerError, TriremeError
+from trireme_shared.protocol.records import MasterLock
 
 PROBE_EVERY_S = 0.5
 PAUSE_S = 0.5

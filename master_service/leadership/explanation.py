@@ -8,11 +8,11 @@ from master_service.core.explanation.cause import Cause, Code, Explanation, expl
 from master_service.core.explanation.explain import explain
 from master_service.core.explanation.situation import seconds
 from master_service.leadership.master import Master
-from trireme_shared.errors import NotLeader, NotReady, PeerError, StorageUnreachable
-from trireme_shared.etcd import Get
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.records import JobSpec
-from trireme_shared.runtime import clock
+from trireme_shared.platform.etcd import Get
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import NotLeader, NotReady, PeerError, StorageUnreachable
+from trireme_shared.protocol.records import JobSpec
 
 
 async def explain_job(master: Master, given: int | None = None) -> Explanation:

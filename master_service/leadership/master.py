@@ -19,11 +19,11 @@ from master_service.leadership.election import stand
 from master_service.leadership.term import Term
 from master_service.store.takeover import take_over
 from master_service.store.writer import Writer
-from trireme_shared.errors import NotFound, PeerError
-from trireme_shared.etcd import Lease, LeaseLost, Put
-from trireme_shared.metric_names import LOSS
-from trireme_shared.records import AcquireTask, MasterAddress, MetricBatch, MetricsTaken, TaskAnswer
-from trireme_shared.runtime import clock, telemetry
+from trireme_shared.platform.etcd import Lease, LeaseLost, Put
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.errors import NotFound, PeerError
+from trireme_shared.protocol.metric_names import LOSS
+from trireme_shared.protocol.records import AcquireTask, MasterAddress, MetricBatch, MetricsTaken, TaskAnswer
 
 log = telemetry.logger("master")
 

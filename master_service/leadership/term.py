@@ -23,8 +23,8 @@ from master_service.store.leader_writer import LeaderWriter
 from master_service.store.members_watch import MembersWatch
 from master_service.store.takeover import Takeover
 from master_service.store.writer import HeldLock, MasterWriter
-from trireme_shared.evaluations import Evaluation
-from trireme_shared.records import JobState, Mode, Phase
+from trireme_shared.protocol.evaluations import Evaluation
+from trireme_shared.protocol.records import JobState, Mode, Phase
 
 
 class Term:

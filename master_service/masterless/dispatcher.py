@@ -29,11 +29,11 @@ from master_service.masterless.writer import SharedWriter
 from master_service.store.leader_writer import LeaderWriter
 from master_service.store.takeover import take_over
 from master_service.store.writer import HeldLock
-from trireme_shared.errors import PeerError
-from trireme_shared.etcd import Lease, LeaseLost
-from trireme_shared.records import AcquireTask, MasterLock, MetricBatch, MetricsTaken, TaskAnswer, TaskProgress
-from trireme_shared.records.tasks import HeldTask, TrainerProgress
-from trireme_shared.runtime import clock, telemetry
+from trireme_shared.platform.etcd import Lease, LeaseLost
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.errors import PeerError
+from trireme_shared.protocol.records import AcquireTask, MasterLock, MetricBatch, MetricsTaken, TaskAnswer, TaskProgress
+from trireme_shared.protocol.records.tasks import HeldTask, TrainerProgress
 
 WRITE_S = 3.0
 REMEMBERED_S = 30.0

@@ -25,14 +25,14 @@ from master_service.core.state.operations import Operations
 from master_service.storage.job_storage import JobStorage
 from master_service.store import schema
 from master_service.store.members_watch import MembersWatch
-from trireme_shared.errors import DatasetError, NotFound, NotReady, StorageUnreachable
-from trireme_shared.etcd import Etcd, KeyValue, WatchBatch, WatchEvent
-from trireme_shared.etcd.reading import must_read, read_record
-from trireme_shared.keys import Keys
-from trireme_shared.records import JobSpec, TaskMeta
-from trireme_shared.records.tasks import TrainerProgress
-from trireme_shared.runtime import clock, ids, telemetry
-from trireme_shared.runtime.waiting import event_within
+from trireme_shared.platform.etcd import Etcd, KeyValue, WatchBatch, WatchEvent
+from trireme_shared.platform.etcd.reading import must_read, read_record
+from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.protocol.errors import DatasetError, NotFound, NotReady, StorageUnreachable
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobSpec, TaskMeta
+from trireme_shared.protocol.records.tasks import TrainerProgress
 
 PAUSE_S = 1.0
 REMEMBERED_COMMITS = 256

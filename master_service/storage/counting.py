@@ -24,10 +24,15 @@ from master_service.storage.partial_counts import Counter, PartialCounts
 from master_service.storage.task_starts import TaskStarts, count_framed
 from trireme_shared.datasets import npy
 from trireme_shared.datasets.custom_reader import load_custom
+from trireme_shared.datasets.dataset_files import files_of
+from trireme_shared.datasets.image_listing import list_images
 from trireme_shared.datasets.in_code import count_object
 from trireme_shared.datasets.line_scan import Lines, RecordScanner, chunks, data_start, refuse_archive
-from trireme_shared.errors import DatasetError, NotFound, StorageUnreachable, TriremeError, is_interrupt
-from trireme_shared.records.datasets import (
+from trireme_shared.platform.storage import files
+from trireme_shared.platform.storage.compressed import scanning
+from trireme_shared.platform.storage.stamps import joined, stamp_of
+from trireme_shared.protocol.errors import DatasetError, NotFound, StorageUnreachable, TriremeError, is_interrupt
+from trireme_shared.protocol.records.datasets import (
     Bytes,
     Csv,
     Custom,
@@ -42,11 +47,6 @@ from trireme_shared.records.datasets import (
     TFRecord,
     WebDataset,
 )
-from trireme_shared.storage import files
-from trireme_shared.storage.compressed import scanning
-from trireme_shared.storage.dataset_files import files_of
-from trireme_shared.storage.image_listing import list_images
-from trireme_shared.storage.stamps import joined, stamp_of
 
 THREADS = 8
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -220,7 +220,7 @@ def _count_parquet(file: str, heads: Heads) -> TableFile:
 
 
 def _count_arrow(file: str, heads: Heads) -> TableFile:
-    from trireme_shared.storage.arrow_file import read_table  # noqa: PLC0415  pyarrow only where it is needed
+    from trireme_shared.platform.storage.arrow_file import read_table  # noqa: PLC0415  pyarrow only where it is needed
 
     table = read_table(file)
     heads.arrow(file, table.schema)

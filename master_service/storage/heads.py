@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from master_service.core.queue.file_table import TableFile
 from trireme_shared.datasets import npy
-from trireme_shared.errors import DatasetError
-from trireme_shared.records.datasets import Csv, Dataset, HuggingFace, Npy, Parquet
-from trireme_shared.storage import files
-from trireme_shared.storage.compressed import scanning
+from trireme_shared.platform.storage import files
+from trireme_shared.platform.storage.compressed import scanning
+from trireme_shared.protocol.errors import DatasetError
+from trireme_shared.protocol.records.datasets import Csv, Dataset, HuggingFace, Npy, Parquet
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -82,7 +82,7 @@ class Heads:
             with files.reading(file, "Parquet"), files.open_read(file) as source:
                 self.arrow(file, pq.read_schema(source))
         else:
-            from trireme_shared.storage.arrow_file import read_table  # noqa: PLC0415
+            from trireme_shared.platform.storage.arrow_file import read_table  # noqa: PLC0415
 
             self.arrow(file, read_table(file).schema)
 
@@ -108,8 +108,8 @@ class Heads:
 
 
 def _csv_rows(dataset: Csv) -> Callable[[str], Head]:
+    from trireme_shared.datasets.csv_columns import CsvColumns  # noqa: PLC0415  pyarrow only where it is needed
     from trireme_shared.datasets.raw_records import read_raw  # noqa: PLC0415
-    from trireme_shared.storage.csv_columns import CsvColumns  # noqa: PLC0415  pyarrow only where it is needed
 
     columns = CsvColumns(dataset)
 

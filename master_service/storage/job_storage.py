@@ -14,12 +14,12 @@ from master_service.storage.partial_counts import CountingStopped, PartialCounts
 from master_service.storage.series_files import SeriesFiles, StoredSeries
 from trireme_shared.checkpoints import stored
 from trireme_shared.datasets.custom_reader import find_beside
-from trireme_shared.errors import DatasetError, InvalidArgument, StorageUnreachable
-from trireme_shared.records import JobSpec
-from trireme_shared.records.checkpoints import CheckpointRef, Manifest
-from trireme_shared.records.datasets import Dataset
-from trireme_shared.runtime import telemetry
-from trireme_shared.storage import files
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import DatasetError, InvalidArgument, StorageUnreachable
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest
+from trireme_shared.protocol.records.datasets import Dataset
 
 log = telemetry.logger("job_storage")
 
@@ -66,7 +66,7 @@ async def remove_files(spec: JobSpec) -> None:
 
 class FileStorage:
     """Below the spec's `storage` (an fsspec URL). Reading files blocks, so it happens in threads. `find_script`: where the job's
-    script lies on this host; asked for datasets that name a module of it (shared/trireme_shared/membership/local_script.py)."""
+    script lies on this host; asked for datasets that name a module of it (shared/trireme_shared/platform/membership/local_script.py)."""
 
     def __init__(self, spec: JobSpec, find_script: Callable[[str], Awaitable[Path]] = _as_it_is) -> None:
         self._storage, self._job, self._script, self._seed = spec.storage, spec.job, spec.script, spec.seed

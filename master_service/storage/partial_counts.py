@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 from master_service.core.queue.file_table import TableFile
 from master_service.core.queue.task_sizes import TaskSizes
-from trireme_shared.errors import TriremeError
-from trireme_shared.records.datasets import Dataset
-from trireme_shared.runtime import clock, telemetry
-from trireme_shared.storage import files
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.records.datasets import Dataset
 
 KEEP_S = 5.0
 

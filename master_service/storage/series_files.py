@@ -18,9 +18,9 @@ from typing import Any, Protocol
 from master_service.core.state.left_steps import LeftSteps
 from master_service.core.state.series import SeriesTable, Value
 from master_service.core.state.whole_steps import Epoch, WholeSteps
-from trireme_shared.errors import DeadlineExceeded, StorageUnreachable, TooManyRequests
-from trireme_shared.runtime import telemetry
-from trireme_shared.storage import files
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import DeadlineExceeded, StorageUnreachable, TooManyRequests
 
 FOLDER = "metrics"
 ATTEMPTS = 5

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from master_service.core.queue.file_table import TableFile
 from master_service.core.queue.task_sizes import TaskSizes
 from trireme_shared.datasets import record_io, tar_records, tf_record
-from trireme_shared.records.datasets import RecordIO, TFRecord, WebDataset
-from trireme_shared.storage import files
-from trireme_shared.storage.compressed import scanning
+from trireme_shared.platform.storage import files
+from trireme_shared.platform.storage.compressed import scanning
+from trireme_shared.protocol.records.datasets import RecordIO, TFRecord, WebDataset
 
 CHECK_EVERY = 1024
 

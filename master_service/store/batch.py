@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from trireme_shared.errors import TooLarge
-from trireme_shared.etcd import Delete, Put
+from trireme_shared.platform.etcd import Delete, Put
+from trireme_shared.protocol.errors import TooLarge
 
 MAX_OPERATIONS = 100  # etcd takes 128
 MAX_BYTES = 512 * 1024  # of keys and values; etcd takes 1.5 MiB

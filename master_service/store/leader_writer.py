@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from master_service.core.changes import Decision, ForgetParameters, RequireLatest
 from master_service.core.state.job import Job
 from master_service.store.writer import A, GroupCommit, HeldLock
-from trireme_shared.etcd import Etcd, Get
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.keys import Keys
-from trireme_shared.records import JobState, Phase
-from trireme_shared.records.checkpoints import CheckpointLatest, OwnCheckpoints
+from trireme_shared.platform.etcd import Etcd, Get
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobState, Phase
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, OwnCheckpoints
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import TypeVar
 
 from master_service.core.state.members import LEFT_KEPT, Members
-from trireme_shared.etcd import Etcd, KeyValue, WatchBatch
-from trireme_shared.etcd.reading import read_number, read_record
-from trireme_shared.keys import Keys
-from trireme_shared.records import PserverMember, TrainerMember
-from trireme_shared.records.checkpoints import CheckpointLatest, OwnCheckpoints
-from trireme_shared.records.layout import Layout
+from trireme_shared.platform.etcd import Etcd, KeyValue, WatchBatch
+from trireme_shared.platform.etcd.reading import read_number, read_record
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import PserverMember, TrainerMember
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, OwnCheckpoints
+from trireme_shared.protocol.records.layout import Layout
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -38,13 +38,13 @@ from master_service.core.changes import (
 from master_service.core.state.event_log import EventLog
 from master_service.core.state.job import Job
 from master_service.store.batch import merge
-from trireme_shared.errors import Conflict
-from trireme_shared.etcd import Compare, Delete, Etcd, KeyValue, Put, WatchEvent
-from trireme_shared.etcd.reading import must_read, read_below, read_number, read_record, understood
-from trireme_shared.evaluations import Evaluation, EvaluationStatus
-from trireme_shared.events import EventChunk
-from trireme_shared.keys import Keys
-from trireme_shared.records import (
+from trireme_shared.platform.etcd import Compare, Delete, Etcd, KeyValue, Put, WatchEvent
+from trireme_shared.platform.etcd.reading import must_read, read_below, read_number, read_record, understood
+from trireme_shared.protocol.errors import Conflict
+from trireme_shared.protocol.evaluations import Evaluation, EvaluationStatus
+from trireme_shared.protocol.events import EventChunk
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import (
     DiscardedTask,
     EvaluationSums,
     JobSpec,
@@ -56,10 +56,10 @@ from trireme_shared.records import (
     TrainerList,
     ValidationSums,
 )
-from trireme_shared.records.assignments import GivenNumbers, Migration
-from trireme_shared.records.operations import CheckpointRequest, KeptAnswer, Operation, OperationKind
-from trireme_shared.records.pauses import Losses
-from trireme_shared.records.queue import FailureCounts
+from trireme_shared.protocol.records.assignments import GivenNumbers, Migration
+from trireme_shared.protocol.records.operations import CheckpointRequest, KeptAnswer, Operation, OperationKind
+from trireme_shared.protocol.records.pauses import Losses
+from trireme_shared.protocol.records.queue import FailureCounts
 
 
 def operations(keys: Keys, job: Job | None, changes: Iterable[Change]) -> list[Put | Delete]:

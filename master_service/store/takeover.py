@@ -19,14 +19,14 @@ from master_service.store import schema
 from master_service.store.first_write import write_first
 from master_service.store.writer import HeldLock
 from trireme_shared.checkpoints.stored import ELASTIC
-from trireme_shared.errors import Conflict, DatasetError, NotFound, ResourceExhausted, StorageUnreachable
-from trireme_shared.etcd import Etcd, KeyValue, Put
-from trireme_shared.etcd.reading import must_read, read_below
-from trireme_shared.keys import Keys
-from trireme_shared.records import FailureCause, JobSpec, JobState, TaskMeta, UserFailure
-from trireme_shared.records.assignments import GivenNumbers
-from trireme_shared.records.datasets import Dataset
-from trireme_shared.runtime import clock, telemetry
+from trireme_shared.platform.etcd import Etcd, KeyValue, Put
+from trireme_shared.platform.etcd.reading import must_read, read_below
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.errors import Conflict, DatasetError, NotFound, ResourceExhausted, StorageUnreachable
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import FailureCause, JobSpec, JobState, TaskMeta, UserFailure
+from trireme_shared.protocol.records.assignments import GivenNumbers
+from trireme_shared.protocol.records.datasets import Dataset
 
 log = telemetry.logger("takeover")
 

@@ -25,12 +25,12 @@ from master_service.core.decisions.lifecycle import with_counts
 from master_service.core.state.job import Job
 from master_service.store.batch import Batch, check_fits
 from master_service.store.schema import compares, operations
-from trireme_shared.errors import NotLeader, NotReady, PeerError, TriremeError
-from trireme_shared.etcd import Compare, Delete, Etcd, Get, Lease, NoSpace, Put, TxnResult
-from trireme_shared.etcd.fenced_write import FencedWrite
-from trireme_shared.keys import Keys
-from trireme_shared.runtime import clock, ids, telemetry
-from trireme_shared.runtime.waiting import Notices
+from trireme_shared.platform.etcd import Compare, Delete, Etcd, Get, Lease, NoSpace, Put, TxnResult
+from trireme_shared.platform.etcd.fenced_write import FencedWrite
+from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.platform.runtime.waiting import Notices
+from trireme_shared.protocol.errors import NotLeader, NotReady, PeerError, TriremeError
+from trireme_shared.protocol.keys import Keys
 
 MAX_WAITING = 10_000
 ATTEMPT_S = 2.0

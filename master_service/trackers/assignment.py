@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from trireme_shared.records import JobSpec
-from trireme_shared.records.job_spec import JobSettings
-from trireme_shared.records.record import Record
-from trireme_shared.security.hidden import hidden
-from trireme_shared.trackers import Tracker
+from trireme_shared.platform.security.hidden import hidden
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.job_spec import JobSettings
+from trireme_shared.protocol.records.record import Record
+from trireme_shared.protocol.trackers import Tracker
 
 UNTOLD = {"trackers", "pre_tasks", "post_tasks"}  # commands may have what nobody shall read
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from master_service.storage.series_files import FOLDER
 from master_service.trackers.tracker import Point, Run
-from trireme_shared.runtime import clock
-from trireme_shared.storage import files
+from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.storage import files
 
 FILE = "metrics.csv"
 COLUMNS = ("metric", "step", "last_step", "mean", "least", "most", "weight")

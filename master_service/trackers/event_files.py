@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from master_service.trackers.tracker import Point, Run
-from trireme_shared.errors import Conflict
-from trireme_shared.runtime import clock
-from trireme_shared.storage import files
+from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import Conflict
 
 FOLDER = "tensorboard"
 PART_BYTES = 4 << 20

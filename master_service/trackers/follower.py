@@ -17,9 +17,9 @@ from master_service.trackers.assignment import Assignment, News
 from master_service.trackers.memory import Memory
 from master_service.trackers.points import behind, new_points
 from master_service.trackers.worker import Worker
-from trireme_shared.runtime import clock
-from trireme_shared.runtime.waiting import Notices
-from trireme_shared.storage import files
+from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.runtime.waiting import Notices
+from trireme_shared.platform.storage import files
 
 PORTION = 5000  # points of one call
 LATE_S = 30.0  # that a call may last before it is told

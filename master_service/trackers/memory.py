@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from trireme_shared.runtime import ids
-from trireme_shared.storage import files
+from trireme_shared.platform.runtime import ids
+from trireme_shared.platform.storage import files
 
 FOLDER = "trackers"
 ENDED = "ended.json"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from master_service.trackers.tracker import Point, Run
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
 
 MOST_METRICS, MOST_PARAMETERS = 1000, 100  # of one request, as MLflow limits them
 MOST_TEXT = 5000

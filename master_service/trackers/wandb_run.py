@@ -15,8 +15,8 @@ from typing import Any
 
 from master_service.trackers.points import told_with
 from master_service.trackers.tracker import Point, Run
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.storage import files
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import InvalidArgument
 
 FOLDER = "wandb"
 STEP = "trireme_step"

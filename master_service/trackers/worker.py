@@ -18,10 +18,10 @@ from master_service.trackers.made import make
 from master_service.trackers.memory import Memory
 from master_service.trackers.points import told_with
 from master_service.trackers.tracker import Point, Run, Tracker
-from trireme_shared.errors import TriremeError
-from trireme_shared.runtime import clock
-from trireme_shared.security.hidden import hidden
-from trireme_shared.trackers import Tracker as Wanted
+from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.security.hidden import hidden
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.trackers import Tracker as Wanted
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 MOST_TEXT = 500

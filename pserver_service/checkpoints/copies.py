@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from trireme_shared.records.layout import ROWS
-from trireme_shared.records.step import StepRecord
-from trireme_shared.runtime import telemetry
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.records.layout import ROWS
+from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.stores import AsyncStore

@@ -19,16 +19,16 @@ from trireme_shared.checkpoints.async_cut import Cut, GivenUp, cut_at
 from trireme_shared.checkpoints.saving.parts import write_part
 from trireme_shared.checkpoints.saving.pending import PendingCheckpoint
 from trireme_shared.checkpoints.saving.storage_problem import advice_for
-from trireme_shared.errors import InvalidArgument, PeerError
-from trireme_shared.etcd import Compare, LeaseLost, Put
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.records import JobSpec, Mode
-from trireme_shared.records.checkpoints import CheckpointRef, OwnCheckpoints
-from trireme_shared.records.step import StepRecord
-from trireme_shared.runtime import clock, ids, telemetry
+from trireme_shared.platform.etcd import Compare, LeaseLost, Put
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import InvalidArgument, PeerError
+from trireme_shared.protocol.records import JobSpec, Mode
+from trireme_shared.protocol.records.checkpoints import CheckpointRef, OwnCheckpoints
+from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
 from trireme_shared.serving.core.stores import AsyncStore
-from trireme_shared.storage import files
 
 LOOK_S = 0.5
 RETRY_S = 2.0

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trireme_shared.blocks.snapshot import Snapshot
-from trireme_shared.errors import BadFrame
-from trireme_shared.records.layout import ROWS
+from trireme_shared.protocol.errors import BadFrame
+from trireme_shared.protocol.records.layout import ROWS
+from trireme_shared.protocol.wire.messages import EpochLedger
 from trireme_shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot, SavedEpoch, SavedLedger, SavedTask
-from trireme_shared.wire.messages import EpochLedger
 
 LEDGER = "ledger"
 

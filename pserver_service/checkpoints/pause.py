@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from pserver_service.checkpoints.copies import copy
 from pserver_service.context import PserverContext, StateFollower
-from trireme_shared.records import JobState, Phase
-from trireme_shared.records.step import StepRecord
-from trireme_shared.runtime import clock, telemetry
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.records import JobState, Phase
+from trireme_shared.protocol.records.step import StepRecord
 
 TELL_S = 0.5  # the master takes a parameter server for frozen that says nothing for three times as long
 

@@ -17,9 +17,9 @@ from trireme_shared.checkpoints.deltas import narrow
 from trireme_shared.checkpoints.saving.copies import Copied, Copies
 from trireme_shared.checkpoints.saving.part_owner import SavingContext
 from trireme_shared.checkpoints.saving.parts import Checkpointer
-from trireme_shared.records import SlotMap
-from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointPart, PartLink
-from trireme_shared.records.members import pserver_names
+from trireme_shared.protocol.records import SlotMap
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointPart, PartLink
+from trireme_shared.protocol.records.members import pserver_names
 from trireme_shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
 from trireme_shared.serving.core.store import Store
 

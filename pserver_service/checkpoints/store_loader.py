@@ -11,19 +11,19 @@ from trireme_shared.blocks.buffers import Buffer, BufferPool
 from trireme_shared.checkpoints import stored
 from trireme_shared.checkpoints.block_reader import BlockReader, check_model
 from trireme_shared.checkpoints.schedule import Schedule
-from trireme_shared.errors import BadFrame
-from trireme_shared.records import Mode, SlotMap
-from trireme_shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
-from trireme_shared.records.layout import Block
+from trireme_shared.platform.storage.tensor_file import Summary
+from trireme_shared.protocol.errors import BadFrame
+from trireme_shared.protocol.records import Mode, SlotMap
+from trireme_shared.protocol.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
+from trireme_shared.protocol.records.layout import Block
+from trireme_shared.protocol.slots import slot_of
+from trireme_shared.protocol.wire.messages import InitHeader
 from trireme_shared.serving.core.asynchronous.ledger import Ledger
 from trireme_shared.serving.core.asynchronous.saved_ledger import SavedLedger
 from trireme_shared.serving.core.clipping import Clipping
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.stores import AsyncStore, store_of
 from trireme_shared.serving.table_loader import TableLoader
-from trireme_shared.slots import slot_of
-from trireme_shared.storage.tensor_file import Summary
-from trireme_shared.wire.messages import InitHeader
 
 
 def load_store(

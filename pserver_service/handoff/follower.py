@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING
 from pserver_service.checkpoints import ledger_text
 from pserver_service.context import PserverContext
 from trireme_shared.blocks.buffers import BufferPool
-from trireme_shared.errors import NotReady
-from trireme_shared.records import JobState, Mode, SlotMap
-from trireme_shared.records.assignments import Group, Migration
-from trireme_shared.records.layout import ROWS, Block, Layout
-from trireme_shared.records.step import StepRecord
-from trireme_shared.runtime import clock, telemetry
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.errors import NotReady
+from trireme_shared.protocol.records import JobState, Mode, SlotMap
+from trireme_shared.protocol.records.assignments import Group, Migration
+from trireme_shared.protocol.records.layout import ROWS, Block, Layout
+from trireme_shared.protocol.records.step import StepRecord
+from trireme_shared.protocol.slots import blocks_in
+from trireme_shared.protocol.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart, InitHeader
 from trireme_shared.serving.core.asynchronous.saved_ledger import SavedLedger
 from trireme_shared.serving.core.calls import Payload
 from trireme_shared.serving.core.geometry import Geometry
 from trireme_shared.serving.core.moving import ArrivingBlocks, adopt, forget
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.stores import rows_of, store_of
-from trireme_shared.slots import blocks_in
-from trireme_shared.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart, InitHeader
 
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.moving import ArrivingRows

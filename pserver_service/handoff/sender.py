@@ -19,14 +19,14 @@ from pserver_service.checkpoints import ledger_text
 from pserver_service.context import LOOK_S, PserverContext
 from pserver_service.handoff.follower import places
 from pserver_service.handoff_client import HandoffPort, Parts
-from trireme_shared.errors import TriremeError
-from trireme_shared.records import Mode
-from trireme_shared.records.assignments import Group, Handed, Migration
-from trireme_shared.runtime import clock, ids, telemetry
-from trireme_shared.runtime.waiting import event_within
+from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.records.assignments import Group, Handed, Migration
+from trireme_shared.protocol.wire.messages import HandoffHeader, HandoffPart
 from trireme_shared.serving.core.moving import LeavingBlocks
 from trireme_shared.serving.core.store import Store
-from trireme_shared.wire.messages import HandoffHeader, HandoffPart
 
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.moving import LeavingRows

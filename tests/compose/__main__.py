@@ -28,7 +28,7 @@ from tests.compose.project import Project, step_of, until
 from tests.compose.restoring import restoring_is_seen
 from tests.soak.run import SoakError
 from trireme.client import Client
-from trireme_shared.runtime import ids, telemetry
+from trireme_shared.platform.runtime import ids, telemetry
 
 IMAGE, ETCD_IMAGE = "trireme-test:latest", "trireme-test-etcd:latest"
 MOST_MB = 1400

@@ -13,7 +13,7 @@ from tests.compose.engine import compose_command, output, run
 from tests.soak.run import SoakError
 from trireme.client import Client
 from trireme.containers import object_storage
-from trireme_shared.errors import TriremeError
+from trireme_shared.protocol.errors import TriremeError
 
 DIGITS = "/opt/trireme/examples/digits/digits.py"
 T = TypeVar("T")

@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from trireme_shared.errors import TriremeError
-from trireme_shared.records import PserverMember
-from trireme_shared.wire import codec
-from trireme_shared.wire.stream import FrameStream
-from trireme_shared.wire.upgrade import upgrade
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.records import PserverMember
+from trireme_shared.protocol.wire import codec
+from trireme_shared.serving.transport.stream import FrameStream
+from trireme_shared.serving.transport.upgrade import upgrade
 
 Answers = Counter[str]
 ANSWER_S, BOMB_S = 10.0, 3.0

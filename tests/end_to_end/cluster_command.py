@@ -19,7 +19,7 @@ from tests.equipment.forked import ForkedProcess
 from trireme.cli import exit_codes
 from trireme.cli.targets import job_target
 from trireme.view.job_address import open_job
-from trireme_shared.errors import Conflict, DeadlineExceeded, NotReady, PeerError
+from trireme_shared.protocol.errors import Conflict, DeadlineExceeded, NotReady, PeerError
 
 LIMIT_S = 150
 AWAY = (PeerError, NotReady, DeadlineExceeded)  # while another master takes over

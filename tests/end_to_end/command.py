@@ -22,7 +22,7 @@ from tests.equipment.command_lines import command_line
 from tests.equipment.forked import MARK, ForkedProcess, clean_environment, warm_server
 from trireme.cli.targets import job_target
 from trireme.view.job_address import open_job
-from trireme_shared.errors import TriremeError
+from trireme_shared.protocol.errors import TriremeError
 
 TIMEOUT_S = 150
 Running = subprocess.Popen[str] | ForkedProcess

@@ -11,7 +11,7 @@ from tests.end_to_end.command import Command, command_in
 from tests.end_to_end.local_cluster import FORK_SERVERS, cluster_of, completed, spec_of
 from tests.end_to_end.once import made_once
 from trireme.launch.run_folder import PREFIX
-from trireme_shared.security.socket_folders import sweep
+from trireme_shared.platform.security.socket_folders import sweep
 
 
 @pytest.fixture

@@ -29,14 +29,14 @@ from tests.equipment.two_hosts import ADDRESSES, Cut, Number, TwoHosts
 from tests.equipment.waiting import until
 from tests.soak import isolation
 from trainer_agent.data_plane.http import HttpPserver
-from trireme_shared.etcd import Etcd
-from trireme_shared.etcd.embedded import EmbeddedEtcd
-from trireme_shared.keys import ClusterKeys, Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.membership.etcd_access import EtcdAccess
-from trireme_shared.records import JobSpec, Phase, PserverMember
-from trireme_shared.records.datasets import Npy
-from trireme_shared.records.job_spec import JobSettings
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.membership.etcd_access import EtcdAccess
+from trireme_shared.protocol.keys import ClusterKeys, Keys
+from trireme_shared.protocol.records import JobSpec, Phase, PserverMember
+from trireme_shared.protocol.records.datasets import Npy
+from trireme_shared.protocol.records.job_spec import JobSettings
 
 JOB = "two-hosts"
 TOKEN = "between-hosts"

@@ -18,10 +18,10 @@ from trireme.launch import processes
 from trireme.launch.cluster import LocalCluster
 from trireme.launch.processes import ForkServer, inherited_environment
 from trireme.view.job_address import client_of
-from trireme_shared.errors import DeadlineExceeded, PeerError
-from trireme_shared.evaluations import Evaluation
-from trireme_shared.records import JobSpec, JobState, Phase
-from trireme_shared.records.datasets import Npy
+from trireme_shared.protocol.errors import DeadlineExceeded, PeerError
+from trireme_shared.protocol.evaluations import Evaluation
+from trireme_shared.protocol.records import JobSpec, JobState, Phase
+from trireme_shared.protocol.records.datasets import Npy
 
 EPOCHS = 10
 STEPS = EPOCHS * RECORDS // 32

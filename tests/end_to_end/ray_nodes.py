@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from tests.equipment.command_lines import command_line
-from trireme_shared.etcd.embedded import free_ports
+from trireme_shared.platform.etcd.embedded import free_ports
 
 MARK = "RAY_TEST_MARK"
 LIMIT_S = 90

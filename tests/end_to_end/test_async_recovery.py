@@ -12,8 +12,8 @@ import pytest
 from tests.end_to_end.local_cluster import END_S, EPOCHS, cluster_of, ended, reach_step, spec_of
 from tests.end_to_end.scripts import RECORDS
 from trainer_agent.data_plane.http import HttpPserver
-from trireme_shared.records import Mode, Phase
-from trireme_shared.records.checkpoints import CheckpointLatest
+from trireme_shared.protocol.records import Mode, Phase
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 

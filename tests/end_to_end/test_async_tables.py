@@ -18,7 +18,7 @@ from tests.end_to_end.test_async_recovery import applied, reach_checkpoint
 from tests.end_to_end.test_tables import resized
 from trainer_agent.tables.files import read_table
 from trireme.launch.cluster import LocalCluster
-from trireme_shared.records import Dispatch, JobSpec, JobState, Mode, Phase
+from trireme_shared.protocol.records import Dispatch, JobSpec, JobState, Mode, Phase
 from trireme_shared.tables.hashing import slots_of, table_seed
 
 pytestmark = [pytest.mark.processes, pytest.mark.soak, pytest.mark.timeout(240)]

@@ -24,8 +24,8 @@ from trireme.client import AsyncClient, CreateJob
 from trireme.pool import cluster_folder
 from trireme.script_source import read_source
 from trireme.view.job_address import client_of
-from trireme_shared.errors import Conflict
-from trireme_shared.records.job_spec import JobSettings
+from trireme_shared.protocol.errors import Conflict
+from trireme_shared.protocol.records.job_spec import JobSettings
 
 pytestmark = [pytest.mark.processes, pytest.mark.soak, pytest.mark.timeout(400)]
 ANSWER_S, END_S = 60.0, 200.0

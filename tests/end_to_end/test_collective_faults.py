@@ -11,7 +11,7 @@ import torch
 
 from tests.end_to_end.local_cluster import STEPS, cluster_of, completed, reach_step, same_bits, spec_of
 from tests.equipment.waiting import until
-from trireme_shared.records import Strategy
+from trireme_shared.protocol.records import Strategy
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.end_to_end.local_cluster import EPOCHS, STEPS, cluster_of, completed, reach_step, same_bits, spec_of
-from trireme_shared.records import Strategy
+from trireme_shared.protocol.records import Strategy
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240), pytest.mark.soak]
 

@@ -10,7 +10,7 @@ import pytest
 from tests.end_to_end.local_cluster import RECORDS, cluster_of, reach_step
 from tests.end_to_end.test_tables import Trained, assert_same, trained, with_tables
 from trireme.launch.cluster import LocalCluster
-from trireme_shared.records import Strategy
+from trireme_shared.protocol.records import Strategy
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.soak]
 COLLECTIVE = {"strategy": Strategy.COLLECTIVE, "pservers": 0}

@@ -36,7 +36,7 @@ from tests.master_service.cluster import spec_of as spec_of_master
 from trireme.client import AsyncClient, CreateJob, JobSettings, Scheduling
 from trireme.pool import cluster_folder
 from trireme.script_source import read_source
-from trireme_shared.records import Task
+from trireme_shared.protocol.records import Task
 
 pytestmark = [
     pytest.mark.processes,

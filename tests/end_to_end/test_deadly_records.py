@@ -9,9 +9,9 @@ import pytest
 
 from tests.end_to_end.cluster_command import answered, good, job_when, up
 from tests.end_to_end.local_cluster import cluster_of
-from trireme_shared.etcd.reading import must_read
-from trireme_shared.records import DiscardedTask, JobSpec, Phase
-from trireme_shared.records.datasets import MapStyle
+from trireme_shared.platform.etcd.reading import must_read
+from trireme_shared.protocol.records import DiscardedTask, JobSpec, Phase
+from trireme_shared.protocol.records.datasets import MapStyle
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 

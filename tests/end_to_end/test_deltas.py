@@ -16,9 +16,9 @@ from trainer_agent.tables.files import write_tables
 from trireme.cli.tables import feed
 from trireme.launch.cluster import LocalCluster
 from trireme_shared.checkpoints import stored
-from trireme_shared.etcd.reading import must_read
-from trireme_shared.records import JobSpec, Phase
-from trireme_shared.records.checkpoints import CheckpointLatest, Manifest
+from trireme_shared.platform.etcd.reading import must_read
+from trireme_shared.protocol.records import JobSpec, Phase
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, Manifest
 
 pytestmark = [pytest.mark.processes, pytest.mark.soak, pytest.mark.timeout(240)]
 MODEL = """

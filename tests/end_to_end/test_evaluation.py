@@ -13,8 +13,8 @@ from torch import nn
 
 from tests.end_to_end.local_cluster import END_S, cluster_of, ended, evaluations, spec_of
 from tests.end_to_end.scripts import RECORDS
-from trireme_shared.evaluations import EvaluationStatus
-from trireme_shared.records import Mode, Phase
+from trireme_shared.protocol.evaluations import EvaluationStatus
+from trireme_shared.protocol.records import Mode, Phase
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 

@@ -19,9 +19,9 @@ from tests.end_to_end.scripts import RECORDS, UNHURRIED_LOSS, write_script
 from tests.equipment.etcd.real import embedded_etcd
 from tests.equipment.etcd.with_tls import make_certificates, tls_etcd
 from trireme.view.child_events import read_events
-from trireme_shared.etcd import connect
-from trireme_shared.etcd.embedded import EmbeddedEtcd, free_ports
-from trireme_shared.membership.etcd_access import EtcdAccess
+from trireme_shared.platform.etcd import connect
+from trireme_shared.platform.etcd.embedded import EmbeddedEtcd, free_ports
+from trireme_shared.platform.membership.etcd_access import EtcdAccess
 
 __all__ = ["embedded_etcd"]
 

@@ -18,9 +18,9 @@ from trireme.client import AsyncClient
 from trireme.launch.cluster import LocalCluster
 from trireme.view.child_events import read_events
 from trireme.view.job_address import client_of
-from trireme_shared.records import Phase
-from trireme_shared.security.authority import create_authority, issue
-from trireme_shared.security.tls import Tls
+from trireme_shared.platform.security.authority import create_authority, issue
+from trireme_shared.platform.security.tls import Tls
+from trireme_shared.protocol.records import Phase
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 

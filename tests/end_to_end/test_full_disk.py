@@ -11,7 +11,7 @@ from tests.end_to_end.command import wait_for_step
 from tests.end_to_end.local_cluster import EPOCHS, STEPS, cluster_of, completed, reach_step, same_bits, spec_of
 from tests.equipment.small_disk import disk_of, fill
 from trireme.cli.exit_codes import DISK_FULL
-from trireme_shared.etcd.embedded import find_binary
+from trireme_shared.platform.etcd.embedded import find_binary
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 

@@ -19,7 +19,7 @@ from tests.end_to_end.scripts import RECORDS
 from trireme.cli.targets import Target, cluster_target
 from trireme.client import AsyncClient, Client, CreateJob, JobSettings, Scheduling, Source
 from trireme.data import Npy
-from trireme_shared.errors import Conflict, NotFound, Unauthorized
+from trireme_shared.protocol.errors import Conflict, NotFound, Unauthorized
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 

@@ -6,8 +6,8 @@ import pytest
 
 from tests.end_to_end.local_cluster import cluster_of
 from trireme.view.child_events import read_events
-from trireme_shared.records import JobSpec, Phase
-from trireme_shared.records.datasets import MapStyle
+from trireme_shared.protocol.records import JobSpec, Phase
+from trireme_shared.protocol.records.datasets import MapStyle
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 

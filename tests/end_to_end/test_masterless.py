@@ -17,7 +17,7 @@ from tests.end_to_end.scripts import RECORDS, write_script
 from trainer_agent.data_plane.http import HttpPserver
 from trireme.launch.cluster import LocalCluster
 from trireme.view.job_address import open_job
-from trireme_shared.records import MasterLock
+from trireme_shared.protocol.records import MasterLock
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 

@@ -11,7 +11,7 @@ import torch
 from tests.end_to_end.command import wait_for, wait_for_step
 from tests.end_to_end.scripts import EVALUATION, RECORDS, SLOWABLE_LOSS, write_script
 from tests.equipment.s3 import S3Server, s3
-from trireme_shared.storage import files
+from trireme_shared.platform.storage import files
 
 __all__ = ["s3"]
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]

@@ -16,7 +16,7 @@ from tests.end_to_end.command import wait_for
 from tests.end_to_end.scripts import EVALUATION, HEAD, OPTIMIZER, RECORDS, UNHURRIED_LOSS, write_script
 from tests.equipment.command_lines import command_line
 from trireme.launch.run_folder import SOCKETS, sockets
-from trireme_shared.etcd.embedded import sweep_sockets
+from trireme_shared.platform.etcd.embedded import sweep_sockets
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

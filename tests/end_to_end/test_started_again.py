@@ -8,7 +8,7 @@ import pytest
 
 from tests.end_to_end.local_cluster import END_S, STEPS, cluster_of, completed, ended, reach_step, same_bits, spec_of
 from trireme.launch.cluster import LocalCluster
-from trireme_shared.records import FailureCause, JobState, Phase
+from trireme_shared.protocol.records import FailureCause, JobState, Phase
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 STARTS = 6  # a busy machine may need longer than the limit again

@@ -10,7 +10,7 @@ import pytest
 
 from tests.end_to_end.local_cluster import END_S, cluster_of, completed, reach_step, same_bits, spec_of
 from trireme.view.job_address import client_of
-from trireme_shared.records import Mode
+from trireme_shared.protocol.records import Mode
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 

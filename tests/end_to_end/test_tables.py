@@ -14,9 +14,9 @@ import torch
 from tests.end_to_end.local_cluster import RECORDS, cluster_of, ended, evaluations, reach_step, same_bits, spec_of
 from trireme.launch.cluster import LocalCluster
 from trireme.view.job_address import client_of
-from trireme_shared.errors import DeadlineExceeded, PeerError
-from trireme_shared.records import JobSpec, Phase
-from trireme_shared.runtime import ids
+from trireme_shared.platform.runtime import ids
+from trireme_shared.protocol.errors import DeadlineExceeded, PeerError
+from trireme_shared.protocol.records import JobSpec, Phase
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 MODEL = """

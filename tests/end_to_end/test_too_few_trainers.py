@@ -8,8 +8,8 @@ import pytest
 
 from tests.end_to_end.local_cluster import END_S, STEPS, cluster_of, completed, reach_step, same_bits, spec_of
 from trireme.launch.child import ClusterError
-from trireme_shared.records import Phase, Strategy
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.records import Phase, Strategy
 
 pytestmark = [pytest.mark.processes, pytest.mark.soak, pytest.mark.timeout(240)]
 LEASE_S = 3.0

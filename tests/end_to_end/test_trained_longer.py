@@ -14,7 +14,7 @@ from tests.end_to_end.scripts import EVALUATION, OPTIMIZER, RECORDS, write_scrip
 from tests.end_to_end.test_async_recovery import MINIBATCHES, applied, async_spec
 from trainer_agent.script.user_module import load
 from trireme import plain
-from trireme_shared.records import Phase
+from trireme_shared.protocol.records import Phase
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 

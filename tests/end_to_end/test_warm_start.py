@@ -18,7 +18,7 @@ from tests.equipment.s3 import S3Server, s3
 from trainer_agent.script.user_module import load
 from trainer_agent.tables.files import read_table
 from trireme import plain
-from trireme_shared.storage import files
+from trireme_shared.platform.storage import files
 
 __all__ = ["s3"]
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]

@@ -31,9 +31,9 @@ from typing import IO, Self
 from trireme.launch import fork_server, processes
 from trireme.launch.processes import PYTHON_MODULE, ForkServer, Process
 from trireme.pool import local_pool
-from trireme_shared.membership import hash_seed
-from trireme_shared.runtime.lifelines import adopting, die_with
-from trireme_shared.runtime.malloc import tunables
+from trireme_shared.platform.membership import hash_seed
+from trireme_shared.platform.runtime.lifelines import adopting, die_with
+from trireme_shared.platform.runtime.malloc import tunables
 
 MARK = "TEST_MARK"
 """A variable by which a test finds the processes that descend from it, also when they were forked: /proc/PID/environ shows it."""

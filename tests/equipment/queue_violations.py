@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from master_service.core.queue.task_queue import TaskQueue
-from trireme_shared.records import TaskKind
+from trireme_shared.protocol.records import TaskKind
 
 
 def violations(queue: TaskQueue) -> Iterator[str]:

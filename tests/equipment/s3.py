@@ -14,7 +14,7 @@ from moto.moto_api._internal import moto_api_backend
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import BaseWSGIServer, make_server
 
-from trireme_shared.storage import object_store
+from trireme_shared.platform.storage import object_store
 
 BUCKET = "bucket"
 Environ = dict[str, Any]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from master_service.control.series_keeper import SeriesKeeper
 from master_service.storage.series_files import StoredSeries
-from trireme_shared.records import MetricBatch, StepMetrics
+from trireme_shared.protocol.records import MetricBatch, StepMetrics
 
 
 def step(number: int) -> StepMetrics:

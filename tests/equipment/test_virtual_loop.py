@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from tests.equipment.virtual_loop import Deadlock, Process, Runaway, VirtualLoop, run
-from trireme_shared.runtime import clock, ids
+from trireme_shared.platform.runtime import clock, ids
 
 
 def simulate(main, *, seed=0, **bounds):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from trireme_shared.security.access import Access
-from trireme_shared.security.tokens import Role, TokenRecord, Tokens, TokenTable, digest_of
+from trireme_shared.platform.security.access import Access
+from trireme_shared.platform.security.tokens import Role, TokenRecord, Tokens, TokenTable, digest_of
 
 
 def write_tokens(path: Path, tokens: dict[str, Role]) -> Path:

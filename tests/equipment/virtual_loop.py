@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
-from trireme_shared.runtime import clock, ids
+from trireme_shared.platform.runtime import clock, ids
 
 Context = contextvars.Context
 CLOCK_RESOLUTION = 1e-9
@@ -251,7 +251,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 @contextlib.contextmanager
 def isolated(rng: random.Random, *, offline: bool = True) -> Iterator[None]:
-    """`trireme_shared.runtime.ids` draws from `rng`, the wall clock shows loop time, sockets and threads are refused (unless not
+    """`trireme_shared.platform.runtime.ids` draws from `rng`, the wall clock shows loop time, sockets and threads are refused (unless not
     `offline`: for storage that is a real server), the garbage collector waits; all restored."""
 
     def refuse(what: str) -> Callable[..., Any]:

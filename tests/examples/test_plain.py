@@ -21,8 +21,8 @@ from tests.trainer_agent.scripts import differing, spec_for
 from trainer_agent.data import minibatch_indices
 from trainer_agent.script.user_module import load
 from trireme.plain import epoch_minibatches, plain_spec, run, train
-from trireme_shared.errors import DatasetError, InvalidArgument, UserCodeError
-from trireme_shared.lanes import step_seed
+from trireme_shared.protocol.errors import DatasetError, InvalidArgument, UserCodeError
+from trireme_shared.protocol.lanes import step_seed
 
 pytestmark = pytest.mark.timeout(180)  # processes that import torch, on a busy machine
 ROOT = Path(__file__).parents[2]

@@ -16,9 +16,10 @@ from tests.equipment.cluster.cluster import Cluster
 from tests.equipment.queue_violations import violations
 from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.waiting import until
-from trireme_shared.etcd import KeyValue
-from trireme_shared.keys import Keys
-from trireme_shared.records import (
+from trireme_shared.platform.etcd import KeyValue
+from trireme_shared.platform.runtime import ids
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import (
     AcquireTask,
     CompleteTask,
     JobSpec,
@@ -30,9 +31,8 @@ from trireme_shared.records import (
     Task,
     TrainerMember,
 )
-from trireme_shared.records.checkpoints import CheckpointRef, Manifest
-from trireme_shared.records.datasets import Dataset, TextLines
-from trireme_shared.runtime import ids
+from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest
+from trireme_shared.protocol.records.datasets import Dataset, TextLines
 
 KEYS = Keys("j")
 

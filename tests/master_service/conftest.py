@@ -10,8 +10,8 @@ import pytest_asyncio
 from master_service.api.routes import dependencies
 from tests.equipment.etcd.real import embedded_etcd
 from tests.equipment.logs import configured
-from trireme_shared.etcd import Etcd, connect
-from trireme_shared.etcd.embedded import EmbeddedEtcd
+from trireme_shared.platform.etcd import Etcd, connect
+from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
 
 __all__ = ["embedded_etcd"]
 

@@ -12,14 +12,14 @@ from master_service.core.decisions.once import AnsweredBefore, Keyed, Once
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.waiting import until
 from tests.master_service.cluster import Storage, spec_of
-from trireme_shared.errors import NotLeader, PeerError, TriremeError
-from trireme_shared.etcd import Etcd
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.keys import ClusterKeys, Keys
-from trireme_shared.records import AcquireTask, CompleteTask, JobSpec, Phase, PserverMember, TrainerMember
-from trireme_shared.records.cluster import Assignment, ClusterJob, Kind, PoolMember, Scheduling
-from trireme_shared.records.job import JobState
-from trireme_shared.runtime import clock, ids
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.runtime import clock, ids
+from trireme_shared.protocol.errors import NotLeader, PeerError, TriremeError
+from trireme_shared.protocol.keys import ClusterKeys, Keys
+from trireme_shared.protocol.records import AcquireTask, CompleteTask, JobSpec, Phase, PserverMember, TrainerMember
+from trireme_shared.protocol.records.cluster import Assignment, ClusterJob, Kind, PoolMember, Scheduling
+from trireme_shared.protocol.records.job import JobState
 
 ROOT = "trireme"
 

@@ -9,7 +9,7 @@ import pytest
 
 from master_service.listening import listen
 from master_service.settings import Settings
-from trireme_shared.errors import InvalidArgument
+from trireme_shared.protocol.errors import InvalidArgument
 
 
 def settings(file: Path | None = None, port: int = 0) -> Settings:

@@ -16,10 +16,10 @@ import pytest
 
 from tests.equipment.forked import clean_environment, warm_server
 from tests.master_service.cluster import KEYS, spec_of
-from trireme_shared.etcd import Etcd
-from trireme_shared.etcd.embedded import EmbeddedEtcd
-from trireme_shared.records import JobSpec, MasterAddress, MasterLock
-from trireme_shared.records.datasets import TextLines
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
+from trireme_shared.protocol.records import JobSpec, MasterAddress, MasterLock
+from trireme_shared.protocol.records.datasets import TextLines
 
 pytestmark = pytest.mark.processes
 START_S = 60.0  # of two interpreters on a busy machine, and of a takeover

@@ -12,12 +12,20 @@ import pytest_asyncio
 import torch
 
 from trireme_shared.blocks.buffers import bytes_of
-from trireme_shared.records import Mode
-from trireme_shared.records.layout import Layout, OptimizerSpec, Segment
-from trireme_shared.records.step import LanePosition, LaneZero, StepRecord
-from trireme_shared.runtime.light_torch import optimizers_without_compiler
+from trireme_shared.platform.runtime.light_torch import optimizers_without_compiler
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.records.layout import Layout, OptimizerSpec, Segment
+from trireme_shared.protocol.records.step import LanePosition, LaneZero, StepRecord
+from trireme_shared.protocol.wire.messages import (
+    InitBlock,
+    InitHeader,
+    PulledBlock,
+    PullEnd,
+    PullRequest,
+    PushBlock,
+    PushHeader,
+)
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.wire.messages import InitBlock, InitHeader, PulledBlock, PullEnd, PullRequest, PushBlock, PushHeader
 
 optimizers_without_compiler()
 JOB = "ctr"

@@ -23,11 +23,11 @@ from tests.pserver_service.jobs import (
     values_of,
 )
 from trireme_shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records.layout import Segment
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records.layout import Segment
+from trireme_shared.protocol.wire.messages import InitBlock, StepNorm
 from trireme_shared.serving.core.clipping import Clipping
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.wire.messages import InitBlock, StepNorm
 
 LAYOUT = layout_of(40, Segment(kind="buffer", dtype="float32", elements=8), optimizer=PLAIN)  # 16, 16, 8; 8 of buffers
 LIMIT = 1.5

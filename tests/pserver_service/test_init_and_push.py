@@ -26,7 +26,9 @@ from tests.pserver_service.jobs import (
     values_of,
     whole_step,
 )
-from trireme_shared.errors import (
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.protocol.errors import (
     BadFrame,
     InvalidArgument,
     LayoutMismatch,
@@ -35,14 +37,12 @@ from trireme_shared.errors import (
     TooLarge,
     WrongOwner,
 )
-from trireme_shared.etcd import Etcd
-from trireme_shared.keys import Keys
-from trireme_shared.lanes import combine
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import JobState, Mode, SlotMap
-from trireme_shared.records.layout import Layout, Segment
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.lanes import combine
+from trireme_shared.protocol.records import JobState, Mode, SlotMap
+from trireme_shared.protocol.records.layout import Layout, Segment
+from trireme_shared.protocol.wire.messages import HandoffHeader, InitBlock, LedgerQuery, PushBlock, Refusal
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.wire.messages import HandoffHeader, InitBlock, LedgerQuery, PushBlock, Refusal
 
 __all__ = ["pserver"]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.pserver_service.jobs import initialised, item, layout_of, push_header, stream
-from trireme_shared.lanes import combine
+from trireme_shared.protocol.lanes import combine
 
 LAYOUT = layout_of(24, block_bytes=64)  # two blocks
 LANES = {lane: torch.full((24,), float(lane + 1)) for lane in range(4)}

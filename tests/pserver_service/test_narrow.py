@@ -25,10 +25,10 @@ from tests.shared.serving.data_plane.servers import SIZES, TRANSPORTS
 from tests.shared.serving.data_plane.servers import server as whole
 from tests.shared.serving.data_plane.streams import growth
 from trireme_shared.blocks.buffers import BufferPool
-from trireme_shared.records import Mode
-from trireme_shared.records.layout import Segment
-from trireme_shared.wire import codec
-from trireme_shared.wire.messages import PushBlock
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.records.layout import Segment
+from trireme_shared.protocol.wire import codec
+from trireme_shared.protocol.wire.messages import PushBlock
 
 __all__ = ["whole"]
 MIXED = layout_of(

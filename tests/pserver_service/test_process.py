@@ -15,10 +15,10 @@ import pytest
 from tests.equipment.etcd.real import embedded_etcd
 from tests.pserver_service.jobs import JOB
 from tests.pserver_service.membership.test_index import SPEC
-from trireme_shared.etcd import Etcd, connect
-from trireme_shared.etcd.embedded import EmbeddedEtcd
-from trireme_shared.keys import Keys
-from trireme_shared.records import PserverMember
+from trireme_shared.platform.etcd import Etcd, connect
+from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import PserverMember
 
 __all__ = ["embedded_etcd"]
 KEYS = Keys(JOB)

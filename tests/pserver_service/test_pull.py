@@ -26,12 +26,12 @@ from tests.pserver_service.jobs import (
     stream,
     whole_step,
 )
-from trireme_shared.errors import InvalidArgument, NotReady
-from trireme_shared.records import Mode
-from trireme_shared.records.layout import OptimizerSpec
-from trireme_shared.records.step import LanePosition
+from trireme_shared.protocol.errors import InvalidArgument, NotReady
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.records.layout import OptimizerSpec
+from trireme_shared.protocol.records.step import LanePosition
+from trireme_shared.protocol.wire.messages import PullEnd
 from trireme_shared.serving.ports import ServerPorts
-from trireme_shared.wire.messages import PullEnd
 
 __all__ = ["pserver"]
 

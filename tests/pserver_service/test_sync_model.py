@@ -26,11 +26,11 @@ from tests.pserver_service.jobs import (
     values_of,
 )
 from trireme_shared.blocks.accumulator import Accumulator, Node
-from trireme_shared.errors import StaleGeneration
-from trireme_shared.lanes import aligned_intervals, combine
+from trireme_shared.protocol.errors import StaleGeneration
+from trireme_shared.protocol.lanes import aligned_intervals, combine
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.serving.core.blocks import BlockState
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.wire.verdict import Verdict
 
 LANES, BLOCKS, ELEMENTS, STEPS = 8, 4, 5, 10
 FAULTY_TURNS, QUIET_TURNS = 600, 8_000

@@ -25,13 +25,13 @@ from tests.pserver_service.jobs import (
     values_of,
 )
 from trireme_shared.blocks.buffers import bytes_of
-from trireme_shared.errors import BadFrame
-from trireme_shared.records import Mode
-from trireme_shared.records.layout import Layout, Segment
+from trireme_shared.protocol.errors import BadFrame
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.records.layout import Layout, Segment
+from trireme_shared.protocol.wire import codec
+from trireme_shared.protocol.wire.messages import InitBlock, PullEnd, PullRequest, PushBlock
 from trireme_shared.serving.core import calls
 from trireme_shared.serving.core.stores import store_of
-from trireme_shared.wire import codec
-from trireme_shared.wire.messages import InitBlock, PullEnd, PullRequest, PushBlock
 
 LAYOUT: Layout = layout_of(
     16,

@@ -40,10 +40,10 @@ from trainer_agent.script.user_module import load
 from trireme.plain import plain_spec, run
 from trireme.plain.minibatches import epoch_minibatches
 from trireme_shared.datasets.random_state import seed_everything
-from trireme_shared.errors import TriremeError, UserCodeError
-from trireme_shared.lanes import step_seed
-from trireme_shared.records import JobSpec, Phase
-from trireme_shared.records.datasets import Npy
+from trireme_shared.protocol.errors import TriremeError, UserCodeError
+from trireme_shared.protocol.lanes import step_seed
+from trireme_shared.protocol.records import JobSpec, Phase
+from trireme_shared.protocol.records.datasets import Npy
 
 LIMIT_S = 30.0
 THREADS = 2  # of torch in a process of a machine with two cores, until somebody sets another number

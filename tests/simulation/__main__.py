@@ -17,7 +17,7 @@ from tests.simulation.drawn import drawn_plan
 from tests.simulation.plans import plan_of
 from tests.simulation.restores import restored, stored_at_once
 from tests.simulation.run import simulate
-from trireme_shared.records import Dispatch, Mode
+from trireme_shared.protocol.records import Dispatch, Mode
 
 ENOUGH = 8
 

@@ -22,8 +22,10 @@ from trainer_agent.data_plane.row_lookups import RowRouter
 from trireme_shared.blocks.accumulator import Accumulator
 from trireme_shared.blocks.buffers import Buffer
 from trireme_shared.checkpoints import schedule, stored
-from trireme_shared.records import StepMetrics
-from trireme_shared.records.layout import ROWS
+from trireme_shared.protocol.records import StepMetrics
+from trireme_shared.protocol.records.layout import ROWS
+from trireme_shared.protocol.wire.messages import PushHeader
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.serving.block_server import BlockServer
 from trireme_shared.serving.core.asynchronous.ledger import Ledger
 from trireme_shared.serving.core.blocks import BlockState
@@ -36,8 +38,6 @@ from trireme_shared.serving.table_loader import TableLoader
 from trireme_shared.tables.memory import Numbers
 from trireme_shared.tables.saving.snapshot import SlotGroup, TableSnapshot, new_lock
 from trireme_shared.tables.table import Table, joined
-from trireme_shared.wire.messages import PushHeader
-from trireme_shared.wire.verdict import Verdict
 
 
 def no_term_fence() -> Any:

@@ -15,10 +15,10 @@ from tests.equipment.cluster.network import Network
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.simulation.checkpoint_checker import CheckpointChecker
 from tests.simulation.task_checker import TaskChecker
-from trireme_shared.keys import Keys
-from trireme_shared.records import Dispatch, JobSpec, JobState, MasterAddress, MasterLock, Mode, Phase, SlotMap
-from trireme_shared.records.checkpoints import CheckpointLatest
-from trireme_shared.records.operations import Operation
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import Dispatch, JobSpec, JobState, MasterAddress, MasterLock, Mode, Phase, SlotMap
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest
+from trireme_shared.protocol.records.operations import Operation
 
 
 @dataclass(frozen=True)

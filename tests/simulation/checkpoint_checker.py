@@ -10,9 +10,9 @@ from pserver_service.checkpoints.store_loader import load_store
 from tests.simulation.rows import records_of
 from trireme_shared.checkpoints import stored
 from trireme_shared.checkpoints.tables import table_in
-from trireme_shared.errors import CheckpointUnusable
-from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
-from trireme_shared.storage.tensor_file import Entry
+from trireme_shared.platform.storage.tensor_file import Entry
+from trireme_shared.protocol.errors import CheckpointUnusable
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
 
 STORAGE = "memory://simulated"
 

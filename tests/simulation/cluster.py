@@ -29,14 +29,23 @@ from tests.simulation.nodes import Node, described, expected
 from tests.simulation.plans import Plan
 from tests.simulation.rows import records_of
 from trireme.view.masterless_client import MasterlessClient
-from trireme_shared.errors import TriremeError
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import Dispatch, JobState, MasterLock, Mode, Phase, PserverMember, SlotMap, Strategy
-from trireme_shared.records.operations import Operation
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import (
+    Dispatch,
+    JobState,
+    MasterLock,
+    Mode,
+    Phase,
+    PserverMember,
+    SlotMap,
+    Strategy,
+)
+from trireme_shared.protocol.records.operations import Operation
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.storage import files
 
 LEAVE_S = 60.0
 UNWINDING_ROUNDS = 8
@@ -117,7 +126,7 @@ class SimulatedCluster(Cluster):
             outcome = await main
         except (
             Exception
-        ) as error:  # what shared/trireme_shared/runtime/service.py makes of it: exit code 1, or a traceback
+        ) as error:  # what shared/trireme_shared/platform/runtime/service.py makes of it: exit code 1, or a traceback
             outcome = 1
             self.say(f"{process.name} ends: {described(error)}")
             if not expected(error):

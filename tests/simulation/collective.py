@@ -20,13 +20,13 @@ from trainer_agent.collective.mean_blocks import Arrived, MeanStore
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.collective.server import ShareServer
 from trainer_agent.collective.state.messages import Portion, StateRequest
-from trireme_shared.errors import AnotherProcess
-from trireme_shared.records import Dispatch, Exchange, Mode, Phase, SlotMap, Strategy, TrainerMember
-from trireme_shared.records.step import StepRecord
+from trireme_shared.protocol.errors import AnotherProcess
+from trireme_shared.protocol.records import Dispatch, Exchange, Mode, Phase, SlotMap, Strategy, TrainerMember
+from trireme_shared.protocol.records.step import StepRecord
+from trireme_shared.protocol.wire.messages import PushBlock, PushHeader
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.serving.core.pushes import OpenPush
 from trireme_shared.serving.core.store import Store
-from trireme_shared.wire.messages import PushBlock, PushHeader
-from trireme_shared.wire.verdict import Verdict
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import SimulatedCluster

@@ -16,10 +16,10 @@ from trainer_agent.collective.gathering import MeanGradients
 from trainer_agent.collective.groups import Group
 from trainer_agent.collective.mean_blocks import MeanStore
 from trainer_agent.collective.server import ShareServer
-from trireme_shared.errors import NotReady, PeerError, StaleGeneration
-from trireme_shared.records import JobSpec, JobState, Phase, SlotMap
+from trireme_shared.protocol.errors import NotReady, PeerError, StaleGeneration
+from trireme_shared.protocol.records import JobSpec, JobState, Phase, SlotMap
+from trireme_shared.protocol.wire.messages import PserverInfo
 from trireme_shared.serving.block_server import BlockServer
-from trireme_shared.wire.messages import PserverInfo
 
 SILENT_S, AGAIN_S = 0.5, 0.02
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tests.simulation.collective_troubles import troubled_plan
 from tests.simulation.failing_storage import storage_faults
 from tests.simulation.plans import Fault, FaultKind, Moment, MomentFault, Plan
-from trireme_shared.records import Dispatch
+from trireme_shared.protocol.records import Dispatch
 
 PAUSED_S = (0.1, 1.0, 4.0, 15.0)
 LONG_S = 600.0

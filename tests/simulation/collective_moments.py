@@ -22,7 +22,7 @@ from tests.simulation.nodes import Node
 from tests.simulation.plans import Plan
 from tests.simulation.run import Outcome, simulate
 from trainer_agent.collective.mean_blocks import MeanStore
-from trireme_shared.records import Mode
+from trireme_shared.protocol.records import Mode
 
 FIRST = 2  # version from which on something happens
 LATE_S = 0.6

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tests.simulation.collective import collective_plan
 from tests.simulation.plans import CLIP, OperatorRequest, Plan, RequestKind
-from trireme_shared.records import Dispatch
+from trireme_shared.protocol.records import Dispatch
 
 FILES: tuple[tuple[tuple[int, ...], int, int], ...] = (
     # files, records per task, minibatch

@@ -20,7 +20,7 @@ from tests.simulation.plans import (
     Plan,
     RequestKind,
 )
-from trireme_shared.records import Dispatch
+from trireme_shared.protocol.records import Dispatch
 
 KINDS = (
     FaultKind.KILL_TRAINER,

@@ -29,12 +29,12 @@ from trainer_agent.tables.remote import Lookup
 from trainer_agent.waiting import to_its_end
 from trireme_shared.blocks.buffer_mean import add_changes, combine_buffers
 from trireme_shared.blocks.narrow import DTYPES
-from trireme_shared.lanes import Interval, combine
-from trireme_shared.logged_metrics import Logged
-from trireme_shared.records import Mode
-from trireme_shared.records.job_spec import Narrow, Transported
-from trireme_shared.records.layout import Block, Layout, OptimizerSpec, Segment
-from trireme_shared.records.step import LaneZero
+from trireme_shared.protocol.lanes import Interval, combine
+from trireme_shared.protocol.logged_metrics import Logged
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.records.job_spec import Narrow, Transported
+from trireme_shared.protocol.records.layout import Block, Layout, OptimizerSpec, Segment
+from trireme_shared.protocol.records.step import LaneZero
 from trireme_shared.tables.grouping import grouped
 from trireme_shared.tables.lanes import LaneRows
 

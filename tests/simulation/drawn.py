@@ -23,8 +23,8 @@ from tests.simulation.plans import (
     plan_of,
 )
 from tests.simulation.reference import tasks_of
-from trireme_shared.evaluations import EvaluationStatus
-from trireme_shared.records import Dispatch, Mode, Phase, Stage, TaskMeta
+from trireme_shared.protocol.evaluations import EvaluationStatus
+from trireme_shared.protocol.records import Dispatch, Mode, Phase, Stage, TaskMeta
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import SimulatedCluster

@@ -23,14 +23,14 @@ from trireme.pool.host_folder import HostFolder
 from trireme.pool.place import Host as PlacesOfHost
 from trireme.pool.place import Place
 from trireme.pool.place_keys import PlaceKeys
-from trireme_shared.etcd import Etcd
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.keys import ClusterKeys, Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import PserverMember, TrainerMember
-from trireme_shared.records.cluster import Assignment, Kind, PoolMember
-from trireme_shared.runtime import ids, service
-from trireme_shared.runtime.service import READY_FILE
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.runtime import ids, service
+from trireme_shared.platform.runtime.service import READY_FILE
+from trireme_shared.protocol.keys import ClusterKeys, Keys
+from trireme_shared.protocol.records import PserverMember, TrainerMember
+from trireme_shared.protocol.records.cluster import Assignment, Kind, PoolMember
 
 KINDS: tuple[Kind, ...] = ("pserver", "trainer")
 START_S = 0.3  # of a member

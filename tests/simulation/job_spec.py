@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.simulation.checkpoint_checker import STORAGE
 from tests.simulation.compute import BLOCK_BYTES
 from tests.simulation.plans import SLOWEST_S, Plan
-from trireme_shared.records import JobSpec, Mode, Strategy
-from trireme_shared.records.datasets import Custom
+from trireme_shared.protocol.records import JobSpec, Mode, Strategy
+from trireme_shared.protocol.records.datasets import Custom
 
 LEASE_TTL_S = 5.0
 MAX_TASK_FAILURES = 1000  # slowness must not discard records here: every record is trained

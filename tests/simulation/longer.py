@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from master_service.store.between_runs import renew
-from trireme_shared.errors import Conflict, PeerError
-from trireme_shared.records import JobSpec, Strategy
+from trireme_shared.protocol.errors import Conflict, PeerError
+from trireme_shared.protocol.records import JobSpec, Strategy
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import SimulatedCluster

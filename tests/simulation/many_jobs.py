@@ -17,12 +17,12 @@ from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import Process
 from tests.equipment.waiting import until
 from tests.master_service.many_jobs import Jobs, leads
-from trireme_shared.errors import NotLeader, PeerError
-from trireme_shared.etcd import Etcd
-from trireme_shared.etcd.transport import Body, Transport
-from trireme_shared.keys import ClusterKeys
-from trireme_shared.records import JobState
-from trireme_shared.records.cluster import Assignment, ClusterJob, PoolMember, Standing, TaskRun, TaskState
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.etcd.transport import Body, Transport
+from trireme_shared.protocol.errors import NotLeader, PeerError
+from trireme_shared.protocol.keys import ClusterKeys
+from trireme_shared.protocol.records import JobState
+from trireme_shared.protocol.records.cluster import Assignment, ClusterJob, PoolMember, Standing, TaskRun, TaskState
 
 ANSWER_S = 4.0
 UNWINDING_ROUNDS = 5

@@ -6,9 +6,9 @@ from functools import lru_cache
 
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.nodes import Node
-from trireme_shared.records import JobSpec
-from trireme_shared.records.assignments import GivenNumbers
-from trireme_shared.runtime.service import LEASE_LOST
+from trireme_shared.platform.runtime.service import LEASE_LOST
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.assignments import GivenNumbers
 
 
 class MemberNumbers:

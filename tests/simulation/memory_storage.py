@@ -14,9 +14,9 @@ from tests.simulation.dataset import files_of
 from tests.simulation.job_spec import EVALUATION, TRAINING
 from tests.simulation.plans import Plan
 from trireme_shared.checkpoints import stored
-from trireme_shared.records import JobSpec
-from trireme_shared.records.checkpoints import CheckpointRef, Manifest
-from trireme_shared.records.datasets import Dataset
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest
+from trireme_shared.protocol.records.datasets import Dataset
 
 
 class MemorySeries:

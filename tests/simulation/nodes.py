@@ -10,8 +10,8 @@ from typing import Any
 from master_service.masterless.dispatcher import Dispatcher
 from tests.equipment.virtual_loop import Process
 from trireme.launch.restarts import RestartPolicy
-from trireme_shared.errors import TriremeError
-from trireme_shared.records.operations import Operation
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.records.operations import Operation
 
 
 def described(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tests.simulation.compute import TinyCompute, names_of
 from trainer_agent.model.compute import BlockSink, LaneResult, Ready, Records
-from trireme_shared.lanes import Interval
+from trireme_shared.protocol.lanes import Interval
 
 
 def is_nonfinite(names: Sequence[int]) -> bool:

@@ -10,11 +10,11 @@ import asyncio
 from master_service.leadership.master import Master
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.plans import OperatorRequest, RequestKind
-from trireme_shared.errors import CallerError, Conflict, NotFound, PeerError, TriremeError
-from trireme_shared.records import Dispatch, Stage
-from trireme_shared.records.checkpoints import CheckpointLatest
-from trireme_shared.records.operations import Operation, OperationKind, OperationState, Strategy
-from trireme_shared.runtime import ids
+from trireme_shared.platform.runtime import ids
+from trireme_shared.protocol.errors import CallerError, Conflict, NotFound, PeerError, TriremeError
+from trireme_shared.protocol.records import Dispatch, Stage
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest
+from trireme_shared.protocol.records.operations import Operation, OperationKind, OperationState, Strategy
 
 LIMIT_S = 60.0
 SAVE_S = 30.0

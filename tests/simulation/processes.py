@@ -19,19 +19,19 @@ from tests.simulation.nonfinite import SkippingCompute
 from trainer_agent.agent import Agent
 from trainer_agent.data_plane.fleet_client import call_limit_s
 from trireme_shared.blocks.buffers import Buffer
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import Dispatch, TrainerMember
-from trireme_shared.records.layout import ROWS
-from trireme_shared.runtime import ids
-from trireme_shared.runtime.service import LEASE_LOST
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.runtime import ids
+from trireme_shared.platform.runtime.service import LEASE_LOST
+from trireme_shared.protocol.records import Dispatch, TrainerMember
+from trireme_shared.protocol.records.layout import ROWS
+from trireme_shared.protocol.wire.messages import PushBlock, PushHeader
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.serving.core.pushes import OpenPush
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.table.row_steps import RowsServer, StepsAtOnce
 from trireme_shared.serving.data_plane.row_turns import RowTurns
 from trireme_shared.serving.ports import ServerPorts
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.wire.messages import PushBlock, PushHeader
-from trireme_shared.wire.verdict import Verdict
 
 DRAIN_S = 10.0
 MAX_VIOLATIONS = 1000

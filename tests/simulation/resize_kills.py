@@ -8,9 +8,9 @@ from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.nodes import Node
 from tests.simulation.operator_requests import may_lose_pserver
 from tests.simulation.plans import ResizeKill, Victim
-from trireme_shared.records import SlotMap
-from trireme_shared.records.assignments import Migration
-from trireme_shared.records.operations import Operation, OperationKind
+from trireme_shared.protocol.records import SlotMap
+from trireme_shared.protocol.records.assignments import Migration
+from trireme_shared.protocol.records.operations import Operation, OperationKind
 
 LOOK_S = 0.002
 

@@ -10,7 +10,7 @@ from master_service.control import series_keeper
 from tests.equipment.cluster.network import STEADY
 from tests.equipment.replaced import replaced
 from tests.simulation.plans import CLIP, Job, OperatorRequest, Plan, RequestKind, Speed, plan_of
-from trireme_shared.records import Mode, Strategy
+from trireme_shared.protocol.records import Mode, Strategy
 
 
 def stored_at_once() -> AbstractContextManager[None]:

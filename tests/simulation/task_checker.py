@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trireme_shared.keys import Keys
-from trireme_shared.records import JobState, PendingTask, Phase
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobState, PendingTask, Phase
 
 
 def _lost_one(held: PendingTask, given: PendingTask) -> bool:

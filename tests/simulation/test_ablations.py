@@ -15,7 +15,7 @@ from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.compute import Speed
 from tests.simulation.plans import Fault, FaultKind, Job, Plan, plan_of
 from tests.simulation.run import Outcome, simulate
-from trireme_shared.records import Dispatch, Mode
+from trireme_shared.protocol.records import Dispatch, Mode
 
 # (mode, dispatch, chance that a request is doubled in a storm, first seed known to show it); a seed may change its meaning
 # when the product changes, so more are tried; 0: the seed's own conditions

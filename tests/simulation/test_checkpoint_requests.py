@@ -9,8 +9,8 @@ import pytest
 
 from tests.simulation.plans import OperatorRequest, Plan, RequestKind, plan_of
 from tests.simulation.run import simulate
-from trireme_shared.records import Dispatch, Mode
-from trireme_shared.records.operations import OperationState
+from trireme_shared.protocol.records import Dispatch, Mode
+from trireme_shared.protocol.records.operations import OperationState
 
 
 def crowded(seed: int, mode: Mode, dispatch: Dispatch) -> Plan:

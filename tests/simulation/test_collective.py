@@ -19,7 +19,7 @@ from tests.simulation.compute import Speed
 from tests.simulation.plans import Fault, FaultKind
 from tests.simulation.run import simulate
 from trainer_agent.collective import mean_blocks
-from trireme_shared.records import Mode
+from trireme_shared.protocol.records import Mode
 
 FEW, MANY = 2, 320
 MENDED = (257, 259, 296, 8782, 20088)  # what they showed once may not come again

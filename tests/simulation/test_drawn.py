@@ -6,7 +6,7 @@ import pytest
 
 from tests.simulation.drawn import drawn_plan
 from tests.simulation.run import simulate
-from trireme_shared.records import Dispatch, Mode
+from trireme_shared.protocol.records import Dispatch, Mode
 
 FIRST, FEW, MANY, CHUNK = 4, 2, 404, 50
 REGRESSIONS = {

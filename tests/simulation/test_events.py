@@ -19,11 +19,11 @@ from tests.equipment.virtual_loop import Process, run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import MasterCluster, done, spec_of
 from tests.simulation.many_jobs import unwind
-from trireme_shared.errors import NotReady, StaleAttempt, TriremeError
-from trireme_shared.etcd import Etcd
-from trireme_shared.events import EventChunk, EventRecord
-from trireme_shared.records import AcquireTask, FailTask, JobState, Task, TaskAnswer, UserFailure
-from trireme_shared.runtime import ids
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.runtime import ids
+from trireme_shared.protocol.errors import NotReady, StaleAttempt, TriremeError
+from trireme_shared.protocol.events import EventChunk, EventRecord
+from trireme_shared.protocol.records import AcquireTask, FailTask, JobState, Task, TaskAnswer, UserFailure
 
 ANSWER_S = 2.0
 NO = UserFailure(error_type="ValueError", message="no")

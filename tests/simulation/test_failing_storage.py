@@ -16,7 +16,7 @@ from tests.simulation.plans import Plan, plan_of
 from tests.simulation.run import simulate
 from trainer_agent.loops import evaluate_export
 from trainer_agent.loops.reading import read_checkpoint
-from trireme_shared.records import Mode
+from trireme_shared.protocol.records import Mode
 
 FAILS_S = 8.0
 ENOUGH_S = 60.0  # without another attempt the job waits for ten minutes

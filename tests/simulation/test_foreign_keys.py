@@ -11,7 +11,7 @@ from tests.equipment.virtual_loop import Process
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.plans import plan_of
 from tests.simulation.run import simulate
-from trireme_shared.records import Dispatch, Mode
+from trireme_shared.protocol.records import Dispatch, Mode
 
 FOREIGN = (
     *(

@@ -18,8 +18,8 @@ from tests.simulation.compute import Speed, TinyCompute
 from tests.simulation.plans import Plan
 from tests.simulation.run import simulate
 from trainer_agent.waiting import to_its_end
-from trireme_shared.lanes import step_seed
-from trireme_shared.records import Mode
+from trireme_shared.protocol.lanes import step_seed
+from trireme_shared.protocol.records import Mode
 
 EVERY = 14  # versions: the first one that is evaluated comes when the usual time of a step is known
 LATE_S = 0.8

@@ -17,7 +17,7 @@ from tests.simulation.plans import Plan, plan_of
 from tests.simulation.run import simulate
 from trainer_agent.loops.reading import read_checkpoint
 from trainer_agent.tasks.source import TaskSource
-from trireme_shared.records import Dispatch, Mode
+from trireme_shared.protocol.records import Dispatch, Mode
 
 
 def undisturbed(mode: Mode, dispatch: Dispatch, every: int | str | None = None) -> Plan:

@@ -13,7 +13,7 @@ from tests.simulation.drawn import drawn_plan
 from tests.simulation.plans import Fault, FaultKind, Plan
 from tests.simulation.run import simulate
 from trireme_shared.checkpoints.saving import commit
-from trireme_shared.records import Mode
+from trireme_shared.protocol.records import Mode
 
 BACK = "was not written: the job goes back to step"
 OVER = "was not written, and no checkpoint before it: training starts over"

@@ -15,8 +15,8 @@ from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.many_jobs import create_once, job_of
 from tests.simulation.many_jobs import SimulatedJobs
-from trireme_shared.errors import Conflict, NotFound
-from trireme_shared.records.cluster import Standing
+from trireme_shared.protocol.errors import Conflict, NotFound
+from trireme_shared.protocol.records.cluster import Standing
 
 TASKS = 5
 EVERY = 2  # rounds: the first tries writes 0, 2, 4, ..., the second 1, 3, 5, ...

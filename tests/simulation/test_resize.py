@@ -20,9 +20,9 @@ from tests.equipment.replaced import replaced
 from tests.simulation.compute import Speed
 from tests.simulation.plans import OperatorRequest, Plan, RequestKind, ResizeKill, Victim, plan_of
 from tests.simulation.run import Outcome, simulate
-from trireme_shared.records import Mode
-from trireme_shared.records.assignments import Handed, Migration
-from trireme_shared.records.operations import OperationState, ResizePhase
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.records.assignments import Handed, Migration
+from trireme_shared.protocol.records.operations import OperationState, ResizePhase
 from trireme_shared.serving.core.asynchronous import ledger
 from trireme_shared.serving.core.blocks import BlockState
 from trireme_shared.serving.core.store import Store

@@ -9,8 +9,8 @@ from tests.simulation.drawn import drawn_plan
 from tests.simulation.plans import Plan
 from tests.simulation.restores import back_and_forth, restored, stored_at_once
 from tests.simulation.run import Outcome, simulate
-from trireme_shared.records import Dispatch, Mode
-from trireme_shared.records.operations import OperationKind, OperationState
+from trireme_shared.protocol.records import Dispatch, Mode
+from trireme_shared.protocol.records.operations import OperationKind, OperationState
 
 
 def drawn(kind: str, seed: int) -> Plan:

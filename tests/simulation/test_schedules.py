@@ -14,8 +14,8 @@ from tests.simulation.plans import Plan, plan_of
 from tests.simulation.reference import series_of
 from tests.simulation.run import Outcome, simulate
 from trainer_agent.loops.evaluating import Evaluator
-from trireme_shared.records import Mode
-from trireme_shared.records.step import LaneZero
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.records.step import LaneZero
 
 EPOCH_SEEDS, PLATEAU_SEEDS = (44, 49), (12, 37)  # the second ones are rolled back, behind a change of the rate
 

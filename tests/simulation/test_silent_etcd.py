@@ -11,7 +11,7 @@ from tests.equipment.cluster.network import STEADY
 from tests.simulation.compute import Speed
 from tests.simulation.plans import Fault, FaultKind, Plan, plan_of
 from tests.simulation.run import Outcome, simulate
-from trireme_shared.records import Dispatch, Mode
+from trireme_shared.protocol.records import Dispatch, Mode
 
 AWAY_S = (2.0, 6.0, 10.0, 60.0)
 

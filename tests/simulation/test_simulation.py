@@ -27,8 +27,8 @@ from tests.simulation.operator_requests import RequestKind
 from tests.simulation.plans import JOBS, Fault, FaultKind, Peer, plan_of
 from tests.simulation.reference import final_parameters
 from tests.simulation.run import Outcome, simulate
-from trireme_shared.records import Dispatch, Mode
-from trireme_shared.records.operations import OperationState
+from trireme_shared.protocol.records import Dispatch, Mode
+from trireme_shared.protocol.records.operations import OperationState
 
 ROOT = Path(__file__).parents[2]
 CHUNK, CHUNKS, CHUNKS_OF_EACH_RUN = 10, 14, 1
@@ -220,7 +220,7 @@ def test_the_same_seed_is_the_same_run_down_to_every_key_of_etcd(mode):
 
 def test_a_run_does_not_depend_on_the_interpreters_hash_seed():
     code = (
-        "from trireme_shared.records import Mode; from tests.simulation.run import simulate;"
+        "from trireme_shared.protocol.records import Mode; from tests.simulation.run import simulate;"
         "print([simulate(3, mode).digest for mode in Mode])"
     )
     other = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"

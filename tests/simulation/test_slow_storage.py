@@ -18,7 +18,7 @@ from tests.simulation.compute import Speed
 from tests.simulation.plans import Fault, FaultKind, Plan
 from tests.simulation.run import simulate
 from trireme_shared.checkpoints.saving.evaluated_first import EvaluatedFirst
-from trireme_shared.records import Dispatch, Mode
+from trireme_shared.protocol.records import Dispatch, Mode
 
 SLOW, STORAGE_S = "trainer-0", 6.0
 SEEDS = [(Dispatch.MASTER, 0), (Dispatch.MASTER, 3), (Dispatch.ETCD, 2)]  # the lanes leave it at the right moment

@@ -16,7 +16,7 @@ from tests.simulation.collective import collective_plan
 from tests.simulation.compute import Speed
 from tests.simulation.plans import Fault, FaultKind, Plan, plan_of
 from tests.simulation.run import Outcome, simulate
-from trireme_shared.records import Dispatch, Mode, Strategy
+from trireme_shared.protocol.records import Dispatch, Mode, Strategy
 
 
 def plan_with_a_slow_trainer(seed: int, mode: Mode, dispatch: Dispatch, *, stragglers: bool, epochs: int = 4) -> Plan:

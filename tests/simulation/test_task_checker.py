@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.simulation.task_checker import TaskChecker
-from trireme_shared.keys import Keys
-from trireme_shared.records import JobState, PendingTask, Phase, Record
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobState, PendingTask, Phase, Record
 
 KEYS = Keys("checked")
 

@@ -21,9 +21,9 @@ from tests.soak.run import SoakError, Trained
 from tests.soak.soak import disturbed, epochs_for, undisturbed
 from tests.soak.verify import check_bits, check_exactly_once, verify
 from tests.soak.workload import WORKLOADS
-from trireme_shared.errors import TriremeError
-from trireme_shared.records import Mode, Strategy
-from trireme_shared.runtime import telemetry
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.records import Mode, Strategy
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ from functools import partial
 
 from trireme.cli.app import main
 from trireme.launch import supervision
-from trireme_shared.etcd.embedded import EmbeddedEtcd
+from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
 
 if __name__ == "__main__":
     supervision.EmbeddedEtcd = partial(EmbeddedEtcd, host="127.0.0.1")  # type: ignore[assignment, misc]

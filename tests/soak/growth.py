@@ -17,7 +17,7 @@ import psutil
 from tests.soak.run import Run, SoakError
 from trireme.cli.faults.chaos import alive
 from trireme.cli.faults.job_probe import ANSWER_S, JobProbe
-from trireme_shared.errors import PeerError
+from trireme_shared.protocol.errors import PeerError
 
 FEWEST = 9  # samples of one process that say something
 HISTORY = ("events/", "operations/", "tasks/", "checkpoints/")  # kept up to numbers of their own

@@ -24,8 +24,8 @@ from trireme.cli.faults.job_probe import JobProbe
 from trireme.cli.faults.receipt import Before, Receipt, measure, observe
 from trireme.client import ONLY_JOB
 from trireme.launch import run_folder
-from trireme_shared.errors import TriremeError
-from trireme_shared.records import Strategy
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.records import Strategy
 
 VERY_SLOWLY_S = 0.4  # a minibatch longer, so that the job does not end before the fault does
 SLOWLY_S = 0.03

@@ -12,7 +12,7 @@ from itertools import islice
 from random import Random
 
 from trireme.cli.doctor import MASTER_TTL_S
-from trireme_shared.records import Strategy
+from trireme_shared.protocol.records import Strategy
 
 LEASE_S = 2.0
 MAX_PAUSE_S = 1.0

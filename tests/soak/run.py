@@ -29,12 +29,12 @@ from trireme.cli.targets import token_of_run
 from trireme.client import AsyncClient
 from trireme.launch import run_folder
 from trireme.view.job_address import client_of
-from trireme_shared.errors import DeadlineExceeded, NotReady, PeerError
-from trireme_shared.metric_names import LOSS
-from trireme_shared.records import Mode, Strategy
-from trireme_shared.runtime.lifelines import die_with_parent
-from trireme_shared.security.token_folder import admin_token
-from trireme_shared.wire.messages import PserverInfo
+from trireme_shared.platform.runtime.lifelines import die_with_parent
+from trireme_shared.platform.security.token_folder import admin_token
+from trireme_shared.protocol.errors import DeadlineExceeded, NotReady, PeerError
+from trireme_shared.protocol.metric_names import LOSS
+from trireme_shared.protocol.records import Mode, Strategy
+from trireme_shared.protocol.wire.messages import PserverInfo
 
 T = TypeVar("T")
 JOB = "soak"

@@ -20,7 +20,7 @@ from tests.equipment.waiting import until
 from trireme.launchers.docker_engine import DEFAULT, Engine
 from trireme.launchers.docker_launcher import DockerLauncher
 from trireme.view.child_events import ChildEvent
-from trireme_shared.runtime import ids
+from trireme_shared.platform.runtime import ids
 
 ADDRESS = os.environ.get("DOCKER_HOST", DEFAULT)
 # a service that says when it is asked to leave, and takes a second for it

@@ -15,7 +15,7 @@ from tests.soak.plan import ANYWHERE, CREWS, DISKS, KINDS, PACKETS, Kind, plan
 from tests.soak.soak import disturbed, epochs_for, undisturbed
 from tests.soak.verify import check_bits, check_exactly_once, check_records, verify
 from tests.soak.workload import WORKLOADS
-from trireme_shared.records import Strategy
+from trireme_shared.protocol.records import Strategy
 
 SEED, FAULTS = 1579, 9  # a long freeze of a parameter server, a short one of a trainer; a spare server
 EPOCHS = epochs_for(FAULTS)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
 from trireme_shared.tables import table as tables
 from trireme_shared.tables.hashing import mix64, slots_of
 from trireme_shared.tables.table import Table, joined, living

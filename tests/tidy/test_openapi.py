@@ -17,7 +17,7 @@ from master_service.api.app import api_of
 from master_service.api.openapi.document import FOLLOWED, PROBLEMS, operations
 from master_service.api.openapi.properties import PARAMETERS, PROPERTIES, TAGS
 from tests.tidy.sources import ROOT
-from trireme_shared import errors
+from trireme_shared.protocol import errors
 
 Json = dict[str, Any]
 SUCCESS = re.compile(r"2\d\d")

@@ -11,10 +11,10 @@ import pytest
 from tests.tidy.sources import ROOT, SOURCES, nodes_of, where
 
 UNCHECKED = (  # files and folders where `model_copy` may stand; the list may only shrink
-    "shared/trireme_shared/records/record.py",  # with_fields itself
-    "shared/trireme_shared/membership/own_key.py",  # the names of fields come from callers, of any record
+    "shared/trireme_shared/protocol/records/record.py",  # with_fields itself
+    "shared/trireme_shared/platform/membership/own_key.py",  # the names of fields come from callers, of any record
     "trireme/pool/place_keys.py",
-    "shared/trireme_shared/between_runs.py",  # the names of fields are a table
+    "shared/trireme_shared/protocol/between_runs.py",  # the names of fields are a table
     "master_service/trackers/wandb_run.py",  # no record of ours
     "shared/trireme_shared/serving/",
     "pserver_service/",
@@ -23,7 +23,7 @@ UNCHECKED = (  # files and folders where `model_copy` may stand; the list may on
 
 PROGRAM = """
 from typing import Any, Literal, TypedDict
-from trireme_shared.records.record import Record
+from trireme_shared.protocol.records.record import Record
 
 class State(Record):
     phase: Literal["RUNNING", "FAILED"] = "RUNNING"

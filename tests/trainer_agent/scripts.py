@@ -16,9 +16,9 @@ from master_service.core.queue.streams import Streams
 from master_service.core.queue.task_sizes import TaskSizes
 from trainer_agent.data import minibatch_indices, minibatches_in
 from trainer_agent.script.user_module import load
-from trireme_shared.lanes import step_seed
-from trireme_shared.records import JobSpec, TaskKind
-from trireme_shared.records.datasets import Npy
+from trireme_shared.protocol.lanes import step_seed
+from trireme_shared.protocol.records import JobSpec, TaskKind
+from trireme_shared.protocol.records.datasets import Npy
 
 RECORDS = 60
 PARTS = {
@@ -26,7 +26,7 @@ PARTS = {
         import torch, trireme
         from torch import nn
         from torch.nn import functional as F
-        from trireme_shared.records.datasets import Npy
+        from trireme_shared.protocol.records.datasets import Npy
     """,
     "model": """
         def model():

@@ -11,11 +11,11 @@ from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.waiting import until
 from trainer_agent.process import Connections
 from trainer_agent.settings import Settings
-from trireme_shared.errors import PeerError
-from trireme_shared.etcd import Etcd
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import PserverMember, SlotMap
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.protocol.errors import PeerError
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import PserverMember, SlotMap
 
 STALL_S = 20.0
 

@@ -8,9 +8,9 @@ from tests.equipment.metric_names import names_in, wrong_metrics
 from trainer_agent.status_pages import COUNTERS, StatusPages
 from trainer_agent.tasks.activity import Activity, LanePace
 from trainer_agent.tasks.reports import Done, Reports
-from trireme_shared.records import CompleteTask, StepMetrics, Task, TaskKind
-from trireme_shared.security.access import Access
-from trireme_shared.security.tokens import Role, TokenRecord, Tokens, TokenTable, digest_of
+from trireme_shared.platform.security.access import Access
+from trireme_shared.platform.security.tokens import Role, TokenRecord, Tokens, TokenTable, digest_of
+from trireme_shared.protocol.records import CompleteTask, StepMetrics, Task, TaskKind
 
 VIEWER = TokenRecord(name="v", role=Role.VIEWER, sha256=digest_of("reads"))
 

@@ -8,9 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from trireme.validation import field_problems
-from trireme_shared.records import JobSpec
-from trireme_shared.records.datasets import TextLines
-from trireme_shared.records.job_spec import JobSettings, without_effect
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.datasets import TextLines
+from trireme_shared.protocol.records.job_spec import JobSettings, without_effect
 
 BASIC: dict[str, Any] = {
     "job": "j",

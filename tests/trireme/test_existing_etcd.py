@@ -8,9 +8,9 @@ import pytest
 
 from trireme.existing_etcd import access_of
 from trireme.settings import UsageError, from_environment, from_flags, from_toml, merge
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.membership.etcd_access import EtcdAccess
-from trireme_shared.membership.settings import MemberSettings
+from trireme_shared.platform.membership.etcd_access import EtcdAccess
+from trireme_shared.platform.membership.settings import MemberSettings
+from trireme_shared.protocol.errors import InvalidArgument
 
 URL = "http://a:2379"
 
@@ -70,7 +70,7 @@ def test_a_member_reads_its_password_from_a_file(tmp_path, monkeypatch):
         monkeypatch.setenv(f"TRIREME_{name}", str(value))
     given: dict[str, object] = {}
     monkeypatch.setattr(
-        "trireme_shared.membership.etcd_access.connect", lambda urls, **rest: given.update(rest, urls=urls)
+        "trireme_shared.platform.membership.etcd_access.connect", lambda urls, **rest: given.update(rest, urls=urls)
     )
     MemberSettings(job="j").connect()
     assert (given["urls"], given["user"], given["password"]) == (("http://h:1",), "u", "secret")

@@ -23,8 +23,8 @@ from trireme.settings import (
     merge,
     outside_script,
 )
-from trireme_shared.records import JobSpec, Mode
-from trireme_shared.storage.tensor_file import CHECKSUMS
+from trireme_shared.platform.storage.tensor_file import CHECKSUMS
+from trireme_shared.protocol.records import JobSpec, Mode
 
 FIXED = {"script": "/s.py", "storage": "/d", "dataset": {"kind": "text_lines", "urls": ["x"]}}
 

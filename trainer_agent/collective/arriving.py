@@ -18,12 +18,12 @@ from trainer_agent.data_plane.fleet_client import FleetClient
 from trainer_agent.waiting import Backoff
 from trireme_shared.blocks.buffer_mean import bits_of
 from trireme_shared.blocks.buffers import Buffer, tensor_over
-from trireme_shared.errors import BadFrame, PeerError, StaleGeneration
-from trireme_shared.records.job_spec import Narrow
-from trireme_shared.records.layout import Layout
+from trireme_shared.protocol.errors import BadFrame, PeerError, StaleGeneration
+from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.layout import Layout
+from trireme_shared.protocol.wire.messages import RowMeansPart, TableRequest
 from trireme_shared.tables.hashing import Ids
 from trireme_shared.tables.payload import Rows, ids_in, rows_in
-from trireme_shared.wire.messages import RowMeansPart, TableRequest
 
 if TYPE_CHECKING:
     from trainer_agent.collective.rows.means import RowMeans

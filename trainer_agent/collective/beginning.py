@@ -13,11 +13,11 @@ from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import Backoff
 from trireme_shared.checkpoints.background import Offload
 from trireme_shared.checkpoints.start_tables import mark_in
-from trireme_shared.errors import NotReady, PeerError
-from trireme_shared.etcd import Compare, Etcd, LeaseLost, Put
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import Holding, JobSpec
-from trireme_shared.runtime import telemetry
+from trireme_shared.platform.etcd import Compare, Etcd, LeaseLost, Put
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.errors import NotReady, PeerError
+from trireme_shared.protocol.records import Holding, JobSpec
 
 log = telemetry.logger("beginning")
 

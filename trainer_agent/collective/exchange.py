@@ -24,14 +24,14 @@ from trainer_agent.data_plane.row_lookups import RowRouter, Rows
 from trainer_agent.data_plane.step_norm import check_finite
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import SingleErrorGroup, to_its_end
-from trireme_shared.errors import Gone
-from trireme_shared.lanes import Interval
-from trireme_shared.records import JobSpec
-from trireme_shared.records.operations import CheckpointRequest
-from trireme_shared.records.step import StepRecord, StepResult
-from trireme_shared.runtime import telemetry
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.errors import Gone
+from trireme_shared.protocol.lanes import Interval
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.operations import CheckpointRequest
+from trireme_shared.protocol.records.step import StepRecord, StepResult
+from trireme_shared.protocol.wire.messages import PushHeader
 from trireme_shared.tables.hashing import Ids
-from trireme_shared.wire.messages import PushHeader
 
 if TYPE_CHECKING:
     from trainer_agent.collective.rows.stepping import ReplicaRows  # loads numba

@@ -30,13 +30,13 @@ from trainer_agent.data_plane.pulls import Pull, Pulls
 from trainer_agent.data_plane.step_exchange import found
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import SingleErrorGroup
-from trireme_shared.errors import Gone, NotReady, PeerError, StaleGeneration
-from trireme_shared.records import JobSpec, TrainerList
-from trireme_shared.records.layout import Layout
-from trireme_shared.records.step import StepRecord
-from trireme_shared.runtime import telemetry
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.errors import Gone, NotReady, PeerError, StaleGeneration
+from trireme_shared.protocol.records import JobSpec, TrainerList
+from trireme_shared.protocol.records.layout import Layout
+from trireme_shared.protocol.records.step import StepRecord
+from trireme_shared.protocol.wire.messages import PserverInfo
 from trireme_shared.serving.core.progress import missing_lanes
-from trireme_shared.wire.messages import PserverInfo
 
 GRACE_S = 0.1  # for answers to calls of a generation that is over; then their connections are closed
 FIRST_ASK_S, LAST_ASK_S = 0.002, 0.1  # pauses between questions to a trainer that is not in the generation yet

@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 
 from trainer_agent.waiting import retry
-from trireme_shared.etcd import Etcd
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import JobState, MasterAddress, PserverMember, SlotMap, TrainerList, TrainerMember
-from trireme_shared.records.assignments import Migration
-from trireme_shared.runtime import telemetry
-from trireme_shared.slots import spread
-from trireme_shared.wire.messages import PserverInfo
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobState, MasterAddress, PserverMember, SlotMap, TrainerList, TrainerMember
+from trireme_shared.protocol.records.assignments import Migration
+from trireme_shared.protocol.slots import spread
+from trireme_shared.protocol.wire.messages import PserverInfo
 
 log = telemetry.logger("groups")
 

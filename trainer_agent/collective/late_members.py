@@ -16,7 +16,7 @@ from statistics import median
 
 from trainer_agent.collective.groups import Group
 from trainer_agent.data_plane.fleet_client import Suspect
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
 
 TELLERS = 3
 FIRST, AGAIN = 0.25, 0.5  # of the lease's time; the master has to see when a second of it is left

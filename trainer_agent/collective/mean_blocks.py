@@ -24,15 +24,15 @@ from xxhash import xxh3_64
 from trireme_shared.blocks.accumulator import Node
 from trireme_shared.blocks.buffer_mean import bits_of
 from trireme_shared.blocks.buffers import Buffer, BufferPool
-from trireme_shared.records import Mode, SlotMap
-from trireme_shared.records.layout import Block, Layout
-from trireme_shared.records.step import StepRecord
+from trireme_shared.protocol.records import Mode, SlotMap
+from trireme_shared.protocol.records.layout import Block, Layout
+from trireme_shared.protocol.records.step import StepRecord
+from trireme_shared.protocol.wire.messages import MOST_STATED, InitHeader, PushBlock
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.serving.core.admission import Push, StepPushes
 from trireme_shared.serving.core.blocks import BlockState
 from trireme_shared.serving.core.optimizers import Options
 from trireme_shared.serving.core.store import Store
-from trireme_shared.wire.messages import MOST_STATED, InitHeader, PushBlock
-from trireme_shared.wire.verdict import Verdict
 
 if TYPE_CHECKING:
     from trainer_agent.collective.rows.means import MeanRows, RowMeans

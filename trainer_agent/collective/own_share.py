@@ -8,8 +8,8 @@ from typing import Any
 
 from trainer_agent.collective.server import ShareServer
 from trainer_agent.data_plane.http import Placed, Sink
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.wire.messages import PserverInfo, PullEnd, PullRequest, PushAnswer, PushBlock, PushHeader
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.wire.messages import PserverInfo, PullEnd, PullRequest, PushAnswer, PushBlock, PushHeader
 
 
 class OwnShare:

@@ -26,12 +26,12 @@ from trainer_agent.collective.state.catching_up import Donor
 from trainer_agent.collective.state.serving import HttpDonor, add_route
 from trainer_agent.settings import Settings
 from trireme_shared.checkpoints.background import Background, Offload
-from trireme_shared.errors import PeerError
-from trireme_shared.records import Exchange, JobSpec, Strategy, TrainerMember
+from trireme_shared.protocol.errors import PeerError
+from trireme_shared.protocol.records import Exchange, JobSpec, Strategy, TrainerMember
 from trireme_shared.serving.data_plane.server import make_app, serving, socket_path
 from trireme_shared.serving.ports import ServerPorts
 from trireme_shared.serving.table_loops import compile_in_thread
-from trireme_shared.wire.region_allocator import RegionAllocator
+from trireme_shared.serving.transport.region_allocator import RegionAllocator
 
 SWITCH_S = 0.001
 

@@ -15,16 +15,10 @@ from typing import TYPE_CHECKING
 from trainer_agent.collective.mean_blocks import MeanStore
 from trainer_agent.collective.state.giving import StateGiver
 from trireme_shared.blocks.buffers import Buffer
-from trireme_shared.errors import NotReady, StaleGeneration, WrongOwner
-from trireme_shared.records import Mode, SlotMap
-from trireme_shared.runtime import telemetry
-from trireme_shared.serving.block_server import BlockServer
-from trireme_shared.serving.core.calls import CallServer, OpenPull
-from trireme_shared.serving.core.progress import missing_lanes
-from trireme_shared.serving.core.pushes import OpenPush
-from trireme_shared.serving.core.store import Store
-from trireme_shared.serving.ports import ServerPorts
-from trireme_shared.wire.messages import (
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.errors import NotReady, StaleGeneration, WrongOwner
+from trireme_shared.protocol.records import Mode, SlotMap
+from trireme_shared.protocol.wire.messages import (
     MessageHeader,
     PserverInfo,
     PullEnd,
@@ -33,6 +27,12 @@ from trireme_shared.wire.messages import (
     TableEnd,
     TableRequest,
 )
+from trireme_shared.serving.block_server import BlockServer
+from trireme_shared.serving.core.calls import CallServer, OpenPull
+from trireme_shared.serving.core.progress import missing_lanes
+from trireme_shared.serving.core.pushes import OpenPush
+from trireme_shared.serving.core.store import Store
+from trireme_shared.serving.ports import ServerPorts
 
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.rows import TableRows  # loads numba

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from trireme_shared.lanes import Interval
-from trireme_shared.records import JobState, Mode, Phase, Stage, TrainerList
+from trireme_shared.protocol.lanes import Interval
+from trireme_shared.protocol.records import JobState, Mode, Phase, Stage, TrainerList
 
 
 class Duty(Enum):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from trireme_shared.lanes import Interval
-from trireme_shared.records import TrainerList
+from trireme_shared.protocol.lanes import Interval
+from trireme_shared.protocol.records import TrainerList
 
 
 def helper_of(trainers: TrainerList, lane: int, number: int) -> str | None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from trireme_shared.lanes import Interval, aligned_intervals
-from trireme_shared.records.operations import CheckpointRequest
-from trireme_shared.records.step import CheckpointAsked, LanePosition, StepRecord
+from trireme_shared.protocol.lanes import Interval, aligned_intervals
+from trireme_shared.protocol.records.operations import CheckpointRequest
+from trireme_shared.protocol.records.step import CheckpointAsked, LanePosition, StepRecord
 
 
 def positions_of_step(positions: Sequence[LanePosition]) -> tuple[LanePosition, ...]:

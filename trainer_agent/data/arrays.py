@@ -13,10 +13,10 @@ import numpy.typing as npt
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Shard
 from trireme_shared.datasets import npy
-from trireme_shared.errors import DatasetError
-from trireme_shared.records.datasets import Bytes, Npy
-from trireme_shared.storage import files
-from trireme_shared.storage.trouble import kept_open
+from trireme_shared.platform.storage import files
+from trireme_shared.platform.storage.trouble import kept_open
+from trireme_shared.protocol.errors import DatasetError
+from trireme_shared.protocol.records.datasets import Bytes, Npy
 
 
 class BytesReader:

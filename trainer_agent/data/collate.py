@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from trainer_agent.data.shard import Column, Minibatch, columns_of, named_column
-from trireme_shared.errors import DatasetError
+from trireme_shared.protocol.errors import DatasetError
 
 Batch = dict[str, Any]
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from trainer_agent.data.reader import Reader
 from trainer_agent.data.shard import Column, Record, RecordShard, Shard, as_column, columns_of
+from trireme_shared.datasets.dataset_files import from_first_file
 from trireme_shared.datasets.numbers import DType, Misfit, column_of, common_dtype, shown
-from trireme_shared.errors import DatasetError
-from trireme_shared.records.datasets import Dataset
-from trireme_shared.storage.dataset_files import from_first_file
+from trireme_shared.protocol.errors import DatasetError
+from trireme_shared.protocol.records.datasets import Dataset
 
 Kind = DType | str | DatasetError
 """`str`, `bytes`: what values are. "": anything else, which is not looked at. An error: the first records fit into no dtype."""

@@ -7,11 +7,11 @@ from threading import Lock
 from trainer_agent.data.arrow import columns_of_table
 from trainer_agent.data.lines import read_range
 from trainer_agent.data.shard import Shard
+from trireme_shared.datasets.csv_columns import CsvColumns
 from trireme_shared.datasets.line_scan import refuse_archive
-from trireme_shared.records.datasets import Csv
-from trireme_shared.storage import files
-from trireme_shared.storage.compressed import Decompressed
-from trireme_shared.storage.csv_columns import CsvColumns
+from trireme_shared.platform.storage import files
+from trireme_shared.platform.storage.compressed import Decompressed
+from trireme_shared.protocol.records.datasets import Csv
 
 
 class CsvReader:

@@ -18,8 +18,8 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 from trireme_shared.datasets.random_state import Generators, seed_everything, seed_of, undisturbed
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import InvalidArgument
 
 EVALUATION = -1
 PROBED = 256  # first records of a dataset in a process

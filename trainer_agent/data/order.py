@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from trireme_shared.lanes import step_seed
+from trireme_shared.protocol.lanes import step_seed
 
 Indices = npt.NDArray[np.int64]
 

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 from trainer_agent.data.arrow import columns_of_table
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Shard
-from trireme_shared.errors import DatasetError
-from trireme_shared.records.datasets import Parquet
-from trireme_shared.storage import files
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import DatasetError
+from trireme_shared.protocol.records.datasets import Parquet
 
 KEPT_BYTES = 256 << 20
 

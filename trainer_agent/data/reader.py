@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from trainer_agent.data.shard import Shard
-from trireme_shared.errors import DatasetError, TriremeError, is_interrupt
-from trireme_shared.storage.stamps import CountedFiles
-from trireme_shared.storage.trouble import trouble_in_user_code
+from trireme_shared.platform.storage.stamps import CountedFiles
+from trireme_shared.platform.storage.trouble import trouble_in_user_code
+from trireme_shared.protocol.errors import DatasetError, TriremeError, is_interrupt
 
 
 class Reader(Protocol):

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from trainer_agent.data.order import Indices
 from trireme_shared.datasets.numbers import Misfit, column_of, common_dtype, shown
-from trireme_shared.errors import DatasetError
-from trireme_shared.runtime import begun
+from trireme_shared.platform.runtime import begun
+from trireme_shared.protocol.errors import DatasetError
 
 Column = npt.NDArray[Any] | list[Any]
 Record = dict[str, Any]
@@ -94,7 +94,7 @@ class RecordShard(Shard):
 
 class Minibatch(Sequence[Record]):
     """The records of one minibatch; `columns` gives the same values faster. `work`: what it is, for the journal of the process that
-    computes it (trireme_shared.runtime.begun)."""
+    computes it (trireme_shared.platform.runtime.begun)."""
 
     work = b""
 

@@ -18,15 +18,22 @@ from typing import Any, Protocol, TypeVar
 from trainer_agent.data_plane.http import PserverPort
 from trainer_agent.data_plane.routing import Routes, route
 from trainer_agent.waiting import Backoff, SingleErrorGroup
-from trireme_shared.errors import DeadlineExceeded, NotReady, PeerError, StaleGeneration, TriremeError, WrongOwner
-from trireme_shared.keys import Keys
-from trireme_shared.lanes import Interval
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import JobSpec, JobState, MasterAddress, PserverMember, SlotMap
-from trireme_shared.records.assignments import Migration
-from trireme_shared.records.layout import Layout
-from trireme_shared.runtime import clock, ids, telemetry
-from trireme_shared.wire.messages import PserverInfo
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.protocol.errors import (
+    DeadlineExceeded,
+    NotReady,
+    PeerError,
+    StaleGeneration,
+    TriremeError,
+    WrongOwner,
+)
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.lanes import Interval
+from trireme_shared.protocol.records import JobSpec, JobState, MasterAddress, PserverMember, SlotMap
+from trireme_shared.protocol.records.assignments import Migration
+from trireme_shared.protocol.records.layout import Layout
+from trireme_shared.protocol.wire.messages import PserverInfo
 
 REFRESH_S = 0.5
 REROUTE_S = 0.25

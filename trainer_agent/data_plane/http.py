@@ -18,13 +18,12 @@ from typing import Protocol, Self, TypeVar
 
 import aiohttp
 
-from trireme_shared.errors import BadFrame, DeadlineExceeded, PeerError, TooLarge, TriremeError, from_map
-from trireme_shared.records import PserverMember, Record
-from trireme_shared.runtime import clock, http
-from trireme_shared.runtime.network import is_here
-from trireme_shared.tables.payload import MOST_BYTES
-from trireme_shared.wire import codec
-from trireme_shared.wire.messages import (
+from trireme_shared.platform.runtime import clock, http
+from trireme_shared.platform.runtime.network import is_here
+from trireme_shared.protocol.errors import BadFrame, DeadlineExceeded, PeerError, TooLarge, TriremeError, from_map
+from trireme_shared.protocol.records import PserverMember, Record
+from trireme_shared.protocol.wire import codec
+from trireme_shared.protocol.wire.messages import (
     InitBlock,
     InitHeader,
     LedgerAnswer,
@@ -42,6 +41,7 @@ from trireme_shared.wire.messages import (
     TableEnd,
     TableRequest,
 )
+from trireme_shared.tables.payload import MOST_BYTES
 
 Sink = Callable[[PulledBlock], memoryview]
 Placed = Callable[[PulledBlock], None]
@@ -55,7 +55,7 @@ READ_BUFFER_BYTES = 1 << 20
 
 
 class PserverPort(Protocol):
-    """The calls of one pserver. All raise the errors of trireme_shared.errors; PeerError if the connection fails."""
+    """The calls of one pserver. All raise the errors of trireme_shared.protocol.errors; PeerError if the connection fails."""
 
     async def init(self, header: InitHeader, blocks: AsyncIterator[tuple[InitBlock, memoryview]]) -> None:
         """Load initial values; idempotent."""

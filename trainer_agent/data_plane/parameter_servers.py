@@ -18,11 +18,11 @@ from trainer_agent.data_plane.routing import Routes
 from trainer_agent.data_plane.row_lookups import RowLookups, RowRouter
 from trainer_agent.data_plane.step_exchange import found
 from trainer_agent.model.compute import Compute
-from trireme_shared.lanes import Interval
-from trireme_shared.records.job_spec import Nonfinite, Transported
-from trireme_shared.records.operations import CheckpointRequest
-from trireme_shared.records.step import StepRecord, StepResult
-from trireme_shared.wire.messages import LedgerAnswer, LedgerQuery, PushHeader
+from trireme_shared.protocol.lanes import Interval
+from trireme_shared.protocol.records.job_spec import Nonfinite, Transported
+from trireme_shared.protocol.records.operations import CheckpointRequest
+from trireme_shared.protocol.records.step import StepRecord, StepResult
+from trireme_shared.protocol.wire.messages import LedgerAnswer, LedgerQuery, PushHeader
 
 
 class ParameterServers:

@@ -18,12 +18,12 @@ from trainer_agent.data_plane.row_lookups import narrow_of
 from trainer_agent.data_plane.step_norm import StepNormFinder
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import Backoff, SingleErrorGroup
-from trireme_shared.errors import BadFrame, Gone, InvalidArgument, PeerError, StaleGeneration, WrongOwner
-from trireme_shared.records.job_spec import Narrow, Nonfinite, Transported
-from trireme_shared.records.layout import ELEMENT_BYTES
-from trireme_shared.records.step import StepRecord, StepResult
-from trireme_shared.wire.lending import NOTHING
-from trireme_shared.wire.messages import PulledBlock, PullEnd, PullRequest, RowMeansPart, StalenessBound
+from trireme_shared.protocol.errors import BadFrame, Gone, InvalidArgument, PeerError, StaleGeneration, WrongOwner
+from trireme_shared.protocol.records.job_spec import Narrow, Nonfinite, Transported
+from trireme_shared.protocol.records.layout import ELEMENT_BYTES
+from trireme_shared.protocol.records.step import StepRecord, StepResult
+from trireme_shared.protocol.wire.messages import PulledBlock, PullEnd, PullRequest, RowMeansPart, StalenessBound
+from trireme_shared.serving.transport.lending import NOTHING
 
 PULL_WAIT_S = 10.0
 BOUND_WAIT_S = 1.0  # then a parameter server is asked again: who was waited for may be dead

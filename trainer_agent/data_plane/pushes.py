@@ -15,10 +15,18 @@ from trainer_agent.data_plane.outbox import Outbox, Outboxes
 from trainer_agent.data_plane.routing import Routes
 from trainer_agent.data_plane.row_lookups import RowRouter
 from trainer_agent.waiting import Backoff, SingleErrorGroup
-from trireme_shared.errors import NotReady, PeerError, StaleAttempt, StaleGeneration, TooEarly, TriremeError, WrongOwner
-from trireme_shared.records import Mode
-from trireme_shared.records.layout import ROWS
-from trireme_shared.wire.messages import PushAnswer, PushBlock, PushHeader
+from trireme_shared.protocol.errors import (
+    NotReady,
+    PeerError,
+    StaleAttempt,
+    StaleGeneration,
+    TooEarly,
+    TriremeError,
+    WrongOwner,
+)
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.records.layout import ROWS
+from trireme_shared.protocol.wire.messages import PushAnswer, PushBlock, PushHeader
 
 MOVING = "MOVING"  # of a block that is on its way to another parameter server
 

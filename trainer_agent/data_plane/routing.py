@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from trireme_shared.records import SlotMap
-from trireme_shared.records.layout import Layout
-from trireme_shared.slots import slot_of
+from trireme_shared.protocol.records import SlotMap
+from trireme_shared.protocol.records.layout import Layout
+from trireme_shared.protocol.slots import slot_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,21 @@ from trainer_agent.data_plane.fleet_client import FleetClient
 from trainer_agent.data_plane.routing import Routes
 from trainer_agent.tables.files import in_order
 from trainer_agent.waiting import Backoff, SingleErrorGroup
-from trireme_shared.errors import BadFrame, Gone, InvalidArgument, PeerError, StaleGeneration, UserCodeError, WrongOwner
-from trireme_shared.records.job_spec import Narrow, Transported
-from trireme_shared.records.layout import Layout
+from trireme_shared.protocol.errors import (
+    BadFrame,
+    Gone,
+    InvalidArgument,
+    PeerError,
+    StaleGeneration,
+    UserCodeError,
+    WrongOwner,
+)
+from trireme_shared.protocol.records.job_spec import Narrow, Transported
+from trireme_shared.protocol.records.layout import Layout
+from trireme_shared.protocol.wire.messages import LookupEnd, LookupRequest, TableEnd, TableRequest
+from trireme_shared.serving.transport.row_memory import GradientMemory
 from trireme_shared.tables.hashing import Ids, slots_of_tables
 from trireme_shared.tables.payload import ids_in, joined, rows_in, size_of
-from trireme_shared.wire.messages import LookupEnd, LookupRequest, TableEnd, TableRequest
-from trireme_shared.wire.row_memory import GradientMemory
 
 if TYPE_CHECKING:
     from trireme_shared.tables.lanes import LaneRows  # loads numba

@@ -15,12 +15,12 @@ from trainer_agent.data_plane.fleet_client import FleetClient
 from trainer_agent.data_plane.outbox import Outbox
 from trainer_agent.data_plane.pushes import Verdict
 from trainer_agent.data_plane.row_lookups import RowRouter, Rows
-from trireme_shared.errors import Gone
-from trireme_shared.lanes import Interval
-from trireme_shared.records.operations import CheckpointRequest
-from trireme_shared.records.step import StepRecord, StepResult
+from trireme_shared.protocol.errors import Gone
+from trireme_shared.protocol.lanes import Interval
+from trireme_shared.protocol.records.operations import CheckpointRequest
+from trireme_shared.protocol.records.step import StepRecord, StepResult
+from trireme_shared.protocol.wire.messages import PushHeader
 from trireme_shared.tables.hashing import Ids
-from trireme_shared.wire.messages import PushHeader
 
 
 class RowReader(Protocol):

@@ -1,4 +1,4 @@
-"""A PserverPort over an upgraded stream (shared/trireme_shared/wire/stream.py): one connection, pushes and pulls at the same time.
+"""A PserverPort over an upgraded stream (shared/trireme_shared/serving/transport/stream.py): one connection, pushes and pulls at the same time.
 
     none --first call--> connected --calls, by id--> ... --an error, a timeout, a cancelled call--> none, calls in flight fail
 
@@ -17,13 +17,12 @@ from typing import Any
 
 from trainer_agent.data_plane.http import HttpPserver, Placed, Sink, socket_of, waits_s
 from trainer_agent.data_plane.trainer_stream import TrainerStream
-from trireme_shared.errors import CallerError, NotReady, PeerError
-from trireme_shared.lanes import Interval
-from trireme_shared.records import PserverMember
-from trireme_shared.runtime import clock, http, telemetry
-from trireme_shared.wire import codec
-from trireme_shared.wire.lending import Place
-from trireme_shared.wire.messages import (
+from trireme_shared.platform.runtime import clock, http, telemetry
+from trireme_shared.protocol.errors import CallerError, NotReady, PeerError
+from trireme_shared.protocol.lanes import Interval
+from trireme_shared.protocol.records import PserverMember
+from trireme_shared.protocol.wire import codec
+from trireme_shared.protocol.wire.messages import (
     LookupEnd,
     LookupRequest,
     PullEnd,
@@ -32,7 +31,8 @@ from trireme_shared.wire.messages import (
     PushBlock,
     PushHeader,
 )
-from trireme_shared.wire.upgrade import UpgradeRefused, upgrade
+from trireme_shared.serving.transport.lending import Place
+from trireme_shared.serving.transport.upgrade import UpgradeRefused, upgrade
 
 CONNECT_S = 2.0
 

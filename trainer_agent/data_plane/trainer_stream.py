@@ -1,4 +1,4 @@
-"""The trainer's end of one upgraded connection (shared/trireme_shared/wire/stream.py): its calls in flight, by id.
+"""The trainer's end of one upgraded connection (shared/trireme_shared/serving/transport/stream.py): its calls in flight, by id.
 
 call ─► frames ─► answered       given up before its answer, or what came with an answer is lost ─► the connection is over
 """
@@ -12,15 +12,15 @@ from itertools import count
 
 from trainer_agent.data_plane.http import Placed, Sink
 from trainer_agent.data_plane.memory import TrainerMemory
-from trireme_shared.errors import BadFrame, CallerError, DeadlineExceeded, PeerError, TriremeError, from_map
-from trireme_shared.records import Record
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import BadFrame, CallerError, DeadlineExceeded, PeerError, TriremeError, from_map
+from trireme_shared.protocol.records import Record
+from trireme_shared.protocol.wire import codec
+from trireme_shared.protocol.wire.messages import LookupIds, PulledBlock
+from trireme_shared.serving.transport.lending import NOTHING, Offers, Place, place_in
+from trireme_shared.serving.transport.shared_memory import Region, peer_of
+from trireme_shared.serving.transport.stream import HEAD_COST_BYTES, HEADS, FrameStream
 from trireme_shared.tables.payload import MOST_BYTES
-from trireme_shared.wire import codec
-from trireme_shared.wire.lending import NOTHING, Offers, Place, place_in
-from trireme_shared.wire.messages import LookupIds, PulledBlock
-from trireme_shared.wire.shared_memory import Region, peer_of
-from trireme_shared.wire.stream import HEAD_COST_BYTES, HEADS, FrameStream
 
 CLOSE_S = 2.0
 

@@ -32,15 +32,15 @@ from trainer_agent.tasks.activity import Held, LanePace
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TrainingOver, outcome_of
 from trainer_agent.tasks.step_times import Times
 from trainer_agent.waiting import Backoff, SingleErrorGroup
-from trireme_shared.errors import DeadlineExceeded, Gone, StaleGeneration, TriremeError, UserCodeError
-from trireme_shared.lanes import step_seed
-from trireme_shared.records import Mode, Task, TaskKind
-from trireme_shared.records.pauses import Paused
-from trireme_shared.records.step import LaneZero
-from trireme_shared.runtime import clock, telemetry
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.errors import DeadlineExceeded, Gone, StaleGeneration, TriremeError, UserCodeError
+from trireme_shared.protocol.lanes import step_seed
+from trireme_shared.protocol.records import Mode, Task, TaskKind
+from trireme_shared.protocol.records.pauses import Paused
+from trireme_shared.protocol.records.step import LaneZero
+from trireme_shared.protocol.wire.messages import LedgerQuery, PushHeader
 from trireme_shared.tables.hashing import Ids
 from trireme_shared.tables.payload import Rows
-from trireme_shared.wire.messages import LedgerQuery, PushHeader
 
 if TYPE_CHECKING:
     from trireme_shared.tables.lanes import LaneRows  # loads numba

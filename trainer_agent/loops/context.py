@@ -11,10 +11,10 @@ from trainer_agent.model.compute import Compute
 from trainer_agent.tasks.activity import Activity
 from trainer_agent.tasks.reports import Reports
 from trainer_agent.tasks.source import TaskSource
-from trireme_shared.etcd import Etcd
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import JobSpec
-from trireme_shared.records.job_spec import Narrow
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.job_spec import Narrow
 
 
 @dataclass(frozen=True, slots=True)

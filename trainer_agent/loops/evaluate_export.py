@@ -19,7 +19,10 @@ from trainer_agent.tables.export import export_tables
 from trainer_agent.tasks.activity import Held
 from trainer_agent.tasks.source import TaskFailed
 from trainer_agent.waiting import retry, to_its_end
-from trireme_shared.errors import (
+from trireme_shared.platform.etcd.reading import must_read, read_record
+from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import (
     CheckpointUnusable,
     InvalidArgument,
     StaleGeneration,
@@ -27,14 +30,11 @@ from trireme_shared.errors import (
     TriremeError,
     UserCodeError,
 )
-from trireme_shared.etcd.reading import must_read, read_record
-from trireme_shared.evaluations import Evaluation, better, evaluations_before
-from trireme_shared.records import CompleteTask, EvaluationSums, Mode, TakeNext, Task, TaskKind
-from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
-from trireme_shared.records.step import StepRecord, StepResult
-from trireme_shared.records.tasks import BestEvaluation
-from trireme_shared.runtime import clock, ids, telemetry
-from trireme_shared.storage import files
+from trireme_shared.protocol.evaluations import Evaluation, better, evaluations_before
+from trireme_shared.protocol.records import CompleteTask, EvaluationSums, Mode, TakeNext, Task, TaskKind
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
+from trireme_shared.protocol.records.step import StepRecord, StepResult
+from trireme_shared.protocol.records.tasks import BestEvaluation
 
 REFRESH_S = 0.5
 

@@ -25,7 +25,10 @@ from trainer_agent.tables.checkpoint import read_tables
 from trainer_agent.tasks.activity import Held
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource
 from trainer_agent.waiting import retry
-from trireme_shared.errors import (
+from trireme_shared.platform.etcd.reading import must_read, read_record
+from trireme_shared.platform.runtime import ids, telemetry
+from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.protocol.errors import (
     CheckpointUnusable,
     PeerError,
     StaleGeneration,
@@ -34,8 +37,7 @@ from trireme_shared.errors import (
     TriremeError,
     UserCodeError,
 )
-from trireme_shared.etcd.reading import must_read, read_record
-from trireme_shared.evaluations import (
+from trireme_shared.protocol.evaluations import (
     Evaluation,
     EvaluationStatus,
     RunningEvaluation,
@@ -43,11 +45,9 @@ from trireme_shared.evaluations import (
     evaluations_before,
     plateau_value,
 )
-from trireme_shared.records import JobSpec, TakeNext, Task, TaskKind, ValidationSums
-from trireme_shared.records.checkpoints import CheckpointRef
-from trireme_shared.records.step import StepRecord
-from trireme_shared.runtime import ids, telemetry
-from trireme_shared.runtime.waiting import event_within
+from trireme_shared.protocol.records import JobSpec, TakeNext, Task, TaskKind, ValidationSums
+from trireme_shared.protocol.records.checkpoints import CheckpointRef
+from trireme_shared.protocol.records.step import StepRecord
 
 LOOK_S = 0.5
 PAUSE_S = 0.5

@@ -21,10 +21,10 @@ from trainer_agent.loops.lane_pusher import LanePusher
 from trainer_agent.loops.step import LaneWork, Step
 from trainer_agent.tasks.lane_reader import Portion, is_due, portion_of
 from trainer_agent.tasks.source import LoadedTask, TaskFailed
-from trireme_shared.errors import TriremeError
-from trireme_shared.records.step import LanePosition
-from trireme_shared.runtime import clock, telemetry
-from trireme_shared.wire.messages import PushHeader
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.records.step import LanePosition
+from trireme_shared.protocol.wire.messages import PushHeader
 
 KEPT_TASKS = 8
 LEAST_LATE_S = 0.05  # shorter delays are jitter

@@ -21,9 +21,9 @@ from trainer_agent.model.compute import BeforeStep
 from trainer_agent.tasks.lane_reader import LaneReaders
 from trainer_agent.tasks.source import TaskFailed, TrainingOver
 from trainer_agent.waiting import backoff_s
-from trireme_shared.errors import Gone, StaleGeneration
-from trireme_shared.records.step import LaneZero, StepRecord
-from trireme_shared.runtime import ids, telemetry
+from trireme_shared.platform.runtime import ids, telemetry
+from trireme_shared.protocol.errors import Gone, StaleGeneration
+from trireme_shared.protocol.records.step import LaneZero, StepRecord
 
 REFRESH_S = 0.5
 

@@ -22,10 +22,10 @@ from trainer_agent.model.compute import Ready, node_result
 from trainer_agent.tasks.lane_reader import LaneReaders, Portion
 from trainer_agent.tasks.source import TaskFailed
 from trainer_agent.waiting import SingleErrorGroup
-from trireme_shared.errors import UserCodeError
-from trireme_shared.lanes import Interval, step_seed
-from trireme_shared.runtime import clock
-from trireme_shared.wire.messages import PushHeader
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import UserCodeError
+from trireme_shared.protocol.lanes import Interval, step_seed
+from trireme_shared.protocol.wire.messages import PushHeader
 
 KEPT = 16
 ENOUGH = 3  # the first minibatches compile, allocate, warm up

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from trireme_shared.checkpoints import stored
-from trireme_shared.errors import PeerError
-from trireme_shared.records import JobSpec
-from trireme_shared.records.checkpoints import CheckpointRef, Manifest
-from trireme_shared.runtime import ids, telemetry
+from trireme_shared.platform.runtime import ids, telemetry
+from trireme_shared.protocol.errors import PeerError
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest
 
 STORAGE_TRIES = 4
 PAUSE_S = 0.5

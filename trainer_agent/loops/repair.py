@@ -24,11 +24,11 @@ from trainer_agent.loops.step import LaneWork, Step
 from trainer_agent.loops.timeline import RolledBack, timeline_of
 from trainer_agent.tasks.lane_reader import LaneReaders
 from trainer_agent.waiting import SingleErrorGroup
-from trireme_shared.errors import DeadlineExceeded, StaleGeneration, StepTorn
-from trireme_shared.records import Mode
-from trireme_shared.runtime import telemetry
-from trireme_shared.runtime.waiting import event_within
-from trireme_shared.wire.messages import PushHeader
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.protocol.errors import DeadlineExceeded, StaleGeneration, StepTorn
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.wire.messages import PushHeader
 
 SETTLE_S = 10.0
 TORN_S = 60.0

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from trainer_agent.model.compute import Compute, Ready, Records
 from trainer_agent.tasks.source import outcome_of
-from trireme_shared.errors import TriremeError
+from trireme_shared.protocol.errors import TriremeError
 
 if TYPE_CHECKING:
     from trireme_shared.tables.grouping import Numbers

@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 from trainer_agent.data_plane.parameter_servers import ParameterServers
 from trainer_agent.data_plane.pulls import Within
-from trireme_shared.errors import PeerError, StaleGeneration
-from trireme_shared.records import JobSpec
-from trireme_shared.runtime import telemetry
-from trireme_shared.wire.messages import StalenessBound
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.errors import PeerError, StaleGeneration
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.wire.messages import StalenessBound
 
 PATIENCE = 0.5  # of a task's time limits: who waits gets no limit of its own into danger
 

@@ -10,9 +10,9 @@ from trainer_agent.data_plane.outbox import Outboxes
 from trainer_agent.model.compute import Compute, LaneResult, metrics_of, node_result
 from trainer_agent.tasks.lane_reader import Portion
 from trainer_agent.tasks.step_times import Times
-from trireme_shared.lanes import Interval
-from trireme_shared.records import StepMetrics, Task
-from trireme_shared.records.step import LanePosition, LaneZero, NodeResult, result_of
+from trireme_shared.protocol.lanes import Interval
+from trireme_shared.protocol.records import StepMetrics, Task
+from trireme_shared.protocol.records.step import LanePosition, LaneZero, NodeResult, result_of
 
 
 @dataclass

@@ -25,8 +25,8 @@ from trainer_agent.tasks.activity import Held, LanePace
 from trainer_agent.tasks.lane_reader import LaneReaders
 from trainer_agent.waiting import SingleErrorGroup
 from trireme_shared.checkpoints.schedule import is_final
-from trireme_shared.records.step import StepRecord
-from trireme_shared.runtime import clock, telemetry
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.records.step import StepRecord
 
 log = telemetry.logger("sync_loop")
 

@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from trainer_agent.waiting import SingleErrorGroup
-from trireme_shared.membership.directory import Directory
+from trireme_shared.platform.membership.directory import Directory
 
 LOOK_S = 0.5
 

@@ -14,16 +14,16 @@ from trainer_agent.data_plane.routing import Routes, route
 from trainer_agent.membership.lease import Membership
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import Backoff, SingleErrorGroup
-from trireme_shared.errors import LayoutMismatch, NotReady, PeerError, StaleGeneration, WrongOwner
-from trireme_shared.etcd import Compare, Etcd, LeaseLost, Put
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.membership import hash_seed
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import JobSpec, JobState, Mode, PserverMember, SlotMap
-from trireme_shared.records.layout import Layout, TableSpec
-from trireme_shared.records.step import LanePosition, StepRecord
-from trireme_shared.runtime import telemetry
-from trireme_shared.wire.messages import InitBlock, InitHeader
+from trireme_shared.platform.etcd import Compare, Etcd, LeaseLost, Put
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.membership import hash_seed
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.errors import LayoutMismatch, NotReady, PeerError, StaleGeneration, WrongOwner
+from trireme_shared.protocol.records import JobSpec, JobState, Mode, PserverMember, SlotMap
+from trireme_shared.protocol.records.layout import Layout, TableSpec
+from trireme_shared.protocol.records.step import LanePosition, StepRecord
+from trireme_shared.protocol.wire.messages import InitBlock, InitHeader
 
 LOOK_S = 0.5
 PATIENCE_S = 3600.0

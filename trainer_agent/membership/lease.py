@@ -9,11 +9,11 @@ created again if the lease ran out meanwhile. While etcd is down (connections ar
 from __future__ import annotations
 
 from trainer_agent.waiting import retry
-from trireme_shared.errors import PeerError
-from trireme_shared.keys import Keys
-from trireme_shared.membership.own_key import OwnKey
-from trireme_shared.records import TrainerMember
-from trireme_shared.runtime import telemetry
+from trireme_shared.platform.membership.own_key import OwnKey
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.errors import PeerError
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import TrainerMember
 
 log = telemetry.logger("membership")
 

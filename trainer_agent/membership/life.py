@@ -1,6 +1,6 @@
 """What holds up a trainer's event loop, so that it cannot renew its lease: code of the user that keeps Python's interpreter.
 
-the loop runs ─► sign of life (trireme_shared.membership.life_sign)        held up for longer than the lease, which is gone ─► the master is told
+the loop runs ─► sign of life (trireme_shared.platform.membership.life_sign)        held up for longer than the lease, which is gone ─► the master is told
 of which records: counted as a death there (they are discarded, after some)           of nothing on record: a failure of the user's code
 """
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from trainer_agent.membership.lease import Membership
 from trainer_agent.tasks.master import MasterPort
 from trainer_agent.waiting import retry
-from trireme_shared.errors import TriremeError
-from trireme_shared.etcd import Etcd
-from trireme_shared.membership.life_sign import LifeFile
-from trireme_shared.records import FailTask, UserFailure
-from trireme_shared.records.begun import BegunWork
-from trireme_shared.runtime import begun, clock, telemetry
-from trireme_shared.runtime.processor_use import WORKS_FROM
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.membership.life_sign import LifeFile
+from trireme_shared.platform.runtime import begun, clock, telemetry
+from trireme_shared.platform.runtime.processor_use import WORKS_FROM
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.records import FailTask, UserFailure
+from trireme_shared.protocol.records.begun import BegunWork
 
 BEAT_S = 0.25
 

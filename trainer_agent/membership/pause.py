@@ -11,14 +11,14 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 
 from trainer_agent.membership.lease import Membership
-from trireme_shared.errors import PeerError
-from trireme_shared.etcd import Etcd, LeaseLost
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import Phase
-from trireme_shared.records.pauses import Pause, Paused, Saving
-from trireme_shared.runtime import clock, ids, telemetry
-from trireme_shared.runtime.waiting import event_within
+from trireme_shared.platform.etcd import Etcd, LeaseLost
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.protocol.errors import PeerError
+from trireme_shared.protocol.records import Phase
+from trireme_shared.protocol.records.pauses import Pause, Paused, Saving
 
 LOOK_S = 0.5
 PAUSE_S = 0.2

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trireme_shared.lanes import Interval
-from trireme_shared.logged_metrics import Logged
-from trireme_shared.metric_names import MOST_NAMES
-from trireme_shared.records import StepMetrics
-from trireme_shared.records.job_spec import Narrow
-from trireme_shared.records.layout import Layout
-from trireme_shared.records.step import LaneZero, NodeResult
-from trireme_shared.records.tasks import MetricValue
+from trireme_shared.protocol.lanes import Interval
+from trireme_shared.protocol.logged_metrics import Logged
+from trireme_shared.protocol.metric_names import MOST_NAMES
+from trireme_shared.protocol.records import StepMetrics
+from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.layout import Layout
+from trireme_shared.protocol.records.step import LaneZero, NodeResult
+from trireme_shared.protocol.records.tasks import MetricValue
 
 if TYPE_CHECKING:
     from trainer_agent.model.flat import Place
@@ -121,7 +121,7 @@ class BlockSink(Protocol):
 class Compute(Protocol):
     """One trainer's model. Calls are never concurrent: the loop awaits `gradient`, `evaluate` and `export` one by one.
 
-    Errors of the user's code are raised as trireme_shared.errors.UserCodeError.
+    Errors of the user's code are raised as trireme_shared.protocol.errors.UserCodeError.
     """
 
     @property
@@ -190,7 +190,7 @@ class Compute(Protocol):
 
         One call for each lane of a node [first, last), in order. During the call for the last lane, `sink.done(block)` is
         called in the event loop, exactly once per block, when backward has finished with the block (small blocks may wait for
-        others). From then on `contribution(node, block)` is the weighted mean over the node's lanes (trireme_shared.lanes.combine,
+        others). From then on `contribution(node, block)` is the weighted mean over the node's lanes (trireme_shared.protocol.lanes.combine,
         canonical tree), cast to the dtype in which gradients are sent. If cancelled, it returns only when no thread uses the
         vectors any more. `ready`: of these records and this seed, with rows; for one call. The result is the same with and without it.
         """

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records.job_spec import Precision
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records.job_spec import Precision
 
 HOST = torch.device("cpu")
 

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from trireme_shared.storage import files
+from trireme_shared.platform.storage import files
 
 
 def write_model(model: nn.Module, directory: str) -> dict[str, str]:

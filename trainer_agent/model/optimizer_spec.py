@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import torch
 
 from trainer_agent.model.optimizer import rate_scale
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.optimizers.classes import ALL_CLASSES, CHOICES, OF_WHOLE_PARAMETERS, no_whole_parameters
-from trireme_shared.optimizers.own_step import check_step
-from trireme_shared.records import JobSpec, Strategy
-from trireme_shared.records.layout import OptimizerSpec
-from trireme_shared.records.step import LaneZero
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records import JobSpec, Strategy
+from trireme_shared.protocol.records.layout import OptimizerSpec
+from trireme_shared.protocol.records.step import LaneZero
+from trireme_shared.serving.optimizers.classes import ALL_CLASSES, CHOICES, OF_WHOLE_PARAMETERS, no_whole_parameters
+from trireme_shared.serving.optimizers.own_step import check_step
 
 T = TypeVar("T")
 

@@ -16,9 +16,9 @@ from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.optimizer import rate_scale
 from trainer_agent.model.optimizer_spec import encode
 from trainer_agent.own_loop.job_steps import known_steps
-from trireme_shared.errors import InvalidArgument, UserCodeError
-from trireme_shared.optimizers.own_step import check_scheduler_step
-from trireme_shared.records import JobSpec, Mode
+from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
+from trireme_shared.protocol.records import JobSpec, Mode
+from trireme_shared.serving.optimizers.own_step import check_scheduler_step
 
 Guard = Callable[..., Any]
 

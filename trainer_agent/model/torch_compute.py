@@ -40,13 +40,13 @@ from trainer_agent.tables.files import StoredTable, StoredTables
 from trainer_agent.tables.trained import TrainedTables
 from trireme_shared.blocks.narrow import DTYPES
 from trireme_shared.datasets.random_state import alone, drawing
-from trireme_shared.errors import InvalidArgument, UserCodeError
-from trireme_shared.lanes import Interval
-from trireme_shared.records import JobSpec, Mode
-from trireme_shared.records.job_spec import Narrow
-from trireme_shared.records.layout import Layout
-from trireme_shared.records.step import LaneZero
-from trireme_shared.runtime.light_torch import optimizers_without_compiler
+from trireme_shared.platform.runtime.light_torch import optimizers_without_compiler
+from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
+from trireme_shared.protocol.lanes import Interval
+from trireme_shared.protocol.records import JobSpec, Mode
+from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.layout import Layout
+from trireme_shared.protocol.records.step import LaneZero
 
 if TYPE_CHECKING:
     from trainer_agent.tables.remote import Lookup

@@ -17,7 +17,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from trireme_shared.datasets.user_modules import enter
-from trireme_shared.errors import InvalidArgument
+from trireme_shared.protocol.errors import InvalidArgument
 
 MAIN = "__main__"
 _mains: list[ModuleType] = []

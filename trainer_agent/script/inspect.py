@@ -26,10 +26,10 @@ from trainer_agent.own_loop.job_steps import UNCOUNTED, JobSteps, telling
 from trainer_agent.script.sample_records import compare_files, first_records
 from trainer_agent.script.user_module import UserModule, load
 from trireme_shared.datasets.random_state import seeded
-from trireme_shared.errors import InvalidArgument, TriremeError, UserCodeError
-from trireme_shared.evaluations import check_criteria
-from trireme_shared.records import JobSpec
-from trireme_shared.records.datasets import Dataset
+from trireme_shared.protocol.errors import InvalidArgument, TriremeError, UserCodeError
+from trireme_shared.protocol.evaluations import check_criteria
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.datasets import Dataset
 
 if TYPE_CHECKING:
     from trainer_agent.model.compute import LaneResult, Records

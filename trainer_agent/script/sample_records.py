@@ -6,11 +6,11 @@ import numpy as np
 
 from trainer_agent.data import Reader, Shard, default_collate, open_dataset
 from trainer_agent.model.compute import Records
-from trireme_shared.errors import DatasetError
-from trireme_shared.records.datasets import Dataset, JsonLines, TFRecord, WebDataset
-from trireme_shared.storage import files
-from trireme_shared.storage.compressed import is_compressed
-from trireme_shared.storage.dataset_files import files_of
+from trireme_shared.datasets.dataset_files import files_of
+from trireme_shared.platform.storage import files
+from trireme_shared.platform.storage.compressed import is_compressed
+from trireme_shared.protocol.errors import DatasetError
+from trireme_shared.protocol.records.datasets import Dataset, JsonLines, TFRecord, WebDataset
 
 COMPARED_FILES = 32
 

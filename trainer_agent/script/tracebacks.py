@@ -6,7 +6,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from trireme_shared.errors import TriremeError
+from trireme_shared.protocol.errors import TriremeError
 
 ONE_RECORD = "Expected more than 1 value per channel when training"  # torch's words
 DROP_LAST = (

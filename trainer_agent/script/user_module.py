@@ -26,8 +26,8 @@ from trainer_agent.script.tracebacks import message_of, traceback_of
 from trireme_shared.datasets.in_code import make
 from trireme_shared.datasets.random_state import START_SEED, seeded
 from trireme_shared.datasets.user_modules import enter
-from trireme_shared.errors import InvalidArgument, TriremeError, UserCodeError, is_interrupt
-from trireme_shared.records.datasets import Dataset, IterableStyle, MapStyle
+from trireme_shared.protocol.errors import InvalidArgument, TriremeError, UserCodeError, is_interrupt
+from trireme_shared.protocol.records.datasets import Dataset, IterableStyle, MapStyle
 
 DATASETS = get_args(get_args(Dataset)[0])
 REQUIRED = {

@@ -22,10 +22,10 @@ from torch import nn
 from trainer_agent.start_values.read import read_tensors
 from trainer_agent.tables.of_model import tables_of
 from trireme_shared.checkpoints.start_tables import Fit, StartTable, digest_in, fit_tables, marked
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records import JobSpec
-from trireme_shared.runtime import telemetry
-from trireme_shared.storage import files
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records import JobSpec
 
 SHOWN = 10
 PARTIAL = "--init-partial (init_partial = true) leaves out what does not fit"

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from trainer_agent.start_values.read import TrainingState, read_training_state
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.optimizers.state import SCALAR, kinds_of
-from trireme_shared.records import JobSpec
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.serving.optimizers.state import SCALAR, kinds_of
 
 SHOWN = 5
 

@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.storage import files
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import InvalidArgument
 
 NESTED = ("state_dict", "model_state_dict", "model")  # where trainers of other frameworks put it
 OPTIMIZER = ("optimizer", "optimizer_state_dict", "optimizer_states")

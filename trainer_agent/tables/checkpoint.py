@@ -11,9 +11,9 @@ from trainer_agent.tables.deltas import TableDelta
 from trainer_agent.tables.export import MOST_BYTES, left_out
 from trainer_agent.tables.files import StoredTable, in_order, write_tables
 from trireme_shared.checkpoints.table_rows import read_changes, read_rows
-from trireme_shared.errors import TooLarge
-from trireme_shared.records.checkpoints import CheckpointRef, Manifest
-from trireme_shared.records.layout import TableSpec
+from trireme_shared.protocol.errors import TooLarge
+from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest
+from trireme_shared.protocol.records.layout import TableSpec
 
 if TYPE_CHECKING:
     from trireme_shared.tables.table import RowsOfIds  # loads numba

@@ -28,10 +28,10 @@ from trainer_agent.tables.files import (
     read_table,
 )
 from trainer_agent.tables.of_model import ModelTables
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records.layout import TableSpec
-from trireme_shared.records.record import Record
-from trireme_shared.storage import files
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records.layout import TableSpec
+from trireme_shared.protocol.records.record import Record
 
 if TYPE_CHECKING:
     import numpy.typing as npt

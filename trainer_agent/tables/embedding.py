@@ -18,8 +18,8 @@ from torch.nn import functional as F  # noqa: N812
 from trainer_agent.tables.ids import check_offsets, integers, on_host, signed
 from trainer_agent.tables.settings import Adagrad, spec_of
 from trainer_agent.tables.source import Bound
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records.layout import RowInit, RowOptimizer
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records.layout import RowInit, RowOptimizer
 from trireme_shared.tables.grouping import grouped
 
 NO_ROWS = (

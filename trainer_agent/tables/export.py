@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from trainer_agent.tables.files import StoredTable, write_tables
-from trireme_shared.records.layout import TableSpec
-from trireme_shared.runtime import telemetry
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.records.layout import TableSpec
 from trireme_shared.tables.hashing import Ids
 from trireme_shared.tables.payload import Rows
 

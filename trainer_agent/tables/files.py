@@ -16,9 +16,9 @@ from safetensors.numpy import load, save
 from torch import nn
 
 from trainer_agent.tables.of_model import ModelTables
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records.layout import TableSpec
-from trireme_shared.storage import files
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records.layout import TableSpec
 from trireme_shared.tables.grouping import Numbers
 
 if TYPE_CHECKING:

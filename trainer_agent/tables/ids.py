@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from trireme_shared.errors import InvalidArgument
+from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.tables.grouping import Grouped, Numbers, grouped
 from trireme_shared.tables.hashing import ids_of_texts
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from trainer_agent.tables.files import StoredTable
 from trireme_shared.checkpoints.start_tables import StartTable, put_rows
-from trireme_shared.records.layout import TableSpec
+from trireme_shared.protocol.records.layout import TableSpec
 from trireme_shared.tables.grouping import Numbers
 from trireme_shared.tables.lanes import LaneRows, mean_over_lanes
 from trireme_shared.tables.memory import Floats

@@ -11,8 +11,8 @@ from torch import nn
 from trainer_agent.tables.embedding import TableLayer
 from trainer_agent.tables.recording import Recording
 from trainer_agent.tables.source import Bound, RowSource
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records.layout import MOST_TABLES, TableSpec
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records.layout import MOST_TABLES, TableSpec
 from trireme_shared.tables.grouping import Grouped
 from trireme_shared.tables.hashing import table_seed
 

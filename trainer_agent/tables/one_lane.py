@@ -17,7 +17,7 @@ from trainer_agent.tables.files import StoredTable
 from trainer_agent.tables.of_model import ModelTables
 from trainer_agent.tables.recording import Recording
 from trireme_shared.checkpoints.start_tables import StartTable
-from trireme_shared.records.layout import schedule_factor
+from trireme_shared.protocol.records.layout import schedule_factor
 
 if TYPE_CHECKING:
     from trainer_agent.tables.local import LocalTables

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records.layout import TableSpec
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records.layout import TableSpec
 from trireme_shared.tables.grouping import Grouped, Numbers, grouped
 
 if TYPE_CHECKING:

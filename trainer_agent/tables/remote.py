@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from trireme_shared.errors import NotReady
-from trireme_shared.runtime import begun, telemetry
+from trireme_shared.platform.runtime import begun, telemetry
+from trireme_shared.protocol.errors import NotReady
 from trireme_shared.tables.grouping import Grouped, Numbers
 
 log = telemetry.logger("remote_rows")

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
-from trireme_shared.records.record import Record
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.records.record import Record
 
 R = TypeVar("R", bound=Record)
 INIT = re.compile(r"(uniform|normal|constant)\(\s*([-+0-9.eE]+)\s*\)")

@@ -18,8 +18,8 @@ from trainer_agent.tables.of_model import ModelTables
 from trainer_agent.tables.recording import Recording
 from trainer_agent.tables.remote import AtHand, RemoteRows
 from trainer_agent.tables.source import RowSource
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records import JobSpec, Mode, Strategy
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records import JobSpec, Mode, Strategy
 from trireme_shared.tables.grouping import Grouped
 
 if TYPE_CHECKING:

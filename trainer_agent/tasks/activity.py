@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from trireme_shared.records import Task
+from trireme_shared.protocol.records import Task
 
 PROGRESS_S, LEAST_PROGRESS_S = 5.0, 0.25
 

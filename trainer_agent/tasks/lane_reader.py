@@ -17,10 +17,10 @@ from trainer_agent.model.compute import Records
 from trainer_agent.tasks.activity import Held
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource, TrainingOver, outcome_of
 from trainer_agent.waiting import SingleErrorGroup
-from trireme_shared.errors import TriremeError
-from trireme_shared.lanes import Interval
-from trireme_shared.records import Task
-from trireme_shared.records.step import LanePosition, StepRecord
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.lanes import Interval
+from trireme_shared.protocol.records import Task
+from trireme_shared.protocol.records.step import LanePosition, StepRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """What the process before this one died at: told to the master, before this one begins anything.
 
-the file of trireme_shared.runtime.begun ─► one report for each thing that it had begun ─► the master counts deaths by place
+the file of trireme_shared.platform.runtime.begun ─► one report for each thing that it had begun ─► the master counts deaths by place
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 from trainer_agent.data import minibatch_indices, minibatches_in
 from trainer_agent.tasks.master import MasterPort
 from trainer_agent.waiting import retry
-from trireme_shared.errors import TriremeError
-from trireme_shared.records import FailTask, JobSpec, UserFailure
-from trireme_shared.records.begun import READING, BegunWork
-from trireme_shared.runtime import begun, telemetry
+from trireme_shared.platform.runtime import begun, telemetry
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.records import FailTask, JobSpec, UserFailure
+from trireme_shared.protocol.records.begun import READING, BegunWork
 
 DIED = "ProcessDied"
 REPORT_S = 30.0

@@ -9,10 +9,11 @@ from urllib.parse import quote
 
 import aiohttp
 
-from trireme_shared.errors import NotFound, NotLeader, TriremeError
-from trireme_shared.etcd import Etcd
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import (
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.runtime.http import call_json
+from trireme_shared.protocol.errors import NotFound, NotLeader, TriremeError
+from trireme_shared.protocol.records import (
     AcquireTask,
     Completed,
     CompleteTask,
@@ -25,7 +26,6 @@ from trireme_shared.records import (
     TaskProgress,
     UserFailure,
 )
-from trireme_shared.runtime.http import call_json
 
 TIMEOUT_S = 10.0
 STARTING_S = 30.0
@@ -33,7 +33,7 @@ LOOK_S = 5.0
 
 
 class MasterPort(Protocol):
-    """One attempt each. Raises the errors of trireme_shared.errors; PeerError: no answer, or no leader: ask again later."""
+    """One attempt each. Raises the errors of trireme_shared.protocol.errors; PeerError: no answer, or no leader: ask again later."""
 
     async def acquire_task(self, ask: AcquireTask) -> TaskAnswer: ...
     async def report_progress(self, task_id: str, progress: TaskProgress) -> None: ...

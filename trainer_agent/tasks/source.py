@@ -21,8 +21,16 @@ from trainer_agent.model.compute import Records
 from trainer_agent.script.tracebacks import traceback_of
 from trainer_agent.tasks.master import MasterPort, failure_of
 from trainer_agent.waiting import Backoff, retry
-from trireme_shared.errors import CallerError, DatasetError, DeadlineExceeded, PeerError, StaleAttempt, TriremeError
-from trireme_shared.records import (
+from trireme_shared.platform.runtime import begun, ids, telemetry
+from trireme_shared.protocol.errors import (
+    CallerError,
+    DatasetError,
+    DeadlineExceeded,
+    PeerError,
+    StaleAttempt,
+    TriremeError,
+)
+from trireme_shared.protocol.records import (
     AcquireTask,
     CompleteTask,
     FailTask,
@@ -32,11 +40,10 @@ from trireme_shared.records import (
     TaskAnswer,
     TaskProgress,
 )
-from trireme_shared.records.begun import BegunWork
-from trireme_shared.records.datasets import IterableStyle, MapStyle
-from trireme_shared.records.step import LanePosition
-from trireme_shared.records.tasks import WAITS_FOR_CHARACTERS
-from trireme_shared.runtime import begun, ids, telemetry
+from trireme_shared.protocol.records.begun import BegunWork
+from trireme_shared.protocol.records.datasets import IterableStyle, MapStyle
+from trireme_shared.protocol.records.step import LanePosition
+from trireme_shared.protocol.records.tasks import WAITS_FOR_CHARACTERS
 
 WAIT_S = 10.0  # the master answers as soon as there is a task
 READ_LIMIT_S = 120.0

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from trireme_shared.records import MetricsTaken, StepMetrics
-from trireme_shared.records.step import StepResult
-from trireme_shared.records.tasks import MetricValue
+from trireme_shared.protocol.records import MetricsTaken, StepMetrics
+from trireme_shared.protocol.records.step import StepResult
+from trireme_shared.protocol.records.tasks import MetricValue
 
 MOST_STEPS = 4096
 

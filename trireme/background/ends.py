@@ -11,8 +11,8 @@ from trireme.background.errors import InvalidSetting, JobFailed, JobStopped, in_
 from trireme.launch import child, disk_space  # noqa: F401  from_map knows the errors of modules that are loaded
 from trireme.settings import UsageError
 from trireme.view.report import failure_lines
-from trireme_shared.errors import PeerError, TriremeError, UserCodeError, from_map
-from trireme_shared.records import Phase, UserFailure
+from trireme_shared.protocol.errors import PeerError, TriremeError, UserCodeError, from_map
+from trireme_shared.protocol.records import Phase, UserFailure
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What `trireme.run` and its `Run` raise, beside the errors of trireme_shared.errors."""
+"""What `trireme.run` and its `Run` raise, beside the errors of trireme_shared.protocol.errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from trireme.config import ConfigError
 from trireme.settings import UsageError
-from trireme_shared.errors import DeadlineExceeded, TriremeError
+from trireme_shared.protocol.errors import DeadlineExceeded, TriremeError
 
 _SHOWN_AS = "trireme"  # where users find them, as tracebacks say it
 _FLAG = re.compile(r"--([a-z][a-z-]*[a-z])(?: ([A-Z]{2,}|\d+)\b)?")

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from trireme.background.errors import in_python
 from trireme.view.progress import Progress
-from trireme_shared.records import JobSpec
+from trireme_shared.protocol.records import JobSpec
 
 MOST_WAITING = 5000  # messages that the parent has not read
 WRITTEN_S = 10.0

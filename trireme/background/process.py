@@ -18,9 +18,9 @@ from trireme.background.errors import in_python
 from trireme.background.messages import Lines, MessageDisplay, Messages
 from trireme.cli.run import RunRequest, run_job
 from trireme.preflight import ScriptError, check_path
-from trireme_shared.errors import TriremeError
-from trireme_shared.runtime import telemetry
-from trireme_shared.runtime.lifelines import die_with
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.platform.runtime.lifelines import die_with
+from trireme_shared.protocol.errors import TriremeError
 
 
 def main() -> None:

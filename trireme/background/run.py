@@ -30,10 +30,10 @@ from trireme.background.watching import Attended, watcher
 from trireme.preflight import check_path
 from trireme.settings import UsageError, check_fields, from_call, merge
 from trireme.view.progress import Progress
-from trireme_shared.errors import DeadlineExceeded, NotFound, TriremeError
-from trireme_shared.runtime import clock
-from trireme_shared.runtime.log_files import Logs
-from trireme_shared.storage import files
+from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.runtime.log_files import Logs
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import DeadlineExceeded, NotFound, TriremeError
 
 if TYPE_CHECKING:
     import torch

@@ -15,10 +15,10 @@ from trireme.cli.targets import token_of_run
 from trireme.launch import run_folder
 from trireme.view.job_address import client_of
 from trireme.view.series import OfMaster, Row
-from trireme_shared.errors import Conflict, DeadlineExceeded, InvalidArgument, PeerError, TriremeError
-from trireme_shared.metric_names import LOSS
-from trireme_shared.records import Dispatch, JobSpec
-from trireme_shared.storage import files
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import Conflict, DeadlineExceeded, InvalidArgument, PeerError, TriremeError
+from trireme_shared.protocol.metric_names import LOSS
+from trireme_shared.protocol.records import Dispatch, JobSpec
 
 ANSWER_S = 60.0
 T = TypeVar("T")

@@ -26,7 +26,7 @@ from trireme.background.ends import End, end_of, end_of_dead
 from trireme.background.series import losses_in
 from trireme.launch.processes import PYTHON_MODULE
 from trireme.view.progress import Progress
-from trireme_shared.errors import PeerError
+from trireme_shared.protocol.errors import PeerError
 
 MODULE = "trireme.background.process"
 SPAWN_S = 60.0

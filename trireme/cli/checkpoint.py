@@ -25,13 +25,13 @@ from trireme.view.job_address import AnyClient, OpenJob, open_job
 from trireme.view.operations import call_any_master, wait_for_operation
 from trireme.view.progress import say
 from trireme_shared.checkpoints import stored
-from trireme_shared.errors import CheckpointUnusable, NotFound, PeerError, TriremeError
-from trireme_shared.evaluations import evaluation_of
-from trireme_shared.records import JobSpec
-from trireme_shared.records.checkpoints import CheckpointRef, Manifest, PartLink
-from trireme_shared.records.operations import Operation
-from trireme_shared.runtime import ids
-from trireme_shared.storage import files
+from trireme_shared.platform.runtime import ids
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import CheckpointUnusable, NotFound, PeerError, TriremeError
+from trireme_shared.protocol.evaluations import evaluation_of
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest, PartLink
+from trireme_shared.protocol.records.operations import Operation
 
 Answer = tuple[dict[str, Any], int]
 

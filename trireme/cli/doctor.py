@@ -17,13 +17,13 @@ from trireme.cli.version import version_of
 from trireme.launch import run_folder
 from trireme.launch.cluster import HOST
 from trireme.launch.run_folder import DATA_DIR
-from trireme_shared.errors import PeerError, TriremeError
-from trireme_shared.etcd import NoSpace, Space
-from trireme_shared.etcd.embedded import READY_TIMEOUT_S, find_binary
-from trireme_shared.membership import hash_seed
-from trireme_shared.membership.etcd_access import EtcdAccess
-from trireme_shared.membership.settings import MemberSettings
-from trireme_shared.records import JobSpec
+from trireme_shared.platform.etcd import NoSpace, Space
+from trireme_shared.platform.etcd.embedded import READY_TIMEOUT_S, find_binary
+from trireme_shared.platform.membership import hash_seed
+from trireme_shared.platform.membership.etcd_access import EtcdAccess
+from trireme_shared.platform.membership.settings import MemberSettings
+from trireme_shared.protocol.errors import PeerError, TriremeError
+from trireme_shared.protocol.records import JobSpec
 
 LATE_EXPIRY_S = 0.5  # etcd may revoke an expired lease this late
 MASTER_TTL_S = 3.0

@@ -8,7 +8,7 @@ import sys
 from trireme.launch.child import ClusterError
 from trireme.launch.disk_space import DiskFull
 from trireme.view.report import failure_lines
-from trireme_shared.errors import (
+from trireme_shared.protocol.errors import (
     CallerError,
     CheckpointUnusable,
     Conflict,
@@ -21,7 +21,7 @@ from trireme_shared.errors import (
     Unauthorized,
     UserCodeError,
 )
-from trireme_shared.records import UserFailure
+from trireme_shared.protocol.records import UserFailure
 
 OK, JOB_FAILED, USAGE, NOT_FOUND, CONFLICT, AUTH, UNREACHABLE, TIMED_OUT, DISK_FULL, CANCELLED = range(10)
 INTERRUPTED = 130

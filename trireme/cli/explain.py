@@ -18,14 +18,14 @@ from trireme.launch import resume, run_folder
 from trireme.view.job_address import address_of, open_job
 from trireme.view.names import without_tokens
 from trireme.view.stopped_run import explain_ended, explain_stopped, told_by_launcher
-from trireme_shared.errors import CallerError, NotFound, PeerError, TriremeError, Unauthorized
-from trireme_shared.etcd import Etcd, Get
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.keys import Keys
-from trireme_shared.membership.etcd_access import EtcdAccess
-from trireme_shared.membership.settings import MemberSettings
-from trireme_shared.records import JobState, MasterAddress, MasterLock, Phase
-from trireme_shared.runtime import telemetry
+from trireme_shared.platform.etcd import Etcd, Get
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.membership.etcd_access import EtcdAccess
+from trireme_shared.platform.membership.settings import MemberSettings
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.errors import CallerError, NotFound, PeerError, TriremeError, Unauthorized
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobState, MasterAddress, MasterLock, Phase
 
 ANSWER_S = 3.0
 MASTER_S = 8.0  # a masterless job is watched for some seconds

@@ -15,11 +15,11 @@ from trireme.cli.checkpoint import Answer, answer, choose, spec_of
 from trireme.cli.targets import Target, cluster_of
 from trireme.view.job_address import client_of
 from trireme_shared.checkpoints import stored
-from trireme_shared.records import JobSpec
-from trireme_shared.records.checkpoints import CheckpointRef, Manifest
-from trireme_shared.records.cluster import stored_source
-from trireme_shared.records.job_spec import TRAINING_FILE
-from trireme_shared.storage import files
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest
+from trireme_shared.protocol.records.cluster import stored_source
+from trireme_shared.protocol.records.job_spec import TRAINING_FILE
 
 if TYPE_CHECKING:
     from trainer_agent.tables.files import StoredTable  # loads torch

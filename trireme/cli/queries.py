@@ -23,9 +23,9 @@ from trireme.view.names import without_tokens
 from trireme.view.progress import members_text, progress_of
 from trireme.view.report import evaluation_line, failure_lines, loss_rows, summary_text
 from trireme.view.stopped_run import explain_stopped
-from trireme_shared.errors import TriremeError
-from trireme_shared.records import Phase, UserFailure
-from trireme_shared.runtime import telemetry
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.records import Phase, UserFailure
 
 COUNTS = ("trainers", "trainers_desired", "pservers", "pservers_desired")
 STOPPED = "STOPPED"  # no phase of a job: nobody runs it, and it is unfinished

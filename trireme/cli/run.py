@@ -48,15 +48,15 @@ from trireme.view.child_events import restarts_in
 from trireme.view.live_progress import ProgressReporter
 from trireme.view.progress import Display, display
 from trireme.view.report import failure_text, result_document, summary_text
-from trireme_shared.errors import PeerError, TriremeError
-from trireme_shared.keys import Keys
-from trireme_shared.membership.etcd_access import EtcdAccess
-from trireme_shared.records import Dispatch, FailureCause, JobSpec, JobState, Phase, Strategy
-from trireme_shared.runtime import clock, telemetry
-from trireme_shared.security import private_files
-from trireme_shared.security.access import is_loopback
-from trireme_shared.security.tls import Tls
-from trireme_shared.security.token_folder import TokenFolder
+from trireme_shared.platform.membership.etcd_access import EtcdAccess
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.security import private_files
+from trireme_shared.platform.security.access import is_loopback
+from trireme_shared.platform.security.tls import Tls
+from trireme_shared.platform.security.token_folder import TokenFolder
+from trireme_shared.protocol.errors import PeerError, TriremeError
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import Dispatch, FailureCause, JobSpec, JobState, Phase, Strategy
 
 PUBLISH_S = 5.0
 REQUEST_TIMEOUT_S = 5.0

@@ -17,9 +17,9 @@ from trireme.cli.targets import job_target
 from trireme.view.job_address import AnyClient, Connect, OpenJob, open_job
 from trireme.view.operations import LONG_POLL_S, call_any_master
 from trireme.view.progress import say
-from trireme_shared.errors import DeadlineExceeded, TriremeError, from_map
-from trireme_shared.records.operations import OperationState, ResizePrediction
-from trireme_shared.runtime import clock, ids
+from trireme_shared.platform.runtime import clock, ids
+from trireme_shared.protocol.errors import DeadlineExceeded, TriremeError, from_map
+from trireme_shared.protocol.records.operations import OperationState, ResizePrediction
 
 POLL_S = 0.5
 MIB = 1 << 20

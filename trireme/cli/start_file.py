@@ -17,11 +17,11 @@ from trireme.cli.checkpoint import choose, spec_of
 from trireme.settings import Setting
 from trireme_shared.checkpoints import stored
 from trireme_shared.checkpoints.start_tables import names_beside
-from trireme_shared.errors import CheckpointUnusable, InvalidArgument, NotFound
-from trireme_shared.records import JobSpec
-from trireme_shared.records.checkpoints import CheckpointRef
-from trireme_shared.records.job_spec import INITIAL_FILES, TRAINING_FILE
-from trireme_shared.storage import files
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import CheckpointUnusable, InvalidArgument, NotFound
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.checkpoints import CheckpointRef
+from trireme_shared.protocol.records.job_spec import INITIAL_FILES, TRAINING_FILE
 
 EXPORT_S = 600.0
 

@@ -14,7 +14,8 @@ from trireme.client.asynchronous import AsyncClient
 from trireme.client.exchange import ONLY_JOB
 from trireme.client.synchronous import Client
 from trireme.client.waiting import EventGap
-from trireme_shared.errors import (
+from trireme_shared.platform.security.tls import Tls
+from trireme_shared.protocol.errors import (
     CallerError,
     Conflict,
     CursorExpired,
@@ -26,10 +27,9 @@ from trireme_shared.errors import (
     TriremeError,
     Unauthorized,
 )
-from trireme_shared.records.cluster import Scheduling, Source, Standing
-from trireme_shared.records.job_spec import JobSettings
-from trireme_shared.records.operations import Strategy
-from trireme_shared.security.tls import Tls
+from trireme_shared.protocol.records.cluster import Scheduling, Source, Standing
+from trireme_shared.protocol.records.job_spec import JobSettings
+from trireme_shared.protocol.records.operations import Strategy
 
 __all__ = [
     "ONLY_JOB",

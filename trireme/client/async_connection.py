@@ -14,9 +14,9 @@ import httpx
 from pydantic import BaseModel
 
 from trireme.client.exchange import AGENT, Attempts, Call, Listing, Masters, given_token
-from trireme_shared.errors import TriremeError
-from trireme_shared.runtime import clock
-from trireme_shared.security.tls import Tls
+from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.security.tls import Tls
+from trireme_shared.protocol.errors import TriremeError
 
 TIMEOUT_S = 15.0
 

@@ -56,13 +56,13 @@ from master_service.core.explanation.cause import Explanation
 from trireme.client.async_connection import AsyncConnection
 from trireme.client.exchange import Call, Listing, body_of, get, path_in, path_of, post
 from trireme.client.waiting import LONG_POLL_S, POLL_S, EventGap, Wait, has_ended, result_of
-from trireme_shared.errors import Conflict, CursorExpired
-from trireme_shared.evaluations import Evaluation
-from trireme_shared.events import EventRecord
-from trireme_shared.records import TaskKind, TaskSummary
-from trireme_shared.records.cluster import Standing
-from trireme_shared.records.operations import Operation, OperationState, ResizePrediction, Strategy
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import Conflict, CursorExpired
+from trireme_shared.protocol.evaluations import Evaluation
+from trireme_shared.protocol.events import EventRecord
+from trireme_shared.protocol.records import TaskKind, TaskSummary
+from trireme_shared.protocol.records.cluster import Standing
+from trireme_shared.protocol.records.operations import Operation, OperationState, ResizePrediction, Strategy
 
 TaskState = Literal["TODO", "PENDING", "REQUEUED", "DONE", "DISCARDED"]
 

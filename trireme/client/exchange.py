@@ -16,7 +16,9 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from trireme_shared.errors import (
+from trireme_shared.platform.runtime import ids
+from trireme_shared.platform.security.hidden import without_user
+from trireme_shared.protocol.errors import (
     BadFrame,
     DeadlineExceeded,
     InvalidArgument,
@@ -27,9 +29,7 @@ from trireme_shared.errors import (
     Unauthorized,
     from_map,
 )
-from trireme_shared.records import Record
-from trireme_shared.runtime import ids
-from trireme_shared.security.hidden import without_user
+from trireme_shared.protocol.records import Record
 
 MASTERLESS = "etcd+"  # etcd+http://HOST:PORT/JOB is the address of a job without a master
 #: Stands for the job's name in calls to a master that has one job only. No job can have this name.

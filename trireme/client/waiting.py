@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from master_service.api.resources import JobView, ResizeView
-from trireme_shared.errors import CursorExpired, DeadlineExceeded, from_map
-from trireme_shared.records import Phase
-from trireme_shared.records.cluster import Standing
-from trireme_shared.records.operations import Operation, OperationState
+from trireme_shared.protocol.errors import CursorExpired, DeadlineExceeded, from_map
+from trireme_shared.protocol.records import Phase
+from trireme_shared.protocol.records.cluster import Standing
+from trireme_shared.protocol.records.operations import Operation, OperationState
 
 LONG_POLL_S = 10.0
 POLL_S = 0.5

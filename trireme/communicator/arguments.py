@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.membership.etcd_access import PASSWORD, EtcdAccess, split
-from trireme_shared.security.hidden import hidden
+from trireme_shared.platform.membership.etcd_access import PASSWORD, EtcdAccess, split
+from trireme_shared.platform.security.hidden import hidden
+from trireme_shared.protocol.errors import InvalidArgument
 
 MOST_S = 365 * 86400.0  # the clocks of threads, torch and etcd end somewhere above
 

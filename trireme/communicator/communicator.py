@@ -34,9 +34,9 @@ from trireme_shared.collective.operations import (
 from trireme_shared.collective.progress import STATE
 from trireme_shared.collective.session import Session
 from trireme_shared.collective.settings import CANONICAL, GLOO, NATIVE, NCCL, PROTOCOL, Settings
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.keys import Keys
-from trireme_shared.runtime import clock, telemetry
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.keys import Keys
 
 WAIT_S = 30.0  # for all members to begin an operation; then the group is built anew, until timeout_s is over
 MANIFEST_BYTES = 8 << 20  # of what a member called, tensor by tensor: told only if the members differ

@@ -20,9 +20,9 @@ import aiohttp
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.membership.settings import CONFIGURATION
-from trireme_shared.runtime import http, service, telemetry
+from trireme_shared.platform.membership.settings import CONFIGURATION
+from trireme_shared.platform.runtime import http, service, telemetry
+from trireme_shared.protocol.errors import InvalidArgument
 
 LOOK_S = 0.5
 ANSWER_S = 2.0

@@ -11,12 +11,12 @@ import configparser
 import json
 from pathlib import Path
 
-from trireme_shared.errors import DeadlineExceeded, InvalidArgument, Unauthorized
-from trireme_shared.runtime import clock, ids
-from trireme_shared.security import private_files
-from trireme_shared.security.token_folder import write_private
-from trireme_shared.security.tokens import private_text
-from trireme_shared.storage import files, object_store
+from trireme_shared.platform.runtime import clock, ids
+from trireme_shared.platform.security import private_files
+from trireme_shared.platform.security.token_folder import write_private
+from trireme_shared.platform.security.tokens import private_text
+from trireme_shared.platform.storage import files, object_store
+from trireme_shared.protocol.errors import DeadlineExceeded, InvalidArgument, Unauthorized
 
 FOLDER, CREDENTIALS = "s3", "credentials"
 SERVER_FOLDER, SERVER_CONFIG = "s3-server", "config.json"

@@ -21,11 +21,11 @@ import sys
 from pathlib import Path
 
 from trireme.containers import object_storage
-from trireme_shared.errors import InvalidArgument, TriremeError
-from trireme_shared.runtime import ids
-from trireme_shared.security import private_files
-from trireme_shared.security.token_folder import TABLE, TokenFile, TokenFolder, write_private
-from trireme_shared.security.tokens import Role, private_text
+from trireme_shared.platform.runtime import ids
+from trireme_shared.platform.security import private_files
+from trireme_shared.platform.security.token_folder import TABLE, TokenFile, TokenFolder, write_private
+from trireme_shared.platform.security.tokens import Role, private_text
+from trireme_shared.protocol.errors import InvalidArgument, TriremeError
 
 ROOT = Path("/secrets")
 ETCD_ROOT, ETCD, GRAFANA, PASSWORD = "etcd-root", "etcd", "grafana", "password"

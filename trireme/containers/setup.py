@@ -17,12 +17,12 @@ from contextlib import asynccontextmanager
 from pydantic import Field
 
 from trireme.containers import object_storage, secrets
-from trireme_shared.errors import CallerError, DeadlineExceeded, PeerError, Unauthorized
-from trireme_shared.etcd import Etcd, connect
-from trireme_shared.membership.settings import MemberSettings
-from trireme_shared.runtime import clock, service, telemetry
-from trireme_shared.security import etcd_users
-from trireme_shared.storage.object_store import is_s3
+from trireme_shared.platform.etcd import Etcd, connect
+from trireme_shared.platform.membership.settings import MemberSettings
+from trireme_shared.platform.runtime import clock, service, telemetry
+from trireme_shared.platform.security import etcd_users
+from trireme_shared.platform.storage.object_store import is_s3
+from trireme_shared.protocol.errors import CallerError, DeadlineExceeded, PeerError, Unauthorized
 
 CALL_S = 5.0
 LOOK_S = 0.2

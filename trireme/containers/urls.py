@@ -6,8 +6,8 @@ import argparse
 import shutil
 import sys
 
-from trireme_shared.errors import TriremeError
-from trireme_shared.storage import files
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import TriremeError
 
 
 def main() -> int:

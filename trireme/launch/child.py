@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import IO
 
 from trireme.launch.processes import Process, Start, spawn
-from trireme_shared.errors import TriremeError
-from trireme_shared.runtime import begun, clock
-from trireme_shared.runtime.service import EXIT_CODES, READY_FILE, health_url
-from trireme_shared.security import private_files
+from trireme_shared.platform.runtime import begun, clock
+from trireme_shared.platform.runtime.service import EXIT_CODES, READY_FILE, health_url
+from trireme_shared.platform.security import private_files
+from trireme_shared.protocol.errors import TriremeError
 
 TAIL_BYTES = 16 << 10
 TAIL_LINES = 15

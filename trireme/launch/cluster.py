@@ -30,19 +30,19 @@ from trireme.launch.supervision import GRACE_S, SupervisedProcesses
 from trireme.view.child_events import ChildEvent
 from trireme.view.job_address import OpenJob, client_of, masterless_address
 from trireme.view.masterless_client import MasterlessClient
-from trireme_shared import etcd as etcd_client
-from trireme_shared.errors import DeadlineExceeded, TriremeError
-from trireme_shared.etcd.reading import must_read
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.membership.etcd_access import EtcdAccess
-from trireme_shared.records import Dispatch, JobSpec, JobState
-from trireme_shared.records.checkpoints import CheckpointLatest
-from trireme_shared.runtime import clock
-from trireme_shared.security import private_files
-from trireme_shared.security.tls import VARIABLES
-from trireme_shared.security.token_folder import TokenFolder
-from trireme_shared.security.tokens import Role
+from trireme_shared.platform import etcd as etcd_client
+from trireme_shared.platform.etcd.reading import must_read
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.membership.etcd_access import EtcdAccess
+from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.security import private_files
+from trireme_shared.platform.security.tls import VARIABLES
+from trireme_shared.platform.security.token_folder import TokenFolder
+from trireme_shared.platform.security.tokens import Role
+from trireme_shared.protocol.errors import DeadlineExceeded, TriremeError
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import Dispatch, JobSpec, JobState
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest
 
 HOST = "127.0.0.1"
 MODULES = {"trainer": "trainer_agent", "master": "master_service", "pserver": "pserver_service"}

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trireme_shared.errors import TriremeError
+from trireme_shared.protocol.errors import TriremeError
 
 if TYPE_CHECKING:
-    from trireme_shared.etcd.embedded import EmbeddedEtcd
+    from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
 
 NEEDED_BYTES = 256 << 20  # etcd's log has two files of 64 MB, its data and their snapshots grow besides
 LEAST_BYTES = 64 << 20  # below this etcd cannot begin the next file of its log

@@ -30,8 +30,8 @@ from typing import Any, Never, Self
 
 import setproctitle
 
-from trireme_shared.runtime import clock
-from trireme_shared.runtime.lifelines import die_with
+from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.runtime.lifelines import die_with
 
 GO = b"!"
 DESCRIPTORS = 3
@@ -40,7 +40,7 @@ ADOPTION_S = 5.0
 FAILED = 1
 
 # what each module imports anyway, in the order in which a job starts them
-_SERVICE = ("uvloop", "pydantic_settings", "trireme_shared.runtime.service")
+_SERVICE = ("uvloop", "pydantic_settings", "trireme_shared.platform.runtime.service")
 _TRAINER = (*_SERVICE, "trainer_agent.settings", "trainer_agent.process")
 NEEDS = {
     "trainer_agent": (*_TRAINER, "trainer_agent.script.inspect"),
@@ -53,8 +53,8 @@ NEEDS = {
     ),
     "trireme.pool.task_process": (
         "pydantic_settings",
-        "trireme_shared.membership.local_script",
-        "trireme_shared.membership.settings",
+        "trireme_shared.platform.membership.local_script",
+        "trireme_shared.platform.membership.settings",
     ),
     "trireme.masterless": (*_TRAINER, "master_service.masterless.dispatcher", "trireme.config"),
 }
@@ -127,7 +127,7 @@ def _become(request: Request, connection: socket.socket, out: int, err: int) -> 
     """In the child: run the requested module and end."""
     code = FAILED
     try:
-        # no session of its own: the kernel would let its loop wait for its compute thread (trireme_shared.runtime.scheduling)
+        # no session of its own: the kernel would let its loop wait for its compute thread (trireme_shared.platform.runtime.scheduling)
         os.setpgid(0, 0)
         deadline = clock.monotonic() + ADOPTION_S
         while os.getppid() != request.parent and clock.monotonic() < deadline:

@@ -19,11 +19,11 @@ from contextlib import ExitStack, contextmanager
 from trireme.launch.cluster import LocalCluster
 from trireme.view.operations import wait_for_operation
 from trireme.view.progress import say
-from trireme_shared.errors import TriremeError
-from trireme_shared.records import Phase, Stage
-from trireme_shared.records.checkpoints import saved_point
-from trireme_shared.records.operations import saves_on_demand
-from trireme_shared.runtime import ids
+from trireme_shared.platform.runtime import ids
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.records import Phase, Stage
+from trireme_shared.protocol.records.checkpoints import saved_point
+from trireme_shared.protocol.records.operations import saves_on_demand
 
 CHECKPOINT_S = 30.0
 MASTER_S = 2.0

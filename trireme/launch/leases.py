@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trireme.launch.child import Child
-from trireme_shared.errors import TriremeError
-from trireme_shared.etcd import Etcd, Get
-from trireme_shared.etcd.client import TIMEOUT_S
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.keys import Keys
-from trireme_shared.membership.life_sign import FILE, LifeSign, read
-from trireme_shared.records import MasterLock, PserverMember, TrainerMember
-from trireme_shared.runtime import clock, telemetry
-from trireme_shared.runtime.network import is_here
-from trireme_shared.runtime.processor_use import ProcessorUse, processor_use
+from trireme_shared.platform.etcd import Etcd, Get
+from trireme_shared.platform.etcd.client import TIMEOUT_S
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.membership.life_sign import FILE, LifeSign, read
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.runtime.network import is_here
+from trireme_shared.platform.runtime.processor_use import ProcessorUse, processor_use
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import MasterLock, PserverMember, TrainerMember
 
 REVOKE_TIMEOUT_S = 2.0
 LOOK_S = 1.0

@@ -15,13 +15,13 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from trireme.launch.child import Child
 from trireme.launch.model_facts import Facts, parameter_bytes
-from trireme_shared.errors import PeerError
-from trireme_shared.etcd import Etcd
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import JobSpec
-from trireme_shared.records.assignments import GivenNumbers
-from trireme_shared.runtime import ids
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.runtime import ids
+from trireme_shared.protocol.errors import PeerError
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.assignments import GivenNumbers
 
 LOOK_S = 5.0
 PAUSE_S = 0.5

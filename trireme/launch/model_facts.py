@@ -11,7 +11,7 @@ import math
 from itertools import zip_longest
 from typing import Any
 
-from trireme_shared.records.layout import ELEMENT_BYTES, TableSpec
+from trireme_shared.protocol.records.layout import ELEMENT_BYTES, TableSpec
 
 FILE = "model.json"  # does not exist if the run was started with --no-check
 KINDS = {"param": "parameter", "buffer": "buffer"}

@@ -18,11 +18,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import IO, Protocol, Self
 
 from trireme.launch.fork_server import GO, Request
-from trireme_shared.errors import PeerError, TriremeError
-from trireme_shared.membership import hash_seed
-from trireme_shared.runtime import telemetry
-from trireme_shared.runtime.lifelines import adopting, die_with_parent
-from trireme_shared.runtime.malloc import tunables
+from trireme_shared.platform.membership import hash_seed
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.platform.runtime.lifelines import adopting, die_with_parent
+from trireme_shared.platform.runtime.malloc import tunables
+from trireme_shared.protocol.errors import PeerError, TriremeError
 
 PYTHON_MODULE = (sys.executable, "-P", "-m")  # -P: the user's working directory must not shadow our packages
 MODULE = "trireme.launch.fork_server"

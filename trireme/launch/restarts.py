@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from trireme.launch.child import Exit
 from trireme.launch.leases import LostLease
 from trireme.view.child_events import ChildEvent
-from trireme_shared.records import JobSpec
-from trireme_shared.records.begun import BegunWork
-from trireme_shared.records.job_spec import RestartPolicy as Kind
-from trireme_shared.runtime import begun
-from trireme_shared.runtime.service import LEASE_LOST
+from trireme_shared.platform.runtime import begun
+from trireme_shared.platform.runtime.service import LEASE_LOST
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.begun import BegunWork
+from trireme_shared.protocol.records.job_spec import RestartPolicy as Kind
 
 EARLY_S = 30.0
 MAX_EARLY_ENDS = 5

@@ -18,10 +18,10 @@ from typing import Any
 from trireme.launch.disk_space import told_if_full
 from trireme.settings import UsageError
 from trireme.validation import allowed_name
-from trireme_shared.errors import NotFound
-from trireme_shared.runtime import clock
-from trireme_shared.security import private_files
-from trireme_shared.security.socket_folders import SocketFolder, sweep
+from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.security import private_files
+from trireme_shared.platform.security.socket_folders import SocketFolder, sweep
+from trireme_shared.protocol.errors import NotFound
 
 DATA_DIR = Path(".trireme")
 RUN_FILE = "run.json"  # what other commands need to find the run

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trireme.settings import UsageError
-from trireme_shared.errors import PeerError, TriremeError, Unauthorized
-from trireme_shared.runtime import ids
-from trireme_shared.storage import files
-from trireme_shared.storage.object_store import REQUEST_S, endpoint, is_s3
+from trireme_shared.platform.runtime import ids
+from trireme_shared.platform.storage import files
+from trireme_shared.platform.storage.object_store import REQUEST_S, endpoint, is_s3
+from trireme_shared.protocol.errors import PeerError, TriremeError, Unauthorized
 
 REPORT_AFTER_S = 2.0
 

@@ -24,14 +24,14 @@ from trireme.launch.leases import LostLease
 from trireme.launch.processes import PYTHON_MODULE, Start, inherited_environment
 from trireme.launch.restarts import RestartPolicy, death_event
 from trireme.view.child_events import ChildEvent, EventFile
-from trireme_shared.errors import DeadlineExceeded
-from trireme_shared.etcd import Fatal
-from trireme_shared.etcd.embedded import EmbeddedEtcd
-from trireme_shared.membership import life_sign
-from trireme_shared.membership.etcd_access import EtcdAccess
-from trireme_shared.runtime import begun, clock
-from trireme_shared.runtime.service import READY_FILE
-from trireme_shared.security import private_files
+from trireme_shared.platform.etcd import Fatal
+from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
+from trireme_shared.platform.membership import life_sign
+from trireme_shared.platform.membership.etcd_access import EtcdAccess
+from trireme_shared.platform.runtime import begun, clock
+from trireme_shared.platform.runtime.service import READY_FILE
+from trireme_shared.platform.security import private_files
+from trireme_shared.protocol.errors import DeadlineExceeded
 
 GRACE_S = 5.0
 

@@ -21,7 +21,8 @@ from urllib.parse import quote, urlsplit
 
 import aiohttp
 
-from trireme_shared.errors import (
+from trireme_shared.platform.runtime.http import session
+from trireme_shared.protocol.errors import (
     Conflict,
     DeadlineExceeded,
     Forbidden,
@@ -31,7 +32,6 @@ from trireme_shared.errors import (
     TooLarge,
     TriremeError,
 )
-from trireme_shared.runtime.http import session
 
 DEFAULT = "unix:///var/run/docker.sock"
 OLDEST, TESTED = (1, 40), (1, 41)

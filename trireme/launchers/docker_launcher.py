@@ -22,7 +22,7 @@ from trireme.launchers.docker_copy import CLUSTER, GRACE_S, ID, ONE_OFF, PROJECT
 from trireme.launchers.docker_engine import Engine
 from trireme.launchers.launcher import Launched, OnEvent, Role
 from trireme.view.child_events import ChildEvent
-from trireme_shared.errors import Conflict, InvalidArgument, NotFound, TriremeError
+from trireme_shared.protocol.errors import Conflict, InvalidArgument, NotFound, TriremeError
 
 KINDS: tuple[Role, ...] = ("trainer", "pserver")
 LOOK_S = 2.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from trireme.launchers.launcher import Launched, Role
-from trireme_shared.errors import PeerError
+from trireme_shared.protocol.errors import PeerError
 
 
 class LocalLauncher:

@@ -29,8 +29,8 @@ from trireme.launchers.launcher import MODULES, ROLES, Launched, OnEvent, Role
 from trireme.launchers.ray_process import RayProcess
 from trireme.launchers.resources import Resources
 from trireme.view.child_events import ChildEvent
-from trireme_shared.errors import PeerError
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import PeerError
 
 STRATEGY: Mapping[Role, str] = {"master": "SPREAD", "pserver": "SPREAD", "trainer": "PACK"}
 NAMESPACE = "trireme"

@@ -15,7 +15,7 @@ from typing import IO
 import ray
 
 from trireme.launch.processes import PYTHON_MODULE, Process, inherited_environment, spawn
-from trireme_shared.security import private_files
+from trireme_shared.platform.security import private_files
 
 LOG = "process.log"
 

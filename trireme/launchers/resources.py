@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trireme_shared.errors import InvalidArgument
+from trireme_shared.protocol.errors import InvalidArgument
 
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _ITEM = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_.:-]*)\s*=\s*(\d+(?:\.\d+)?)\s*([KMGT]iB)?\s*")

@@ -15,9 +15,9 @@ from typing import Protocol
 from master_service.api.resources_cluster import PoolKind, PoolMemberView, PoolView
 from trireme.launchers.launcher import Launched, Launcher, OnEvent
 from trireme.view.child_events import ChildEvent
-from trireme_shared.errors import PeerError, TriremeError
-from trireme_shared.records.cluster import Kind
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import PeerError, TriremeError
+from trireme_shared.protocol.records.cluster import Kind
 
 KINDS: tuple[Kind, Kind] = ("pserver", "trainer")
 LOOK_S = 1.0

@@ -48,14 +48,14 @@ from trireme.plain.minibatches import epoch_minibatches as epoch_minibatches
 from trireme.plain.result import PlainResult as PlainResult
 from trireme.view.chart import show_chart
 from trireme_shared.datasets.random_state import START_SEED, drawing, seed_everything
-from trireme_shared.errors import InvalidArgument, TriremeError, UserCodeError
-from trireme_shared.lanes import step_seed
-from trireme_shared.logged_metrics import Logged, add, collected, metrics_beside
-from trireme_shared.metric_names import LOSS
-from trireme_shared.records import JobSpec
-from trireme_shared.runtime import clock
-from trireme_shared.runtime.service import allow_open_files
-from trireme_shared.storage import files
+from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.runtime.service import allow_open_files
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import InvalidArgument, TriremeError, UserCodeError
+from trireme_shared.protocol.lanes import step_seed
+from trireme_shared.protocol.logged_metrics import Logged, add, collected, metrics_beside
+from trireme_shared.protocol.metric_names import LOSS
+from trireme_shared.protocol.records import JobSpec
 
 REPORT_SECONDS = 2.0
 

@@ -20,9 +20,16 @@ from trainer_agent.script.user_module import UserModule
 from trireme.plain.minibatches import batch_of
 from trireme.plain.result import PlainResult
 from trireme_shared.datasets.random_state import START_SEED, seed_everything, seeded
-from trireme_shared.evaluations import Evaluation, Patience, better, check_criteria, patience_after, why_unreported
-from trireme_shared.records import EvaluationSums, JobSpec
-from trireme_shared.records.job_spec import Precision
+from trireme_shared.protocol.evaluations import (
+    Evaluation,
+    Patience,
+    better,
+    check_criteria,
+    patience_after,
+    why_unreported,
+)
+from trireme_shared.protocol.records import EvaluationSums, JobSpec
+from trireme_shared.protocol.records.job_spec import Precision
 
 
 def _sums(

@@ -18,7 +18,7 @@ from trainer_agent.data.drawing import reading
 from trainer_agent.data.reader import blaming
 from trainer_agent.model.devices import on_device
 from trainer_agent.script.user_module import UserModule
-from trireme_shared.records import JobSpec, TaskKind
+from trireme_shared.protocol.records import JobSpec, TaskKind
 
 
 class Counted(NamedTuple):

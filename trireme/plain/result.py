@@ -10,8 +10,8 @@ from torch import nn
 from master_service.core.state.series import Series
 from trainer_agent.tables.files import StoredTable
 from trainer_agent.tables.one_lane import OneLane
-from trireme_shared.evaluations import Evaluation
-from trireme_shared.records.tasks import BestEvaluation
+from trireme_shared.protocol.evaluations import Evaluation
+from trireme_shared.protocol.records.tasks import BestEvaluation
 
 
 @dataclass(slots=True)

@@ -30,16 +30,16 @@ from trireme.pool.place import Host, Place
 from trireme.pool.place_keys import PlaceKeys
 from trireme.pool.process_health import ProcessHealth
 from trireme.pool.settings import Settings, gpus, passed_on
-from trireme_shared.errors import InvalidArgument, PeerError
-from trireme_shared.etcd import Etcd
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.keys import ClusterKeys
-from trireme_shared.membership.status_server import StatusServer
-from trireme_shared.records.cluster import Assignment, Kind, PoolMember
-from trireme_shared.runtime import http, ids, service, telemetry
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.membership.status_server import StatusServer
+from trireme_shared.platform.runtime import http, ids, service, telemetry
+from trireme_shared.protocol.errors import InvalidArgument, PeerError
+from trireme_shared.protocol.keys import ClusterKeys
+from trireme_shared.protocol.records.cluster import Assignment, Kind, PoolMember
 
 if TYPE_CHECKING:
-    from trireme_shared.etcd import KeyValue
+    from trireme_shared.platform.etcd import KeyValue
 
 CLAIM_S = 60.0  # longer than the lease of a dead agent of this name
 KINDS: tuple[Kind, ...] = (

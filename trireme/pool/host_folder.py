@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trireme.launch.run_folder import read_json, write_json
-from trireme_shared.errors import Conflict, InvalidArgument
-from trireme_shared.security import private_files
+from trireme_shared.platform.security import private_files
+from trireme_shared.protocol.errors import Conflict, InvalidArgument
 
 LOCK, AGENT_FILE = "agent.lock", "agent.json"
 

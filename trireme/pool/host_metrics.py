@@ -8,7 +8,7 @@ from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from trireme_shared.records.cluster import Kind, PoolMember
+from trireme_shared.protocol.records.cluster import Kind, PoolMember
 
 STATES = ("idle", "running", "task", "ended", "trouble")
 

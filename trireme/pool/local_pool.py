@@ -29,17 +29,17 @@ from trireme.launchers.local import LocalLauncher
 from trireme.launchers.sizing import Bounds, PoolSize
 from trireme.view.child_events import ChildEvent
 from trireme.view.job_address import client_of
-from trireme_shared.errors import DeadlineExceeded, PeerError, TriremeError
-from trireme_shared.etcd import Etcd
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.keys import ClusterKeys
-from trireme_shared.membership.etcd_access import EtcdAccess
-from trireme_shared.records import MasterAddress, MasterLock
-from trireme_shared.records.cluster import Kind
-from trireme_shared.runtime.waiting import event_within
-from trireme_shared.security.tls import VARIABLES
-from trireme_shared.security.token_folder import TokenFolder
-from trireme_shared.security.tokens import Role as TokenRole
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.membership.etcd_access import EtcdAccess
+from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.platform.security.tls import VARIABLES
+from trireme_shared.platform.security.token_folder import TokenFolder
+from trireme_shared.platform.security.tokens import Role as TokenRole
+from trireme_shared.protocol.errors import DeadlineExceeded, PeerError, TriremeError
+from trireme_shared.protocol.keys import ClusterKeys
+from trireme_shared.protocol.records import MasterAddress, MasterLock
+from trireme_shared.protocol.records.cluster import Kind
 
 PASSED_ON = (
     "TRIREME_TRANSPORT",

@@ -12,11 +12,11 @@ from functools import partial
 
 from trireme.launch.leases import LostLeases
 from trireme.pool.place import Host, Place
-from trireme_shared.errors import TriremeError
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.keys import Keys
-from trireme_shared.records import JobSpec
-from trireme_shared.runtime import telemetry
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobSpec
 
 LOOK_S = 1.0
 

@@ -22,18 +22,18 @@ from trireme.launch.leases import revoke_leases_of
 from trireme.launch.processes import PYTHON_MODULE, Start
 from trireme.launch.restarts import RestartPolicy, death_event
 from trireme.pool.host_folder import HostFolder
-from trireme_shared.errors import PeerError, TriremeError
-from trireme_shared.etcd import Etcd
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.keys import ClusterKeys, Keys
-from trireme_shared.membership import life_sign
-from trireme_shared.records import JobSpec, JobState
-from trireme_shared.records.cluster import Assignment, PoolMember
-from trireme_shared.records.job_spec import RestartPolicy as Kind
-from trireme_shared.records.record import shortened
-from trireme_shared.runtime import begun, telemetry
-from trireme_shared.runtime.service import READY_FILE
-from trireme_shared.runtime.waiting import event_within
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.membership import life_sign
+from trireme_shared.platform.runtime import begun, telemetry
+from trireme_shared.platform.runtime.service import READY_FILE
+from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.protocol.errors import PeerError, TriremeError
+from trireme_shared.protocol.keys import ClusterKeys, Keys
+from trireme_shared.protocol.records import JobSpec, JobState
+from trireme_shared.protocol.records.cluster import Assignment, PoolMember
+from trireme_shared.protocol.records.job_spec import RestartPolicy as Kind
+from trireme_shared.protocol.records.record import shortened
 
 MODULES = {"trainer": "trainer_agent", "pserver": "pserver_service"}
 START_AGAIN_S = 3.0  # after a start that the system refused

@@ -14,12 +14,12 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from trireme_shared.errors import Conflict, PeerError, TriremeError
-from trireme_shared.etcd import Compare, Etcd, Get, KeyValue, Lease, LeaseLost, OutcomeUnknown, Put
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.keys import ClusterKeys
-from trireme_shared.records.cluster import PoolMember
-from trireme_shared.runtime import clock, ids, telemetry
+from trireme_shared.platform.etcd import Compare, Etcd, Get, KeyValue, Lease, LeaseLost, OutcomeUnknown, Put
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.protocol.errors import Conflict, PeerError, TriremeError
+from trireme_shared.protocol.keys import ClusterKeys
+from trireme_shared.protocol.records.cluster import PoolMember
 
 BATCH = 100  # keys of one transaction
 PAUSE_S = 0.5

@@ -17,8 +17,8 @@ import aiohttp
 from pydantic import BaseModel, ValidationError
 
 from trireme.launch.child import Child
-from trireme_shared.records.record import shortened
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.records.record import shortened
 
 ANSWER_S = 1.0
 KEPT_S = 1.0  # whoever asks the agent asks its processes no more often

@@ -14,8 +14,8 @@ from trireme.launchers.ray_launcher import RayLauncher, connected
 from trireme.launchers.resources import Resources
 from trireme.pool.local_pool import DRAIN_S, LocalPool, PoolRequest
 from trireme.view.child_events import ChildEvent
-from trireme_shared.security.tokens import Role as TokenRole
-from trireme_shared.security.tokens import TokenTable
+from trireme_shared.platform.security.tokens import Role as TokenRole
+from trireme_shared.platform.security.tokens import TokenTable
 
 FOLDER = Path("/tmp/trireme-ray")  # noqa: S108  on each node; named in the documentation
 

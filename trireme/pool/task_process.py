@@ -20,14 +20,14 @@ from types import FrameType
 from pydantic import Field
 
 from trireme_shared.datasets.user_modules import enter, import_named
-from trireme_shared.errors import CallerError, InvalidArgument, PeerError, TriremeError
-from trireme_shared.etcd.reading import must_read
-from trireme_shared.keys import ClusterKeys
-from trireme_shared.membership.local_script import LocalScripts
-from trireme_shared.membership.settings import MemberSettings
-from trireme_shared.records.cluster import ClusterJob
-from trireme_shared.records.job_spec import JobTask
-from trireme_shared.runtime import clock, lifelines
+from trireme_shared.platform.etcd.reading import must_read
+from trireme_shared.platform.membership.local_script import LocalScripts
+from trireme_shared.platform.membership.settings import MemberSettings
+from trireme_shared.platform.runtime import clock, lifelines
+from trireme_shared.protocol.errors import CallerError, InvalidArgument, PeerError, TriremeError
+from trireme_shared.protocol.keys import ClusterKeys
+from trireme_shared.protocol.records.cluster import ClusterJob
+from trireme_shared.protocol.records.job_spec import JobTask
 
 BEGIN_S = 60.0  # how long etcd may be away
 PAUSE_S = 1.0

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from trireme_shared.runtime import clock
-from trireme_shared.security import private_files
+from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.security import private_files
 
 EVENTS_FILE = "children.jsonl"
 

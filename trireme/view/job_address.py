@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from trireme.client import ONLY_JOB, AsyncClient
 from trireme.client.exchange import MASTERLESS
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.security.hidden import without_user
+from trireme_shared.platform.security.hidden import without_user
+from trireme_shared.protocol.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from trireme.view.masterless_client import MasterlessClient
@@ -54,9 +54,9 @@ async def open_job(address: str, *, token: str = "", timeout_s: float = TIMEOUT_
     if "//" not in endpoint or not job:
         raise InvalidArgument(f"{without_user(address)} names no masterless job; write etcd+http://HOST:PORT/JOB")
     from trireme.view.masterless_client import MasterlessClient  # noqa: PLC0415
-    from trireme_shared.keys import Keys  # noqa: PLC0415  not loaded for a job with a master
-    from trireme_shared.membership.etcd_access import split  # noqa: PLC0415
-    from trireme_shared.membership.settings import MemberSettings  # noqa: PLC0415
+    from trireme_shared.platform.membership.etcd_access import split  # noqa: PLC0415
+    from trireme_shared.platform.membership.settings import MemberSettings  # noqa: PLC0415
+    from trireme_shared.protocol.keys import Keys  # noqa: PLC0415  not loaded for a job with a master
 
     etcd = MemberSettings(job=job, etcd=split(endpoint)).connect()  # the user, say, is that of the environment
     masterless = MasterlessClient(etcd, Keys(job))

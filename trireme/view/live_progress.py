@@ -16,10 +16,10 @@ from trireme.view.job_address import AnyClient, Connect
 from trireme.view.names import without_tokens
 from trireme.view.progress import Display, progress_of
 from trireme.view.report import Counts
-from trireme_shared.errors import CursorExpired, PeerError, TriremeError
-from trireme_shared.etcd import NoSpace
-from trireme_shared.records import JobSpec, Mode, Phase, Stage, Strategy, TaskSummary
-from trireme_shared.runtime import clock
+from trireme_shared.platform.etcd import NoSpace
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import CursorExpired, PeerError, TriremeError
+from trireme_shared.protocol.records import JobSpec, Mode, Phase, Stage, Strategy, TaskSummary
 
 POLL_S = 0.5
 SILENT_S = 3.0  # a master that is started again takes less

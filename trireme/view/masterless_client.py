@@ -34,13 +34,13 @@ from master_service.core.state.metrics import WINDOW_S, Metrics, Sums
 from master_service.masterless.view import WatchedJob
 from master_service.masterless.writer import SharedWriter
 from master_service.storage.job_storage import FileStorage, JobStorage
-from trireme_shared.errors import Conflict, DeadlineExceeded, NotFound
-from trireme_shared.etcd import Etcd
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.keys import Keys
-from trireme_shared.records import JobSpec, MasterLock, Phase, TaskKind, TaskSummary
-from trireme_shared.records.operations import Operation
-from trireme_shared.runtime import clock
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import Conflict, DeadlineExceeded, NotFound
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobSpec, MasterLock, Phase, TaskKind, TaskSummary
+from trireme_shared.protocol.records.operations import Operation
 
 PAGE = 500
 MANY = 10_000

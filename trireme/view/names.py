@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 
-_TOKEN = re.compile(  # as trireme_shared.runtime.ids.new_id makes them, one for each start; not the end of a UUID
-    r"(?<=[\w])(?<![0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4})-[0-9a-f]{12}\b"
+_TOKEN = (
+    re.compile(  # as trireme_shared.platform.runtime.ids.new_id makes them, one for each start; not the end of a UUID
+        r"(?<=[\w])(?<![0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4})-[0-9a-f]{12}\b"
+    )
 )
 
 

@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from trireme.view.job_address import AnyClient, Connect
-from trireme_shared.errors import DeadlineExceeded, PeerError, from_map
-from trireme_shared.records.operations import Operation, OperationState
-from trireme_shared.runtime import clock, ids
+from trireme_shared.platform.runtime import clock, ids
+from trireme_shared.protocol.errors import DeadlineExceeded, PeerError, from_map
+from trireme_shared.protocol.records.operations import Operation, OperationState
 
 LONG_POLL_S = 5.0
 PAUSE_S = 0.5

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trireme_shared.evaluations import evaluated_point
-from trireme_shared.records import JobSpec, JobState, Mode, Phase, UserFailure
+from trireme_shared.protocol.evaluations import evaluated_point
+from trireme_shared.protocol.records import JobSpec, JobState, Mode, Phase, UserFailure
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from master_service.core.state.series import Value
 from master_service.storage.series_files import StoredMetrics
 from trireme.client import AsyncClient
-from trireme_shared.errors import NotFound
+from trireme_shared.protocol.errors import NotFound
 
 ALL = 5000  # points that a master gives at once
 LAST_STEP = 2**62

@@ -10,8 +10,8 @@ from typing import Any
 from master_service.core.explanation.cause import Cause, Code, Explanation, explanation_of
 from trireme.view.child_events import read_events
 from trireme_shared.checkpoints import stored
-from trireme_shared.records import JobSpec, Phase
-from trireme_shared.records.checkpoints import saved_point
+from trireme_shared.protocol.records import JobSpec, Phase
+from trireme_shared.protocol.records.checkpoints import saved_point
 
 TOLD = 3  # deaths of processes
 

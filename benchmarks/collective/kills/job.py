@@ -26,7 +26,7 @@ from benchmarks.collective.exchange import progress
 from benchmarks.collective.kills.told import History, all_saved, equal_at_the_end, lines_of
 from trireme.launch.child import Child
 from trireme.launch.cluster import LocalCluster
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "told_versions.py"
 MEMBERS = 4

@@ -14,9 +14,9 @@ from master_service.api.routes.dependencies import JobsOf, PageSize, PageToken
 from master_service.api.server_sent import Messages, ServerSent
 from master_service.cluster.leader import ClusterMaster
 from master_service.leadership.jobs_led import JobsLed
-from trireme_shared.errors import Conflict, InvalidArgument, NotFound, NotReady
-from trireme_shared.runtime import clock
-from trireme_shared.runtime.log_files import Line, LogFile
+from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.runtime.log_files import Line, LogFile
+from trireme_shared.protocol.errors import Conflict, InvalidArgument, NotFound, NotReady
 
 router = APIRouter(tags=["logs"])
 LOOK_S = 0.5  # how often a file is looked at while somebody waits

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 from master_service.api.pages import offset_of, page_of
 from master_service.api.resources import LogLine, LogLines, LogPage, LogView
-from trireme_shared.errors import DeadlineExceeded, NotFound, TooManyRequests
-from trireme_shared.runtime import clock
-from trireme_shared.runtime.log_files import Line, LogFile
-from trireme_shared.times import rfc3339
+from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.runtime.log_files import Line, LogFile
+from trireme_shared.protocol.errors import DeadlineExceeded, NotFound, TooManyRequests
+from trireme_shared.protocol.times import rfc3339
 
 SUFFIX = ".log"
 THREADS = 1

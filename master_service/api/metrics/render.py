@@ -18,8 +18,8 @@ from master_service.api.resources import (
 from master_service.core.state.metrics import Metrics
 from master_service.core.state.series import Series, SeriesTable
 from master_service.core.state.whole_steps import Epoch
-from trireme_shared.errors import NotFound
-from trireme_shared.evaluations import Evaluation
+from trireme_shared.protocol.errors import NotFound
+from trireme_shared.protocol.evaluations import Evaluation
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from master_service.cluster.leader import ClusterMaster
 from master_service.core.decisions.evaluations.evaluation import in_force
 from master_service.leadership.jobs_led import JobsLed
 from master_service.leadership.master import Master
-from trireme_shared.errors import Conflict
-from trireme_shared.evaluations import Evaluation
-from trireme_shared.records import MetricBatch, MetricsTaken
+from trireme_shared.protocol.errors import Conflict
+from trireme_shared.protocol.evaluations import Evaluation
+from trireme_shared.protocol.records import MetricBatch, MetricsTaken
 
 router = APIRouter(tags=["metrics"])
 MOST_STEP = 2**62

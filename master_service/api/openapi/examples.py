@@ -10,9 +10,9 @@ from master_service.api import resources as of_job
 from master_service.api import resources_cluster as of_cluster
 from master_service.core.explanation.cause import Cause, Code, Explanation
 from trireme_shared import __version__
-from trireme_shared.evaluations import Evaluation
-from trireme_shared.events import EventRecord
-from trireme_shared.records import (
+from trireme_shared.protocol.evaluations import Evaluation
+from trireme_shared.protocol.events import EventRecord
+from trireme_shared.protocol.records import (
     AcquireTask,
     Completed,
     CompleteTask,
@@ -33,10 +33,10 @@ from trireme_shared.records import (
     TaskSummary,
     UserFailure,
 )
-from trireme_shared.records.cluster import Scheduling, Source, Standing, TaskState
-from trireme_shared.records.datasets import Parquet
-from trireme_shared.records.job_spec import JobSettings
-from trireme_shared.records.operations import (
+from trireme_shared.protocol.records.cluster import Scheduling, Source, Standing, TaskState
+from trireme_shared.protocol.records.datasets import Parquet
+from trireme_shared.protocol.records.job_spec import JobSettings
+from trireme_shared.protocol.records.operations import (
     MovedBytes,
     Operation,
     OperationKind,
@@ -45,7 +45,7 @@ from trireme_shared.records.operations import (
     ResizePhase,
     ResizePrediction,
 )
-from trireme_shared.records.pauses import Losses
+from trireme_shared.protocol.records.pauses import Losses
 
 _BEGIN, _END = "2026-11-23T12:00:00.000Z", "2026-11-23T12:00:04.000Z"
 _CHECKPOINT = "0c0ffee0c0ffee0c0ffee0c0ffee0c0f"

@@ -20,8 +20,8 @@ from typing import Annotated
 from fastapi import Depends, Header, Request, Response
 
 from master_service.core.decisions.cluster.versions import ANY, Expected
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records.record import Record
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records.record import Record
 
 TAGS = r'^(\*|(W/)?"[!#-~]*"([ \t]*,[ \t]*(W/)?"[!#-~]*")*)$'
 _TAG = re.compile(r'(W/)?"([!#-~]*)"')

@@ -17,8 +17,8 @@ from yarl import URL
 
 from master_service.api.limits import MAX_BODY_BYTES, read_body, replayed
 from master_service.leadership.jobs_led import JobsLed
-from trireme_shared.errors import NotLeader, NotReady, TooLarge
-from trireme_shared.runtime import http, telemetry
+from trireme_shared.platform.runtime import http, telemetry
+from trireme_shared.protocol.errors import NotLeader, NotReady, TooLarge
 
 HEADER, WANTED = b"trireme-forward", b"leader"
 MOST = 256  # at once

@@ -13,8 +13,8 @@ from master_service.api.routes.dependencies import MasterOf, WaitS, answered, as
 from master_service.api.routes.keyed import Key, keyed_request
 from master_service.core.decisions.once import AnsweredBefore, Keyed, Once
 from master_service.leadership.master import Master
-from trireme_shared.errors import NotFound
-from trireme_shared.records.operations import Operation
+from trireme_shared.protocol.errors import NotFound
+from trireme_shared.protocol.records.operations import Operation
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from master_service.api import render
 from master_service.api.resources import CheckpointDetails, CheckpointPage, CreateCheckpoint
 from master_service.api.routes.asking import Asking
 from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, answered, committed
-from trireme_shared.records.operations import Operation
+from trireme_shared.protocol.records.operations import Operation
 
 router = APIRouter(prefix="/checkpoints", tags=["checkpoints"])
 

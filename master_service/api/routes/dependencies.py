@@ -12,7 +12,7 @@ from starlette.types import Receive
 from master_service.api.pages import TOKEN_PATTERN
 from master_service.leadership.jobs_led import JobsLed
 from master_service.leadership.master import Master
-from trireme_shared.errors import DeadlineExceeded, PeerError
+from trireme_shared.protocol.errors import DeadlineExceeded, PeerError
 
 ANSWER_S = 8.0
 

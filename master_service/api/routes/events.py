@@ -15,8 +15,8 @@ from master_service.api.server_sent import Messages, ServerSent
 from master_service.cluster.leader import ClusterMaster
 from master_service.leadership.jobs_led import JobsLed
 from master_service.leadership.master import Master
-from trireme_shared.errors import Conflict, NotReady
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import Conflict, NotReady
 
 router = APIRouter(tags=["events"])
 of_cluster = APIRouter(tags=["events"])

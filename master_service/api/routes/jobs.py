@@ -26,8 +26,8 @@ from master_service.cluster.leader import ClusterMaster
 from master_service.core.explanation.cause import Explanation
 from master_service.core.explanation.in_cluster import explain_unled, failing_places
 from master_service.leadership.explanation import explain_job as explain_master
-from trireme_shared.records.cluster import Standing
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.records.cluster import Standing
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
 pool = APIRouter(prefix="/v1", tags=["pool"])

@@ -9,7 +9,7 @@ from master_service.api.prometheus import exposition
 from master_service.api.resources import Health, TokenAccess, Version
 from master_service.api.routes.dependencies import JobsOf
 from trireme_shared import __version__
-from trireme_shared.security.tokens import Role
+from trireme_shared.platform.security.tokens import Role
 
 router = APIRouter(tags=["system"])
 open_router = APIRouter(tags=["system"])

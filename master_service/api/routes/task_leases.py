@@ -13,8 +13,16 @@ from master_service.api.resources import Empty
 from master_service.api.routes.dependencies import MasterOf, answered, unless_gone
 from master_service.api.routes.keyed import AnsweringInJob, empty
 from master_service.leadership.master import Master
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records import AcquireTask, Completed, CompleteTask, FailTask, Record, TaskAnswer, TaskProgress
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records import (
+    AcquireTask,
+    Completed,
+    CompleteTask,
+    FailTask,
+    Record,
+    TaskAnswer,
+    TaskProgress,
+)
 
 router = APIRouter(prefix="/task-leases", tags=["task leases"])
 Reporting = Callable[[Master, str, Any], Awaitable[Record | None]]

@@ -12,7 +12,7 @@ from master_service.api import render
 from master_service.api.resources import TaskPage, TaskView
 from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, asked_by, committed
 from master_service.api.routes.keyed import AnsweringInJob
-from trireme_shared.records import TaskKind, TaskSummary
+from trireme_shared.protocol.records import TaskKind, TaskSummary
 
 router = APIRouter(tags=["tasks"])
 

@@ -24,10 +24,10 @@ from master_service.core.changes import (
 from master_service.core.decisions.tasks import check_generation, ended_badly
 from master_service.core.queue.task_queue import Closing, TaskQueue
 from master_service.core.state.job import Job
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records import AcquireTask, DiscardedTask, FailTask, Phase, TaskKind, UserFailure
-from trireme_shared.records.queue import Deaths
-from trireme_shared.records.record import shortened
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records import AcquireTask, DiscardedTask, FailTask, Phase, TaskKind, UserFailure
+from trireme_shared.protocol.records.queue import Deaths
+from trireme_shared.protocol.records.record import shortened
 
 LEAST_DEATHS = 3
 MOST_PLACES = 128

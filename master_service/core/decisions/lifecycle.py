@@ -18,8 +18,8 @@ from master_service.core.placement.lanes import LaneSeconds, new_list
 from master_service.core.state import phases
 from master_service.core.state.job import FailureBudget, Job
 from master_service.core.state.members import Members
-from trireme_shared.errors import Conflict, DatasetError, LayoutMismatch, ResourceExhausted, StorageUnreachable
-from trireme_shared.records import (
+from trireme_shared.protocol.errors import Conflict, DatasetError, LayoutMismatch, ResourceExhausted, StorageUnreachable
+from trireme_shared.protocol.records import (
     CompleteTask,
     EvaluationSums,
     FailureCause,
@@ -33,9 +33,9 @@ from trireme_shared.records import (
     TrainerList,
     UserFailure,
 )
-from trireme_shared.records.queue import error_digest
-from trireme_shared.records.record import MESSAGE_CHARACTERS, shortened
-from trireme_shared.records.tasks import BestEvaluation
+from trireme_shared.protocol.records.queue import error_digest
+from trireme_shared.protocol.records.record import MESSAGE_CHARACTERS, shortened
+from trireme_shared.protocol.records.tasks import BestEvaluation
 
 REMEMBERED_ERRORS = 64
 

@@ -15,10 +15,10 @@ from typing import Generic, Protocol, TypeVar
 from master_service.core.changes import Decision, DropAnswer
 from master_service.core.state.answers import KeptAnswers
 from master_service.core.state.job import Job
-from trireme_shared.errors import IdempotencyKeyReused, TriremeError
-from trireme_shared.records.operations import KeptAnswer
-from trireme_shared.records.record import Record
-from trireme_shared.times import rfc3339
+from trireme_shared.protocol.errors import IdempotencyKeyReused, TriremeError
+from trireme_shared.protocol.records.operations import KeptAnswer
+from trireme_shared.protocol.records.record import Record
+from trireme_shared.protocol.times import rfc3339
 
 A = TypeVar("A")
 C = TypeVar("C")

@@ -18,10 +18,10 @@ from master_service.core.decisions.recovery import rollback
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from master_service.core.state.operations import KEPT, end, fields_of
-from trireme_shared.errors import CheckpointUnusable, Conflict, DeadlineExceeded, NotFound
-from trireme_shared.records import Mode, Phase, Stage, Strategy
-from trireme_shared.records.checkpoints import CheckpointRef, history, saved_point
-from trireme_shared.records.operations import Operation, OperationKind, OperationState, saves_on_demand
+from trireme_shared.protocol.errors import CheckpointUnusable, Conflict, DeadlineExceeded, NotFound
+from trireme_shared.protocol.records import Mode, Phase, Stage, Strategy
+from trireme_shared.protocol.records.checkpoints import CheckpointRef, history, saved_point
+from trireme_shared.protocol.records.operations import Operation, OperationKind, OperationState, saves_on_demand
 
 ASK_AGAIN_S = 30.0  # after 30, 90, 210, ... seconds: lane 0 may have changed its owner, and the request was missed
 DRAIN_LIMIT_S = 60.0

@@ -17,9 +17,9 @@ from master_service.core.decisions.recovery.lost import has_parameters, holders,
 from master_service.core.state import phases
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
-from trireme_shared.records import JobSpec, JobState, Mode, Phase, SlotMap, TrainerList
-from trireme_shared.records.checkpoints import CheckpointCut
-from trireme_shared.records.pauses import Pause, Saving
+from trireme_shared.protocol.records import JobSpec, JobState, Mode, Phase, SlotMap, TrainerList
+from trireme_shared.protocol.records.checkpoints import CheckpointCut
+from trireme_shared.protocol.records.pauses import Pause, Saving
 
 
 def is_paused_kind(spec: JobSpec) -> bool:

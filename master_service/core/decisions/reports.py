@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from master_service.core.changes import Decision, Event
 from master_service.core.state.event_log import KEPT
 from master_service.core.state.job import Job
-from trireme_shared.errors import InvalidArgument, NotFound
-from trireme_shared.events import MESSAGE
-from trireme_shared.records import MetricBatch, StepMetrics, UserFailure
-from trireme_shared.records.record import shortened
+from trireme_shared.protocol.errors import InvalidArgument, NotFound
+from trireme_shared.protocol.events import MESSAGE
+from trireme_shared.protocol.records import MetricBatch, StepMetrics, UserFailure
+from trireme_shared.protocol.records.record import shortened
 
 
 def current_metrics(job: Job, batch: MetricBatch) -> MetricBatch:

@@ -18,12 +18,12 @@ from master_service.core.decisions.recovery import lost, rollback
 from master_service.core.placement import slot_moves as moves
 from master_service.core.state.job import Job
 from master_service.core.state.operations import end
-from trireme_shared.errors import Conflict, DeadlineExceeded, InvalidArgument
-from trireme_shared.records import Dispatch, JobSpec, Mode, Phase
-from trireme_shared.records import Strategy as JobStrategy
-from trireme_shared.records.assignments import GivenNumbers, Group, Migration
-from trireme_shared.records.cluster import Kind, both_in_words, in_words
-from trireme_shared.records.operations import (
+from trireme_shared.protocol.errors import Conflict, DeadlineExceeded, InvalidArgument
+from trireme_shared.protocol.records import Dispatch, JobSpec, Mode, Phase
+from trireme_shared.protocol.records import Strategy as JobStrategy
+from trireme_shared.protocol.records.assignments import GivenNumbers, Group, Migration
+from trireme_shared.protocol.records.cluster import Kind, both_in_words, in_words
+from trireme_shared.protocol.records.operations import (
     Operation,
     OperationKind,
     OperationState,

@@ -24,8 +24,8 @@ from master_service.core.changes import (
 from master_service.core.decisions.tasks import ended_badly, lost_records
 from master_service.core.queue.task_queue import Closing, TaskQueue
 from master_service.core.state.job import Job
-from trireme_shared.errors import Conflict, NotReady
-from trireme_shared.records import DiscardedTask, Phase, RequeuedTask, TaskKind
+from trireme_shared.protocol.errors import Conflict, NotReady
+from trireme_shared.protocol.records import DiscardedTask, Phase, RequeuedTask, TaskKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,9 @@ from master_service.core.decisions.evaluations import evaluation, lost_evaluatio
 from master_service.core.decisions.recovery import returns
 from master_service.core.queue.task_queue import WAIT_S, Closing, TaskQueue
 from master_service.core.state.job import BESIDE, Job
-from trireme_shared.errors import InvalidArgument, StaleAttempt, StaleGeneration, TooLarge, TriremeError
-from trireme_shared.evaluations import EvaluationStatus, why_unreported
-from trireme_shared.records import (
+from trireme_shared.protocol.errors import InvalidArgument, StaleAttempt, StaleGeneration, TooLarge, TriremeError
+from trireme_shared.protocol.evaluations import EvaluationStatus, why_unreported
+from trireme_shared.protocol.records import (
     AcquireTask,
     Completed,
     CompleteTask,
@@ -44,9 +44,9 @@ from trireme_shared.records import (
     TaskProgress,
     UserFailure,
 )
-from trireme_shared.records.pauses import Losses
-from trireme_shared.records.queue import FailureCounts
-from trireme_shared.records.record import shortened
+from trireme_shared.protocol.records.pauses import Losses
+from trireme_shared.protocol.records.queue import FailureCounts
+from trireme_shared.protocol.records.record import shortened
 
 REQUEUES_AT_ONCE = 40
 CAUSE_CHARACTERS = 1000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from trireme_shared.records.record import Record
+from trireme_shared.protocol.records.record import Record
 
 
 class Code(StrEnum):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from master_service.core.decisions.collective.members import still_loading
 from master_service.core.explanation.cause import Cause, Code
 from master_service.core.explanation.situation import Situation, listed, seconds
-from trireme_shared.records import Phase
+from trireme_shared.protocol.records import Phase
 
 
 def rolling_back(now: Situation) -> Cause | None:

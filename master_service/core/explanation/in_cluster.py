@@ -6,9 +6,9 @@ from master_service.core.explanation.cause import Cause, Code, Explanation, expl
 from master_service.core.explanation.obstacles import failure_details
 from master_service.core.state.cluster import ClusterState
 from master_service.core.state.job_tasks import failed, run_of, unfinished
-from trireme_shared.records import JobState
-from trireme_shared.records.cluster import ClusterJob, Kind, Standing, TaskState, in_words, spoken
-from trireme_shared.times import instant
+from trireme_shared.protocol.records import JobState
+from trireme_shared.protocol.records.cluster import ClusterJob, Kind, Standing, TaskState, in_words, spoken
+from trireme_shared.protocol.times import instant
 
 SHOWN = 5
 

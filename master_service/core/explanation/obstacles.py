@@ -12,8 +12,8 @@ from master_service.core.explanation.cause import Cause, Code
 from master_service.core.explanation.reports import refusals, start_failures
 from master_service.core.explanation.situation import Situation, listed, seconds
 from master_service.core.state.job import Job
-from trireme_shared.records import FailureCause, JobState, Phase
-from trireme_shared.records.members import pserver_names
+from trireme_shared.protocol.records import FailureCause, JobState, Phase
+from trireme_shared.protocol.records.members import pserver_names
 
 
 def completed(now: Situation) -> Cause | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from master_service.core.explanation.cause import Cause, Code
 from master_service.core.explanation.situation import NAMED, Reported, Situation, seconds
-from trireme_shared.errors import InvalidArgument, LayoutMismatch
+from trireme_shared.protocol.errors import InvalidArgument, LayoutMismatch
 
 RECENT_S = 300.0  # an older failure no longer explains the present
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from master_service.core.decisions.recovery import lost, rollback
 from master_service.core.state.job import Job
-from trireme_shared.records import Strategy, UserFailure
-from trireme_shared.records.checkpoints import saved_point
-from trireme_shared.records.cluster import Kind
+from trireme_shared.protocol.records import Strategy, UserFailure
+from trireme_shared.protocol.records.checkpoints import saved_point
+from trireme_shared.protocol.records.cluster import Kind
 
 STILL_S = 3.0  # after so many seconds without a finished minibatch a job stands still
 NAMED = 4  # members or tasks that a sentence names

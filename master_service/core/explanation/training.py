@@ -11,9 +11,9 @@ from master_service.core.decisions import operations, resize
 from master_service.core.explanation.cause import Cause, Code
 from master_service.core.explanation.situation import NAMED, Situation, listed, seconds
 from master_service.core.queue.task_queue import TaskQueue
-from trireme_shared.records import Mode, Stage, TaskKind
-from trireme_shared.records.members import pserver_names
-from trireme_shared.records.operations import OperationKind
+from trireme_shared.protocol.records import Mode, Stage, TaskKind
+from trireme_shared.protocol.records.members import pserver_names
+from trireme_shared.protocol.records.operations import OperationKind
 
 # ------------------------------------------------------------------ progress
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
 from statistics import median
 
-from trireme_shared.lanes import share_of
-from trireme_shared.records import JobSpec, Mode, TrainerList
-from trireme_shared.records.assignments import Runs
+from trireme_shared.protocol.lanes import share_of
+from trireme_shared.protocol.records import JobSpec, Mode, TrainerList
+from trireme_shared.protocol.records.assignments import Runs
 
 CHEAP_OWNERS = 64
 WORTH_MOVING = 1.2

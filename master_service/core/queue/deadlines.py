@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from master_service.core.queue.open_tasks import Pending
-from trireme_shared.records import TrainerList
+from trireme_shared.protocol.records import TrainerList
 
 WINDOW = 512
 ENOUGH = 8

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from master_service.core.queue.epoch_order import EpochOrder
-from trireme_shared.lanes import step_seed
+from trireme_shared.protocol.lanes import step_seed
 
 _OF_CLASSES, _OF_ROWS = -2, -3
 

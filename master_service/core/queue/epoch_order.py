@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trireme_shared.lanes import step_seed
+from trireme_shared.protocol.lanes import step_seed
 
 ROUNDS = 6
 _MASK = (1 << 64) - 1

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from master_service.core.changes import Event, Fields
 from master_service.core.queue.file_table import FileTable
 from master_service.core.queue.streams import Streams
-from trireme_shared.records import EpochPlan, JobSpec, Mode
+from trireme_shared.protocol.records import EpochPlan, JobSpec, Mode
 
 SHORT = 0.9
 """Steps that have less than so much of the global batch, on average, are told."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
-from trireme_shared.records import PendingTask, RequeuedTask
+from trireme_shared.protocol.records import PendingTask, RequeuedTask
 
 SLACK = 64
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
-from trireme_shared.records import Attempt, PendingTask
+from trireme_shared.protocol.records import Attempt, PendingTask
 
 REMEMBERED = 4096
 

@@ -17,8 +17,8 @@ from typing import Protocol
 from master_service.core.queue.dealing import Classes, Dealing, longest_share
 from master_service.core.queue.epoch_order import EpochOrder
 from master_service.core.queue.file_table import FileTable
-from trireme_shared.errors import NotFound
-from trireme_shared.records import Task, TaskKind
+from trireme_shared.protocol.errors import NotFound
+from trireme_shared.protocol.records import Task, TaskKind
 
 REMEMBERED_ORDERS = 4
 REMEMBERED_NUMBERS = 1024

@@ -31,8 +31,8 @@ from master_service.core.queue.late_tasks import LateTasks
 from master_service.core.queue.open_tasks import OpenOfStreams, Pending, RequeuedTasks, requeued_task
 from master_service.core.queue.repeats import Repeats
 from master_service.core.queue.streams import Streams
-from trireme_shared.errors import Conflict, StaleAttempt
-from trireme_shared.records import AcquireTask, Attempt, DiscardedTask, PendingTask, TaskAnswer, TaskKind
+from trireme_shared.protocol.errors import Conflict, StaleAttempt
+from trireme_shared.protocol.records import AcquireTask, Attempt, DiscardedTask, PendingTask, TaskAnswer, TaskKind
 
 WAIT_S = 0.2
 MOST_OTHERS = 1

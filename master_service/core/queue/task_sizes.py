@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from master_service.core.queue.dealing import longest_share
 from master_service.core.queue.file_table import FileTable, TableFile
-from trireme_shared.records import JobSpec, Mode
+from trireme_shared.protocol.records import JobSpec, Mode
 
 MOST_MINIBATCHES = 16
 KEPT_BY_LANE = 128

@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 
 from master_service.core.changes import DropAnswer
-from trireme_shared.records.operations import KeptAnswer
-from trireme_shared.times import rfc3339
+from trireme_shared.protocol.records.operations import KeptAnswer
+from trireme_shared.protocol.times import rfc3339
 
 KEPT = 1000
 KEPT_S = 24 * 3600.0

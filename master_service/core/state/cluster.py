@@ -8,9 +8,18 @@ from typing import TypeVar
 from master_service.core.changes import Decision, DropAnswer, DropEvents, PutEvents
 from master_service.core.state.answers import KeptAnswers
 from master_service.core.state.event_log import EventLog
-from trireme_shared.errors import NotFound
-from trireme_shared.records.cluster import Assignment, ClusterJob, Drain, JobSchedule, Kind, PoolMember, Source, TaskRun
-from trireme_shared.records.operations import KeptAnswer
+from trireme_shared.protocol.errors import NotFound
+from trireme_shared.protocol.records.cluster import (
+    Assignment,
+    ClusterJob,
+    Drain,
+    JobSchedule,
+    Kind,
+    PoolMember,
+    Source,
+    TaskRun,
+)
+from trireme_shared.protocol.records.operations import KeptAnswer
 
 A = TypeVar("A")
 Place = tuple[Kind, str]  # kind and id of a pool member

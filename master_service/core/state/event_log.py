@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from master_service.core.changes import DropEvents, Event, PutEvents
-from trireme_shared.errors import CursorExpired
-from trireme_shared.events import EventChunk, EventRecord, event_record
+from trireme_shared.protocol.errors import CursorExpired
+from trireme_shared.protocol.events import EventChunk, EventRecord, event_record
 
 KEPT = 1000
 KEPT_BYTES = 256 << 10

@@ -36,9 +36,9 @@ from master_service.core.state.event_log import EventLog
 from master_service.core.state.members import Members
 from master_service.core.state.operations import Operations
 from master_service.core.state.speeds import Speeds
-from trireme_shared.errors import NotFound
-from trireme_shared.evaluations import Evaluation, EvaluationStatus
-from trireme_shared.records import (
+from trireme_shared.protocol.errors import NotFound
+from trireme_shared.protocol.evaluations import Evaluation, EvaluationStatus
+from trireme_shared.protocol.records import (
     EpochPlan,
     EvaluationSums,
     JobSpec,
@@ -53,10 +53,10 @@ from trireme_shared.records import (
     TrainerList,
     ValidationSums,
 )
-from trireme_shared.records.assignments import GivenNumbers, Migration
-from trireme_shared.records.operations import KeptAnswer, Operation
-from trireme_shared.records.pauses import Losses, Paused
-from trireme_shared.records.queue import FailureCounts
+from trireme_shared.protocol.records.assignments import GivenNumbers, Migration
+from trireme_shared.protocol.records.operations import KeptAnswer, Operation
+from trireme_shared.protocol.records.pauses import Losses, Paused
+from trireme_shared.protocol.records.queue import FailureCounts
 
 BESIDE = (TaskKind.VALIDATE, TaskKind.METRICS)
 KIND_OF = {Stage.TRAIN: TaskKind.TRAIN, Stage.EVALUATE: TaskKind.EVALUATE, Stage.EXPORT: TaskKind.EXPORT}

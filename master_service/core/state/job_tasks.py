@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trireme_shared.records.cluster import Assignment, ClusterJob, PoolMember, Standing, TaskRun, TaskState
+from trireme_shared.protocol.records.cluster import Assignment, ClusterJob, PoolMember, Standing, TaskRun, TaskState
 
 Runs = Mapping[str, TaskRun]
 

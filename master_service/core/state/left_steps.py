@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from master_service.core.state.series import Series, SeriesTable
-from trireme_shared.records.checkpoints import CheckpointRef
+from trireme_shared.protocol.records.checkpoints import CheckpointRef
 
 
 class Part(NamedTuple):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trireme_shared.records import Holding, PserverMember, TrainerMember
-from trireme_shared.records.checkpoints import CheckpointLatest, OwnCheckpoints
-from trireme_shared.records.layout import Layout
+from trireme_shared.protocol.records import Holding, PserverMember, TrainerMember
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, OwnCheckpoints
+from trireme_shared.protocol.records.layout import Layout
 
 
 def started_by(member: TrainerMember | PserverMember) -> str:

@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trireme_shared.records import MetricBatch
+from trireme_shared.protocol.records import MetricBatch
 
 KEPT_STEPS = 1000
 KEPT_EPOCHS = 1000

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from master_service.core.changes import Decision, DropOperation, Event, Fields
-from trireme_shared.errors import NotFound
-from trireme_shared.records.operations import Operation, OperationKind, OperationState, ResizePhase
-from trireme_shared.records.record import MESSAGE_CHARACTERS, shortened
+from trireme_shared.protocol.errors import NotFound
+from trireme_shared.protocol.records.operations import Operation, OperationKind, OperationState, ResizePhase
+from trireme_shared.protocol.records.record import MESSAGE_CHARACTERS, shortened
 
 KEPT = 50  # of those that ended
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from enum import StrEnum, auto
 from typing import TypedDict
 
-from trireme_shared.records import FailureCause, JobResult, JobState, Phase, Stage, UserFailure
-from trireme_shared.records.pauses import Saving
+from trireme_shared.protocol.records import FailureCause, JobResult, JobState, Phase, Stage, UserFailure
+from trireme_shared.protocol.records.pauses import Saving
 
 
 class PhaseEvent(StrEnum):

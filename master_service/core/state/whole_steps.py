@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from master_service.core.state.left_steps import LeftSteps, same_until
 from master_service.core.state.series import SeriesTable, Value
-from trireme_shared.metric_names import GRADIENT_NORM, LOSS, NONFINITE, rate_names
-from trireme_shared.records import StepMetrics
-from trireme_shared.records.checkpoints import CheckpointRef
+from trireme_shared.protocol.metric_names import GRADIENT_NORM, LOSS, NONFINITE, rate_names
+from trireme_shared.protocol.records import StepMetrics
+from trireme_shared.protocol.records.checkpoints import CheckpointRef
 
 MOST_EPOCHS = 4096
 

@@ -17,7 +17,7 @@ import torch
 
 from trireme_shared.blocks.buffers import Buffer, BufferPool
 from trireme_shared.blocks.narrow import round_to
-from trireme_shared.lanes import Interval, combine, parent, sibling
+from trireme_shared.protocol.lanes import Interval, combine, parent, sibling
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Node:
 
 
 class Accumulator:
-    """The nodes of one block's next step that wait for their siblings. `mean`: combines two of them, as trireme_shared.lanes.combine.
+    """The nodes of one block's next step that wait for their siblings. `mean`: combines two of them, as trireme_shared.protocol.lanes.combine.
     `keeps_root`: the root stays in the tree, in memory of its own, until `take_root`."""
 
     def __init__(
@@ -170,7 +170,7 @@ class Accumulator:
         return self._rounded(Node(value, count, kept.buffer))
 
     def _halved(self, left: Node, right: Node, lanes: Interval) -> Node:
-        """As trireme_shared.lanes.combine of equal counts, into memory of its own."""
+        """As trireme_shared.protocol.lanes.combine of equal counts, into memory of its own."""
         assert left.value is not None
         assert right.value is not None
         made, self._makes_roots = None, self._makes_roots or lanes[0] == 0

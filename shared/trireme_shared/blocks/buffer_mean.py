@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from trireme_shared.lanes import combine
+from trireme_shared.protocol.lanes import combine
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -27,7 +27,7 @@ def bits_of(values: torch.Tensor) -> torch.Tensor:
 def combine_buffers(
     left: torch.Tensor, left_count: int, right: torch.Tensor, right_count: int
 ) -> tuple[torch.Tensor, int]:
-    """As trireme_shared.lanes.combine, but elements with the same bits on both sides keep them: the mean of equal values may round, and
+    """As trireme_shared.protocol.lanes.combine, but elements with the same bits on both sides keep them: the mean of equal values may round, and
     it overflows for the largest ones."""
     if not (left_count and right_count and left.is_floating_point()):
         return combine(left, left_count, right, right_count)

@@ -15,9 +15,9 @@ from typing import Protocol
 import torch
 
 from trireme_shared.blocks.buffers import Buffer, BufferPool
-from trireme_shared.records import SlotMap
-from trireme_shared.records.layout import ROWS
-from trireme_shared.records.step import StepRecord
+from trireme_shared.protocol.records import SlotMap
+from trireme_shared.protocol.records.layout import ROWS
+from trireme_shared.protocol.records.step import StepRecord
 
 
 @dataclass(frozen=True, slots=True)

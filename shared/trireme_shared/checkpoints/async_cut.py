@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from trireme_shared.etcd import Compacted, Etcd, KeyValue
-from trireme_shared.etcd.reading import must_read, read_record
-from trireme_shared.keys import Keys
-from trireme_shared.records import TrainerMember
-from trireme_shared.records.checkpoints import CheckpointCut
-from trireme_shared.records.pauses import Paused
+from trireme_shared.platform.etcd import Compacted, Etcd, KeyValue
+from trireme_shared.platform.etcd.reading import must_read, read_record
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import TrainerMember
+from trireme_shared.protocol.records.checkpoints import CheckpointCut
+from trireme_shared.protocol.records.pauses import Paused
 
 PAGE = 500
 

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from trireme_shared.checkpoints import deltas, writer
-from trireme_shared.runtime import clock
-from trireme_shared.storage.tensor_file import Summary
+from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.storage.tensor_file import Summary
 
 Offload = Callable[..., Awaitable[Any]]
 """`await offload(function, *arguments)`: run it where blocking does no harm."""

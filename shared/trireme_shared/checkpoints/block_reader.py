@@ -14,10 +14,10 @@ import torch
 from trireme_shared.blocks.buffers import bytes_of
 from trireme_shared.blocks.narrow import DTYPES
 from trireme_shared.checkpoints import stored
-from trireme_shared.errors import CheckpointUnusable
-from trireme_shared.records.checkpoints import CheckpointRef, Manifest
-from trireme_shared.records.layout import Block
-from trireme_shared.storage.tensor_file import Entry
+from trireme_shared.platform.storage.tensor_file import Entry
+from trireme_shared.protocol.errors import CheckpointUnusable
+from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest
+from trireme_shared.protocol.records.layout import Block
 
 M = TypeVar("M")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from trireme_shared.blocks.snapshot import Snapshot
 from trireme_shared.checkpoints.tables import tables_of
-from trireme_shared.records.checkpoints import PartLink
+from trireme_shared.protocol.records.checkpoints import PartLink
 
 MOST_SHARE = (
     0.5  # of the bytes of the whole part that the chain begins with: a larger delta is not worth its place in the chain

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from trireme_shared.evaluations import evaluation_of, results_count
-from trireme_shared.records import JobSpec
-from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef, history
-from trireme_shared.records.step import StepRecord
+from trireme_shared.protocol.evaluations import evaluation_of, results_count
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef, history
+from trireme_shared.protocol.records.step import StepRecord
 
 _EPOCHS = 1 << 16
 _ALWAYS = 1 << 32

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from trireme_shared.errors import BadFrame, InvalidArgument
-from trireme_shared.records.layout import TableSpec
-from trireme_shared.runtime import telemetry
-from trireme_shared.storage import files, tensor_file
-from trireme_shared.storage.tensor_file import Entry
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.platform.storage import files, tensor_file
+from trireme_shared.platform.storage.tensor_file import Entry
+from trireme_shared.protocol.errors import BadFrame, InvalidArgument
+from trireme_shared.protocol.records.layout import TableSpec
 
 if TYPE_CHECKING:
     from trireme_shared.tables.sharded import ShardedTable  # loads numba

@@ -22,9 +22,9 @@ import numpy.typing as npt
 
 from trireme_shared.blocks.snapshot import Snapshot
 from trireme_shared.checkpoints import stored
-from trireme_shared.errors import BadFrame, InvalidArgument
-from trireme_shared.records.checkpoints import CheckpointRef
-from trireme_shared.storage.tensor_file import Entry, Made
+from trireme_shared.platform.storage.tensor_file import Entry, Made
+from trireme_shared.protocol.errors import BadFrame, InvalidArgument
+from trireme_shared.protocol.records.checkpoints import CheckpointRef
 
 if TYPE_CHECKING:
     from trireme_shared.tables.saving.snapshot import SlotGroup, TableSnapshot  # loads numba

@@ -12,11 +12,11 @@ import torch
 
 from trireme_shared.blocks.snapshot import Snapshot
 from trireme_shared.checkpoints import stored, tables
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records.checkpoints import Manifest
-from trireme_shared.records.layout import Layout
-from trireme_shared.storage import files, tensor_file
-from trireme_shared.storage.tensor_file import Entry, Made, Summary
+from trireme_shared.platform.storage import files, tensor_file
+from trireme_shared.platform.storage.tensor_file import Entry, Made, Summary
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records.checkpoints import Manifest
+from trireme_shared.protocol.records.layout import Layout
 
 
 def write_part(

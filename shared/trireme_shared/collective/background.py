@@ -24,14 +24,14 @@ from trireme_shared.collective.progress import Progress
 from trireme_shared.collective.records import Epoch, EpochMember, Trouble
 from trireme_shared.collective.session import Session
 from trireme_shared.collective.settings import Settings
-from trireme_shared.errors import InvalidArgument, PeerError, TriremeError, leaves
-from trireme_shared.etcd import Etcd, LeaseLost, Put
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.keys import Keys
-from trireme_shared.membership.etcd_access import EtcdAccess
-from trireme_shared.membership.own_key import OwnKey
-from trireme_shared.records.members import CommunicatorMember
-from trireme_shared.runtime import clock, ids, network, telemetry
+from trireme_shared.platform.etcd import Etcd, LeaseLost, Put
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.membership.etcd_access import EtcdAccess
+from trireme_shared.platform.membership.own_key import OwnKey
+from trireme_shared.platform.runtime import clock, ids, network, telemetry
+from trireme_shared.protocol.errors import InvalidArgument, PeerError, TriremeError, leaves
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records.members import CommunicatorMember
 
 CLOSE_S = 5.0
 AGAIN_S = 0.1

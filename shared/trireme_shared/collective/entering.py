@@ -24,13 +24,13 @@ from trireme_shared.collective.records import Epoch, EpochMember, Statement
 from trireme_shared.collective.session import Session
 from trireme_shared.collective.settings import NCCL, Settings
 from trireme_shared.collective.store import EtcdStore
-from trireme_shared.errors import NotReady
-from trireme_shared.etcd import Compare, Etcd, OutcomeUnknown, Put
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.keys import Keys
-from trireme_shared.membership.own_key import OwnKey
-from trireme_shared.records.members import CommunicatorMember
-from trireme_shared.runtime import network, telemetry
+from trireme_shared.platform.etcd import Compare, Etcd, OutcomeUnknown, Put
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.membership.own_key import OwnKey
+from trireme_shared.platform.runtime import network, telemetry
+from trireme_shared.protocol.errors import NotReady
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records.members import CommunicatorMember
 
 BUILD_S = 10.0
 PUT_S = 5.0

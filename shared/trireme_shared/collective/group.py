@@ -22,7 +22,7 @@ from torch._C import _distributed_c10d as c10d
 
 from trireme_shared.collective import sockets
 from trireme_shared.collective.sockets import Address
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
 
 POLL_S = 0.1
 NCCL_POLL_S = 0.0005

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import TypeVar
 
-from trireme_shared.etcd import Etcd, KeyValue, WatchBatch
+from trireme_shared.platform.etcd import Etcd, KeyValue, WatchBatch
 
 T = TypeVar("T")
 

@@ -20,8 +20,8 @@ from trireme_shared.collective.packing import Buffers, Plan, as_given, name_of, 
 from trireme_shared.collective.progress import STATE, Result
 from trireme_shared.collective.records import Done
 from trireme_shared.collective.settings import CANONICAL
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.lanes import combine
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.lanes import combine
 
 MEAN, SUM = "MEAN", "SUM"
 CPU = torch.device("cpu")
@@ -138,7 +138,7 @@ class AllReduce:
 
 
 def tree(parts: Sequence[torch.Tensor], counts: Sequence[float] | None) -> torch.Tensor:
-    """The sum of `parts`, or with `counts` their weighted mean, over the canonical tree of trireme_shared.lanes with one lane for each member.
+    """The sum of `parts`, or with `counts` their weighted mean, over the canonical tree of trireme_shared.protocol.lanes with one lane for each member.
     16-bit values are added in float32. `parts` are overwritten."""
     wide = [part.float() if part.element_size() == 2 and part.is_floating_point() else part for part in parts]
     nodes: list[tuple[torch.Tensor, float]] = list(zip(wide, counts or [1.0] * len(wide), strict=True))

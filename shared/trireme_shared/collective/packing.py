@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from trireme_shared.errors import InvalidArgument
+from trireme_shared.protocol.errors import InvalidArgument
 
 Skeleton = list[Any]  # ["x", leaf] | ["p", plain value] | ["l" | "t", [...]] | ["d", [[key, skeleton], ...]]
 Form = Literal["torch", "numpy", "number"]

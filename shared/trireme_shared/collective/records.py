@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trireme_shared.records.record import Id, Int64, Message, Name, Record
+from trireme_shared.protocol.records.record import Id, Int64, Message, Name, Record
 
 
 class EpochMember(Record):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from trireme_shared.collective.group import Group
 from trireme_shared.collective.progress import Progress, Result
 from trireme_shared.collective.records import Done, EpochMember
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from trireme_shared.datasets.random_state import START_SEED, seeded
 from trireme_shared.datasets.user_modules import enter, import_named
-from trireme_shared.errors import DatasetError, is_interrupt
+from trireme_shared.protocol.errors import DatasetError, is_interrupt
 
 
 class CustomReader(Protocol):

@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 
 from trireme_shared.datasets.custom_reader import load_named
 from trireme_shared.datasets.random_state import seeded
-from trireme_shared.errors import DatasetError, is_interrupt
-from trireme_shared.records.datasets import IterableStyle, MapStyle
+from trireme_shared.protocol.errors import DatasetError, is_interrupt
+from trireme_shared.protocol.records.datasets import IterableStyle, MapStyle
 
 #: What functions and classes have made in this process, and with which seed. An object that several readers use is made once.
 _made: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()

@@ -14,8 +14,8 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from trireme_shared.errors import DatasetError
-from trireme_shared.records.datasets import Csv, JsonLines, TextLines
+from trireme_shared.protocol.errors import DatasetError
+from trireme_shared.protocol.records.datasets import Csv, JsonLines, TextLines
 
 Offsets = npt.NDArray[np.int64]
 Lines = Csv | JsonLines | TextLines

@@ -19,7 +19,7 @@ from functools import cache
 from threading import RLock
 from typing import Any, TypeVar
 
-from trireme_shared.lanes import step_seed
+from trireme_shared.protocol.lanes import step_seed
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from trireme_shared.errors import DatasetError
+from trireme_shared.protocol.errors import DatasetError
 
 MAGIC = 0x01020304
 _HEAD = struct.Struct("<5I")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
-from trireme_shared.errors import DatasetError
+from trireme_shared.protocol.errors import DatasetError
 
 BLOCK = 512
 MOST_HEADER_BYTES = 1 << 20

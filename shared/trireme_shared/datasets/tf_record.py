@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from google_crc32c import value as crc32c
 
-from trireme_shared.errors import DatasetError
+from trireme_shared.protocol.errors import DatasetError
 
 _HEAD = struct.Struct("<QI")
 _TAIL = struct.Struct("<I")

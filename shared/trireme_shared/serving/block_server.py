@@ -15,22 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from trireme_shared.blocks.buffers import Buffer, BufferPool
 from trireme_shared.blocks.reused_memory import ReceivedMemory
-from trireme_shared.errors import BadFrame, LayoutMismatch, NotReady, StaleGeneration, StepTorn, WrongOwner
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records.layout import ELEMENT_BYTES, ROWS, Layout
-from trireme_shared.records.pauses import Torn
-from trireme_shared.runtime import clock, telemetry
-from trireme_shared.runtime.waiting import event_within
-from trireme_shared.serving.core.calls import OpenPull, Payload
-from trireme_shared.serving.core.progress import Counters, check_pull
-from trireme_shared.serving.core.pushes import OpenPush
-from trireme_shared.serving.core.store import Store
-from trireme_shared.serving.core.table.arrivals import ArrivedRows
-from trireme_shared.serving.core.table.row_steps import RowSteps
-from trireme_shared.serving.ports import OwnPlace, ServerPorts
-from trireme_shared.serving.settling import settled
-from trireme_shared.wire.lending import NOTHING
-from trireme_shared.wire.messages import (
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.protocol.errors import BadFrame, LayoutMismatch, NotReady, StaleGeneration, StepTorn, WrongOwner
+from trireme_shared.protocol.records.layout import ELEMENT_BYTES, ROWS, Layout
+from trireme_shared.protocol.records.pauses import Torn
+from trireme_shared.protocol.wire.messages import (
     PROTOCOL_VERSION,
     MessageHeader,
     PserverInfo,
@@ -43,7 +34,16 @@ from trireme_shared.wire.messages import (
     TableEnd,
     TableRequest,
 )
-from trireme_shared.wire.verdict import Verdict
+from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.serving.core.calls import OpenPull, Payload
+from trireme_shared.serving.core.progress import Counters, check_pull
+from trireme_shared.serving.core.pushes import OpenPush
+from trireme_shared.serving.core.store import Store
+from trireme_shared.serving.core.table.arrivals import ArrivedRows
+from trireme_shared.serving.core.table.row_steps import RowSteps
+from trireme_shared.serving.ports import OwnPlace, ServerPorts
+from trireme_shared.serving.settling import settled
+from trireme_shared.serving.transport.lending import NOTHING
 
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.rows import TableRows  # loads numba

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trireme_shared.blocks.buffers import Allocate
-from trireme_shared.records.layout import Layout
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.records.layout import Layout
+from trireme_shared.protocol.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart, InitHeader
 from trireme_shared.serving.core.calls import Payload
 from trireme_shared.serving.core.table.row_steps import RowsServer, RowSteps, StepsAtOnce
 from trireme_shared.serving.table_loops import compile_when_used
-from trireme_shared.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart, InitHeader
 
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.rows import TableRows  # loads numba
@@ -37,7 +37,7 @@ class ServerPorts:
 
 
 class OwnPlace(Protocol):
-    """The key of the server's process in etcd (shared/trireme_shared/membership/own_key.py)."""
+    """The key of the server's process in etcd (shared/trireme_shared/platform/membership/own_key.py)."""
 
     @property
     def in_doubt(self) -> bool:

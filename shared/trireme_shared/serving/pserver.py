@@ -9,20 +9,11 @@ from typing import TYPE_CHECKING
 
 from trireme_shared.checkpoints.schedule import Schedule
 from trireme_shared.checkpoints.start_tables import mark_in
-from trireme_shared.errors import InvalidArgument, NotReady, StaleGeneration, WrongOwner
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import JobState
-from trireme_shared.runtime import telemetry
-from trireme_shared.serving.block_server import BlockServer
-from trireme_shared.serving.core.admission import check_same_model
-from trireme_shared.serving.core.blocks import add_state
-from trireme_shared.serving.core.calls import Payload
-from trireme_shared.serving.core.clipping import Clipping
-from trireme_shared.serving.core.progress import progress_of
-from trireme_shared.serving.core.store import Store
-from trireme_shared.serving.core.stores import AsyncStore, store_of
-from trireme_shared.serving.ports import OwnPlace, ServerPorts, StartRows, TakesHandoffs
-from trireme_shared.wire.messages import (
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.errors import InvalidArgument, NotReady, StaleGeneration, WrongOwner
+from trireme_shared.protocol.records import JobState
+from trireme_shared.protocol.wire.messages import (
     HandoffAnswer,
     HandoffHeader,
     HandoffPart,
@@ -33,6 +24,15 @@ from trireme_shared.wire.messages import (
     PserverInfo,
     PushHeader,
 )
+from trireme_shared.serving.block_server import BlockServer
+from trireme_shared.serving.core.admission import check_same_model
+from trireme_shared.serving.core.blocks import add_state
+from trireme_shared.serving.core.calls import Payload
+from trireme_shared.serving.core.clipping import Clipping
+from trireme_shared.serving.core.progress import progress_of
+from trireme_shared.serving.core.store import Store
+from trireme_shared.serving.core.stores import AsyncStore, store_of
+from trireme_shared.serving.ports import OwnPlace, ServerPorts, StartRows, TakesHandoffs
 
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.rows import TableRows  # loads numba

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from trireme_shared.runtime.waiting import event_within
+from trireme_shared.platform.runtime.waiting import event_within
 from trireme_shared.serving.core.pushes import OpenPush
-from trireme_shared.wire.stream import BURST_BYTES
+from trireme_shared.serving.transport.stream import BURST_BYTES
 
 # From a push's end until its blocks are copied. Trainers that are about equally fast need no copies; one that is faster has to know that its lanes are
 # acknowledged before it computes those of others.

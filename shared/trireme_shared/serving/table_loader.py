@@ -12,10 +12,10 @@ import numpy as np
 
 from trireme_shared.checkpoints import stored
 from trireme_shared.checkpoints.tables import EXPIRED, REMOVED, Records, ids_for, records_for, table_in, updates_in
-from trireme_shared.errors import BadFrame
-from trireme_shared.records import SlotMap
-from trireme_shared.records.checkpoints import CheckpointPart, CheckpointRef
-from trireme_shared.storage.tensor_file import Entry, Sink, Summary
+from trireme_shared.platform.storage.tensor_file import Entry, Sink, Summary
+from trireme_shared.protocol.errors import BadFrame
+from trireme_shared.protocol.records import SlotMap
+from trireme_shared.protocol.records.checkpoints import CheckpointPart, CheckpointRef
 from trireme_shared.tables.hashing import owned_slots, slots_of
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 
-from trireme_shared.records.layout import Layout
-from trireme_shared.runtime.service import settled
+from trireme_shared.platform.runtime.service import settled
+from trireme_shared.protocol.records.layout import Layout
 
 
 async def compile_in_thread(layout: Layout) -> None:

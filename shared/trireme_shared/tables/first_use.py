@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
 from trireme_shared.tables.kernels import rows as row_loops
 from trireme_shared.tables.lanes import LaneRows, mean_over_lanes, sums_of_ids
 from trireme_shared.tables.saving.snapshot import TableSnapshot, new_lock

@@ -1,4 +1,4 @@
-"""The gradient of a step's rows: over the lanes the canonical tree of weighted means (shared/trireme_shared/lanes.py), a lane without an id counting as zero.
+"""The gradient of a step's rows: over the lanes the canonical tree of weighted means (shared/trireme_shared/protocol/lanes.py), a lane without an id counting as zero.
 
 sums of each lane's minibatch, by ids that ascend --> all ids of the step, and the mean gradient of each
 """

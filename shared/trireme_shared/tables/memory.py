@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records.layout import MOST_ROWS
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records.layout import MOST_ROWS
 from trireme_shared.tables.first_touch import TouchedRows, small_bytes
 from trireme_shared.tables.kernels import cells as cell_loops
 from trireme_shared.tables.kernels import parts

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trireme_shared.records.layout import TableSpec
+from trireme_shared.protocol.records.layout import TableSpec
 
 CELL_BYTES = 16  # the id; stamp, frequency and row
 LEAST_LOAD, LOADS = (

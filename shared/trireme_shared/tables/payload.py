@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 
 from trireme_shared.blocks.narrow import DTYPES, cast_into
-from trireme_shared.errors import BadFrame
-from trireme_shared.records.job_spec import Narrow
+from trireme_shared.protocol.errors import BadFrame
+from trireme_shared.protocol.records.job_spec import Narrow
 from trireme_shared.tables.hashing import Ids
 
 MOST_BYTES = 256 << 20  # of one payload

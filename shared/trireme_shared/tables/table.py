@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records.layout import TableSpec
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records.layout import TableSpec
 from trireme_shared.tables.first_touch import soon_touched
 from trireme_shared.tables.grouping import Pieces
 from trireme_shared.tables.hashing import slots_of

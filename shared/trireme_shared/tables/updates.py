@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
 from trireme_shared.tables.kernels import rows as row_loops
 
 INITS = {"constant": row_loops.CONSTANT, "uniform": row_loops.UNIFORM, "normal": row_loops.NORMAL}

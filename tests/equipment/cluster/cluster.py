@@ -16,10 +16,10 @@ from pserver_service.handoff_client import HandoffPort, HttpHandoff
 from pserver_service.member import Member
 from pserver_service.own_index import OwnIndex
 from tests.equipment.etcd.simulated import SimulatedEtcd
-from trireme_shared.etcd import Etcd
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import JobSpec, PserverMember
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobSpec, PserverMember
 from trireme_shared.serving.pserver import Pserver
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.equipment.virtual_loop import Process, current_process
-from trireme_shared.errors import DeadlineExceeded, PeerError, TriremeError, from_map
+from trireme_shared.protocol.errors import DeadlineExceeded, PeerError, TriremeError, from_map
 
 RETRANSMIT_S = 0.2
 STREAM_WINDOW = 4
@@ -90,7 +90,7 @@ class Network:
         return bool(self._cuts) and frozenset((one.name, other.name)) in self._cuts
 
     async def refuses(self, url: str) -> bool:
-        """The probe of `trireme_shared.runtime.http.refuses_connections`: True only if the process at `url` is known to be dead."""
+        """The probe of `trireme_shared.platform.runtime.http.refuses_connections`: True only if the process at `url` is known to be dead."""
         listener, prober = self._listeners.get(url), current_process()
         await asyncio.sleep(self.delay())
         if listener is None:

@@ -14,9 +14,9 @@ from typing import Any, Self
 from pserver_service.handoff_client import Parts
 from tests.equipment.cluster.network import Network, Pipe, replay
 from trainer_agent.data_plane.http import waits_s
-from trireme_shared.errors import DeadlineExceeded, NotLeader, PeerError
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import (
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.protocol.errors import DeadlineExceeded, NotLeader, PeerError
+from trireme_shared.protocol.records import (
     AcquireTask,
     Completed,
     CompleteTask,
@@ -28,8 +28,7 @@ from trireme_shared.records import (
     TaskProgress,
     UserFailure,
 )
-from trireme_shared.serving.data_plane.lookups import found_end, lookup, portion
-from trireme_shared.wire.messages import (
+from trireme_shared.protocol.wire.messages import (
     HandoffAnswer,
     HandoffHeader,
     HandoffPart,
@@ -49,6 +48,7 @@ from trireme_shared.wire.messages import (
     TableEnd,
     TableRequest,
 )
+from trireme_shared.serving.data_plane.lookups import found_end, lookup, portion
 
 MASTER_TIMEOUT_S = 10.0
 STALL_S = 30.0

@@ -9,7 +9,7 @@ import pytest
 
 from tests.equipment.cluster.network import STEADY, Conditions, Network, Pipe
 from tests.equipment.virtual_loop import Process, VirtualLoop, run
-from trireme_shared.errors import Conflict, DeadlineExceeded, PeerError
+from trireme_shared.protocol.errors import Conflict, DeadlineExceeded, PeerError
 
 
 class Counter:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tests.equipment.etcd.store import Store
-from trireme_shared.etcd.transport import Body
-from trireme_shared.runtime import clock
+from trireme_shared.platform.etcd.transport import Body
+from trireme_shared.platform.runtime import clock
 
 MINIMUM_TTL_S = 2
 EXPIRY_LATE_S = 0.5

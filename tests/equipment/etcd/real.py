@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest_asyncio
 
-from trireme_shared.etcd.embedded import EmbeddedEtcd, find_binary, wheel_binary
+from trireme_shared.platform.etcd.embedded import EmbeddedEtcd, find_binary, wheel_binary
 
 
 def real_binaries() -> dict[str, Path]:

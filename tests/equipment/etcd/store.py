@@ -10,9 +10,9 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from typing import Any
 
-from trireme_shared.etcd.errors import Compacted, Fatal, LeaseLost, LimitExceeded
-from trireme_shared.etcd.operations import MAX_OPERATIONS, covers
-from trireme_shared.etcd.transport import COMPACT, DELETE, PUT, RANGE, STATUS, TXN, Body
+from trireme_shared.platform.etcd.errors import Compacted, Fatal, LeaseLost, LimitExceeded
+from trireme_shared.platform.etcd.operations import MAX_OPERATIONS, covers
+from trireme_shared.platform.etcd.transport import COMPACT, DELETE, PUT, RANGE, STATUS, TXN, Body
 
 REQUEST_BYTES = 3 << 19  # etcd's --max-request-bytes
 _TO_THE_END = b"\0"

@@ -8,8 +8,8 @@ import httpx
 
 from master_service.api.app import make_app
 from master_service.leadership.jobs_led import JobsLed
-from trireme_shared.security.access import Access
-from trireme_shared.security.tokens import Tokens
+from trireme_shared.platform.security.access import Access
+from trireme_shared.platform.security.tokens import Tokens
 
 
 def client_of(master: JobsLed, token: str = "", given: str = "") -> httpx.AsyncClient:

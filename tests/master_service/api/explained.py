@@ -10,13 +10,13 @@ from master_service.leadership.master import Master
 from tests.equipment.virtual_loop import run_virtually
 from tests.master_service.api.client import client_of
 from tests.master_service.cluster import KEYS, MasterCluster, Storage, leading, running, spec_of
-from trireme_shared.records import (
+from trireme_shared.protocol.records import (
     MetricBatch,
     PserverMember,
     TrainerMember,
     UserFailure,
 )
-from trireme_shared.records.tasks import StepMetrics
+from trireme_shared.protocol.records.tasks import StepMetrics
 
 Explanation = dict[str, Any]
 LONG_S = 10.0  # without progress, but shorter than the time limit of a task

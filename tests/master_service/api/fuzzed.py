@@ -39,10 +39,10 @@ from tests.equipment.waiting import until
 from tests.master_service.api.test_cluster_rest import SETTINGS
 from tests.master_service.control.restoring import checkpoint
 from tests.master_service.many_jobs import ROOT, Jobs
-from trireme_shared.keys import Keys
-from trireme_shared.records import Mode
-from trireme_shared.records.cluster import Standing
-from trireme_shared.security.access import Access
+from trireme_shared.platform.security.access import Access
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.records.cluster import Standing
 
 URL = "http://127.0.0.1"
 RUNNING, ENDED, LOG = "digits", "ended", "h-trainer-0-1"

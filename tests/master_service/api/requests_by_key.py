@@ -19,9 +19,9 @@ from tests.equipment.waiting import until
 from tests.master_service.cluster import MasterCluster, spec_of
 from tests.master_service.control.restoring import checkpoint, spec
 from tests.master_service.many_jobs import Jobs, job_of
-from trireme_shared.records import JobSpec, JobState, Phase
-from trireme_shared.records.cluster import ClusterJob, Drain, PoolMember, Standing
-from trireme_shared.records.job import FailureCause
+from trireme_shared.protocol.records import JobSpec, JobState, Phase
+from trireme_shared.protocol.records.cluster import ClusterJob, Drain, PoolMember, Standing
+from trireme_shared.protocol.records.job import FailureCause
 
 STAMP = "2026-01-01T00:00:00.000+00:00"
 SETTINGS = {

@@ -19,8 +19,8 @@ from tests.equipment.virtual_loop import run_virtually
 from tests.master_service.api.client import check_problem
 from tests.master_service.cluster import MasterCluster, leading, spec_of
 from tests.master_service.many_jobs import Jobs
-from trireme_shared.security.access import Access
-from trireme_shared.security.tokens import Role, Tokens
+from trireme_shared.platform.security.access import Access
+from trireme_shared.platform.security.tokens import Role, Tokens
 
 METHODS = {"get", "put", "post", "delete", "patch"}
 OPEN = {"checkHealth", "checkReadiness"}

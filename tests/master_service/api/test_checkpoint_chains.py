@@ -7,7 +7,7 @@ import asyncio
 from tests.master_service.api.client import client_of
 from tests.master_service.cluster import KEYS, MasterCluster, Storage, running
 from tests.master_service.control.restoring import checkpoint, spec
-from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointPart, PartLink
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointPart, PartLink
 
 
 def part(step: int, pserver: int, *chain: int) -> CheckpointPart:

@@ -11,7 +11,7 @@ from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.api.client import check_problem, client_of
 from tests.master_service.many_jobs import Jobs, job_of
-from trireme_shared.records.cluster import Source, Standing
+from trireme_shared.protocol.records.cluster import Source, Standing
 
 SETTINGS = {
     "dataset": {"kind": "text_lines", "urls": ["train.txt"]},

@@ -12,9 +12,9 @@ from tests.equipment.waiting import until
 from tests.master_service.api.client import check_problem, client_of
 from tests.master_service.cluster import MasterCluster, Storage, leading, running, spec_of, take
 from tests.master_service.control.restoring import checkpoint, spec
-from trireme_shared.records import UserFailure
-from trireme_shared.records.checkpoints import CheckpointRef
-from trireme_shared.records.operations import OperationState
+from trireme_shared.protocol.records import UserFailure
+from trireme_shared.protocol.records.checkpoints import CheckpointRef
+from trireme_shared.protocol.records.operations import OperationState
 
 PATHS = ["/v1/job", "/v1/task-summary", "/v1/tasks", "/v1/tasks/0", "/v1/members", "/v1/members/t1", "/v1/checkpoints"]
 FAILURE = UserFailure(error_type="ValueError", message="no")

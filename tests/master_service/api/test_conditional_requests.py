@@ -20,10 +20,10 @@ from tests.master_service.api.client import check_problem
 from tests.master_service.api.requests_by_key import WANTED, World, client_of
 from tests.master_service.api.test_cluster_rest import wanted
 from tests.master_service.many_jobs import Jobs
-from trireme_shared.records import JobState, Phase
-from trireme_shared.records.cluster import Standing
-from trireme_shared.runtime import clock
-from trireme_shared.times import rfc3339
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.records import JobState, Phase
+from trireme_shared.protocol.records.cluster import Standing
+from trireme_shared.protocol.times import rfc3339
 
 CRON = {**WANTED, "name": "s", "cron": "30 2 * * *"}
 CHANGED = (404, 412)  # 404: it is gone

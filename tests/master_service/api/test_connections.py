@@ -16,7 +16,7 @@ from master_service.api.server import Connections, Server
 from tests.equipment.uvicorn_server import served
 from tests.equipment.waiting import until
 from tests.master_service.cluster import MasterCluster, Storage, running, spec_of
-from trireme_shared.records import AcquireTask, FailTask, UserFailure
+from trireme_shared.protocol.records import AcquireTask, FailTask, UserFailure
 
 HEALTH = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
 HALF_HEAD = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nx-mo"

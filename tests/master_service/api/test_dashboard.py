@@ -21,7 +21,7 @@ from tests.master_service.api.client import client_of
 from tests.master_service.api.test_auth import client_with
 from tests.master_service.cluster import MasterCluster, leading, running, spec_of
 from tests.master_service.many_jobs import Jobs
-from trireme_shared.security.tokens import Role
+from trireme_shared.platform.security.tokens import Role
 
 ROOT = Path(__file__).parents[3]
 MOST_BYTES = 200_000

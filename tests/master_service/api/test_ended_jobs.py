@@ -16,9 +16,9 @@ from tests.equipment.waiting import until
 from tests.master_service.api.client import check_problem, client_of
 from tests.master_service.control.test_series import Files
 from tests.master_service.many_jobs import Jobs, job_of
-from trireme_shared.evaluations import Evaluation, EvaluationStatus
-from trireme_shared.records import MetricBatch, StepMetrics
-from trireme_shared.records.cluster import Standing
+from trireme_shared.protocol.evaluations import Evaluation, EvaluationStatus
+from trireme_shared.protocol.records import MetricBatch, StepMetrics
+from trireme_shared.protocol.records.cluster import Standing
 
 CHECKPOINT = "c" * 32
 

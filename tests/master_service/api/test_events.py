@@ -17,7 +17,7 @@ from tests.equipment.waiting import until
 from tests.master_service.api.client import check_problem, client_of
 from tests.master_service.cluster import MasterCluster, running, spec_of
 from tests.master_service.many_jobs import Jobs, job_of
-from trireme_shared.records.cluster import Standing
+from trireme_shared.protocol.records.cluster import Standing
 
 
 async def names_after(client: httpx.AsyncClient, path: str, after: int, **query: Any) -> tuple[list[str], int]:

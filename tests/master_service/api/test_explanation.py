@@ -27,14 +27,14 @@ from tests.master_service.api.explained import (
 from tests.master_service.cluster import KEYS, MasterCluster, Storage, done, leading, running, spec_of, take
 from tests.master_service.control.restoring import checkpoint, rolling_back
 from tests.master_service.control.restoring import spec as spec_with_checkpoints
-from trireme_shared.errors import LayoutMismatch, StorageUnreachable
-from trireme_shared.records import (
+from trireme_shared.protocol.errors import LayoutMismatch, StorageUnreachable
+from trireme_shared.protocol.records import (
     CompleteTask,
     FailTask,
     Phase,
     Restored,
 )
-from trireme_shared.records.tasks import TaskProgress
+from trireme_shared.protocol.records.tasks import TaskProgress
 
 
 def test_no_parameter_server_is_there() -> None:

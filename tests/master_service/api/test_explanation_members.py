@@ -19,12 +19,12 @@ from tests.master_service.api.explained import (
 from tests.master_service.cluster import KEYS, MasterCluster, leading, running, spec_of, take
 from tests.master_service.control.restoring import checkpoint, rolling_back
 from tests.master_service.control.restoring import spec as spec_with_checkpoints
-from trireme_shared.records import (
+from trireme_shared.protocol.records import (
     Phase,
     TrainerMember,
 )
-from trireme_shared.records.pauses import Paused
-from trireme_shared.records.tasks import TaskProgress
+from trireme_shared.protocol.records.pauses import Paused
+from trireme_shared.protocol.records.tasks import TaskProgress
 
 
 def test_progress_tells_the_speed_and_the_time_left() -> None:

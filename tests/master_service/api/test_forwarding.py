@@ -22,9 +22,9 @@ from tests.equipment.uvicorn_server import served
 from tests.equipment.waiting import until
 from tests.master_service.api.client import check_problem
 from tests.master_service.cluster import MasterCluster, leading, spec_of
-from trireme_shared.errors import NotLeader
-from trireme_shared.records import Mode
-from trireme_shared.security.tokens import Role
+from trireme_shared.platform.security.tokens import Role
+from trireme_shared.protocol.errors import NotLeader
+from trireme_shared.protocol.records import Mode
 
 FORWARD = {"Trireme-Forward": "leader"}
 LIMIT_S = 30.0

@@ -21,7 +21,7 @@ from tests.master_service.api.client import check_problem, client_of
 from tests.master_service.cluster import MasterCluster, leading, spec_of
 from tests.master_service.many_jobs import Jobs
 from trireme_shared import __version__
-from trireme_shared.errors import NotLeader
+from trireme_shared.protocol.errors import NotLeader
 
 
 @asynccontextmanager

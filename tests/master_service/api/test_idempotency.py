@@ -16,8 +16,8 @@ from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.api.client import check_problem
 from tests.master_service.api.requests_by_key import ASKED, WANTED, Asked, World, begin, post, shown
-from trireme_shared.records.operations import KeptAnswer
-from trireme_shared.times import rfc3339
+from trireme_shared.protocol.records.operations import KeptAnswer
+from trireme_shared.protocol.times import rfc3339
 
 
 async def killed(asked: Asked, turns: int) -> bool:

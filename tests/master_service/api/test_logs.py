@@ -25,11 +25,11 @@ from tests.master_service.api.client import check_problem, client_of
 from tests.master_service.api.test_events import Reader
 from tests.master_service.cluster import MasterCluster, running, spec_of
 from tests.master_service.many_jobs import Jobs, job_of
-from trireme_shared.errors import DeadlineExceeded, TooManyRequests
-from trireme_shared.records.cluster import PoolMember
-from trireme_shared.runtime import log_files
-from trireme_shared.runtime.log_files import LogFile
-from trireme_shared.security.tokens import Role, new_token
+from trireme_shared.platform.runtime import log_files
+from trireme_shared.platform.runtime.log_files import LogFile
+from trireme_shared.platform.security.tokens import Role, new_token
+from trireme_shared.protocol.errors import DeadlineExceeded, TooManyRequests
+from trireme_shared.protocol.records.cluster import PoolMember
 
 SECONDS = "2026-01-01T00:00:{:02}.000+00:00"
 

@@ -8,7 +8,7 @@ from tests.equipment.virtual_loop import run_virtually
 from tests.master_service.api.client import check_problem, client_of
 from tests.master_service.cluster import MasterCluster, running
 from tests.master_service.control.restoring import spec
-from trireme_shared.records import Mode
+from trireme_shared.protocol.records import Mode
 
 
 def with_client(check, **changes) -> None:

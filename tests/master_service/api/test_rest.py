@@ -19,7 +19,7 @@ from master_service.api.limits import MAX_BODY_BYTES
 from master_service.leadership.master import Master
 from tests.master_service.api.client import check_problem, client_of
 from tests.master_service.cluster import MasterCluster, Storage, leading, running, spec_of, until
-from trireme_shared.records import Mode
+from trireme_shared.protocol.records import Mode
 
 Api = Callable[..., Any]
 

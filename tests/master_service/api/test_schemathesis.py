@@ -23,8 +23,8 @@ from schemathesis.core.transport import Response
 from master_service.core.state.cluster import ClusterState
 from tests.equipment.quick_draws import NUMBER, QUICKLY
 from tests.master_service.api.fuzzed import Fuzzed, document, fuzzing, machine_of, schema_of
-from trireme_shared.errors import NotFound
-from trireme_shared.records.cluster import JobSchedule
+from trireme_shared.protocol.errors import NotFound
+from trireme_shared.protocol.records.cluster import JobSchedule
 
 EACH_WAY = 3  # requests for each operation, valid and invalid ones
 MISSED = 3  # operations at most may never do what they are asked for: cancelResize needs a resize that runs, say

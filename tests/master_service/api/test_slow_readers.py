@@ -22,7 +22,7 @@ from tests.equipment.replaced import replaced
 from tests.equipment.uvicorn_server import served
 from tests.equipment.waiting import until
 from tests.master_service.cluster import MasterCluster, running, spec_of
-from trireme_shared.runtime import log_files
+from trireme_shared.platform.runtime import log_files
 
 LINES = 200_000  # of 100 bytes
 BUFFER_BYTES = 8 << 10  # of the kernel, at each end

@@ -17,9 +17,9 @@ from tests.equipment.waiting import until
 from tests.master_service.cluster import MasterCluster, running, spec_of
 from trireme.client import ONLY_JOB, AsyncClient
 from trireme.view.job_address import client_of
-from trireme_shared.errors import PeerError
-from trireme_shared.security import authority
-from trireme_shared.security.tls import Tls
+from trireme_shared.platform.security import authority
+from trireme_shared.platform.security.tls import Tls
+from trireme_shared.protocol.errors import PeerError
 
 
 async def test_clients_that_trust_its_authority_and_have_a_certificate_get_answers(

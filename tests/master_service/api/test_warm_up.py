@@ -16,7 +16,7 @@ from master_service.api.app import make_api, warm_up
 from master_service.api.openapi import document
 from tests.equipment.replaced import replaced
 from tests.master_service.cluster import MasterCluster, spec_of
-from trireme_shared.errors import NotLeader, NotReady, TriremeError
+from trireme_shared.protocol.errors import NotLeader, NotReady, TriremeError
 
 
 class Leads:

@@ -18,9 +18,9 @@ from tests.equipment.replaced import replaced
 from tests.equipment.stored_series import store
 from tests.master_service.control.test_tracking import followers, spec_in
 from tests.master_service.trackers.test_follower import losses, noted
-from trireme_shared.records import JobState, Phase
-from trireme_shared.records.cluster import ClusterJob, Standing
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.records import JobState, Phase
+from trireme_shared.protocol.records.cluster import ClusterJob, Standing
 
 pytestmark = pytest.mark.processes
 

@@ -10,8 +10,8 @@ from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.many_jobs import Jobs, job_of
-from trireme_shared.records.cluster import Standing
-from trireme_shared.records.datasets import Npy
+from trireme_shared.protocol.records.cluster import Standing
+from trireme_shared.protocol.records.datasets import Npy
 
 JOBS = 100
 

@@ -11,10 +11,10 @@ from master_service.cluster.leader import ClusterMaster
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.many_jobs import Jobs, job_of
-from trireme_shared.errors import Conflict, NotFound, NotLeader
-from trireme_shared.records.cluster import JobSchedule, Source, Standing
-from trireme_shared.runtime import clock
-from trireme_shared.times import instant
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import Conflict, NotFound, NotLeader
+from trireme_shared.protocol.records.cluster import JobSchedule, Source, Standing
+from trireme_shared.protocol.times import instant
 
 
 async def paused(leader: ClusterMaster) -> None:

@@ -18,13 +18,13 @@ from tests.equipment.etcd.real import embedded_etcd  # noqa: F401  a fixture
 from tests.equipment.replaced import replaced
 from tests.equipment.waiting import until
 from tests.master_service.many_jobs import Jobs, job_of
-from trireme_shared import etcd as etcd_client
-from trireme_shared.errors import NotReady
-from trireme_shared.etcd import Etcd
-from trireme_shared.etcd.embedded import EmbeddedEtcd
-from trireme_shared.etcd.errors import Compacted
-from trireme_shared.etcd.transport import STATUS
-from trireme_shared.records.cluster import Standing
+from trireme_shared.platform import etcd as etcd_client
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
+from trireme_shared.platform.etcd.errors import Compacted
+from trireme_shared.platform.etcd.transport import STATUS
+from trireme_shared.protocol.errors import NotReady
+from trireme_shared.protocol.records.cluster import Standing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 LIMIT_S = 120

@@ -9,8 +9,8 @@ from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.api.client import client_of
 from tests.master_service.many_jobs import Jobs, job_of
-from trireme_shared.records import Mode
-from trireme_shared.records.operations import OperationState, ResizePhase
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.records.operations import OperationState, ResizePhase
 
 SPEC_TRAINERS = 2  # what the spec says of trainers means nothing in a cluster: the job gets what is idle
 

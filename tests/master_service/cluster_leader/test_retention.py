@@ -10,8 +10,8 @@ import pytest
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.many_jobs import Jobs, job_of
-from trireme_shared.errors import Conflict, StorageUnreachable
-from trireme_shared.records.cluster import Standing
+from trireme_shared.protocol.errors import Conflict, StorageUnreachable
+from trireme_shared.protocol.records.cluster import Standing
 
 
 def in_storage(name: str) -> Any:

@@ -9,9 +9,9 @@ from master_service.leadership.master import Master
 from pserver_service.checkpoints.pause import TELL_S
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, spec_of
-from trireme_shared.records import JobState, Phase, PserverMember, TrainerMember
-from trireme_shared.records.checkpoints import CheckpointCut
-from trireme_shared.records.pauses import Paused
+from trireme_shared.protocol.records import JobState, Phase, PserverMember, TrainerMember
+from trireme_shared.protocol.records.checkpoints import CheckpointCut
+from trireme_shared.protocol.records.pauses import Paused
 
 
 def spec(**values: Any) -> Any:

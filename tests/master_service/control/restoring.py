@@ -8,13 +8,13 @@ from typing import Any, Protocol
 from master_service.leadership.master import Master
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, Storage, spec_of
-from trireme_shared.etcd import Etcd
-from trireme_shared.keys import Keys
-from trireme_shared.records import JobState, Mode, Phase, SlotMap
-from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
-from trireme_shared.records.layout import Layout, OptimizerSpec
-from trireme_shared.records.operations import CheckpointRequest, Operation
-from trireme_shared.records.step import LanePosition, StepRecord
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobState, Mode, Phase, SlotMap
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
+from trireme_shared.protocol.records.layout import Layout, OptimizerSpec
+from trireme_shared.protocol.records.operations import CheckpointRequest, Operation
+from trireme_shared.protocol.records.step import LanePosition, StepRecord
 
 SLOTS = SlotMap(version=1, owners=(0, 1) * 64)
 LAYOUT = Layout(

@@ -13,9 +13,9 @@ from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import MasterCluster, leading, running, spec_of
 from tests.master_service.control.restoring import commit, create, ended, names, request_of, spec
-from trireme_shared.errors import Conflict
-from trireme_shared.records import Mode, Phase
-from trireme_shared.records.operations import CheckpointRequest, Operation, OperationState
+from trireme_shared.protocol.errors import Conflict
+from trireme_shared.protocol.records import Mode, Phase
+from trireme_shared.protocol.records.operations import CheckpointRequest, Operation, OperationState
 
 DONE, FAILED = OperationState.DONE, OperationState.FAILED
 

@@ -18,10 +18,10 @@ from tests.master_service.api.client import client_of
 from tests.master_service.api.explained import LONG_S, also, codes, explained, text
 from tests.master_service.cluster import KEYS, MasterCluster, leading, spec_of, take
 from tests.master_service.control.restoring import checkpoint, rolling_back
-from trireme_shared.errors import CheckpointUnusable
-from trireme_shared.records import Holding, JobState, Mode, Phase, Strategy
-from trireme_shared.records.operations import OperationState
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import CheckpointUnusable
+from trireme_shared.protocol.records import Holding, JobState, Mode, Phase, Strategy
+from trireme_shared.protocol.records.operations import OperationState
 
 SOON_S = 0.1
 WINDOW_S = 0.5

@@ -11,8 +11,8 @@ from master_service.leadership.master import Master
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, Storage, done, leading, running, spec_of, take
-from trireme_shared.errors import Conflict, StaleAttempt, StaleGeneration
-from trireme_shared.records import Completed, CompleteTask, Mode, TakeNext, Task
+from trireme_shared.protocol.errors import Conflict, StaleAttempt, StaleGeneration
+from trireme_shared.protocol.records import Completed, CompleteTask, Mode, TakeNext, Task
 
 
 def with_next(master: Master, task: Task, request: str = "n1", trainer: str = "t1", ahead: int = 0) -> CompleteTask:

@@ -9,9 +9,9 @@ from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.queue.task_sizes import TaskSizes
 from tests.equipment.virtual_loop import run_virtually
 from tests.master_service.cluster import KEYS, MasterCluster, Storage, leading, spec_of
-from trireme_shared.errors import NotFound
-from trireme_shared.records import EpochPlan, Mode
-from trireme_shared.records.datasets import Dataset
+from trireme_shared.protocol.errors import NotFound
+from trireme_shared.protocol.records import EpochPlan, Mode
+from trireme_shared.protocol.records.datasets import Dataset
 
 FILES = tuple(TableFile(f"f{n}", count) for n, count in enumerate((480, 479, 479)))
 

@@ -9,8 +9,8 @@ import pytest
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, leading, running, spec_of
-from trireme_shared.errors import NotLeader
-from trireme_shared.records import PserverMember
+from trireme_shared.protocol.errors import NotLeader
+from trireme_shared.protocol.records import PserverMember
 
 
 async def pserver_of(cluster: MasterCluster) -> PserverMember | None:

@@ -20,8 +20,8 @@ from tests.master_service.cluster import (
     spec_of,
     take,
 )
-from trireme_shared.errors import DatasetError, NotFound, StaleAttempt, StaleGeneration
-from trireme_shared.records import (
+from trireme_shared.protocol.errors import DatasetError, NotFound, StaleAttempt, StaleGeneration
+from trireme_shared.protocol.records import (
     FailTask,
     JobState,
     MetricBatch,
@@ -33,7 +33,7 @@ from trireme_shared.records import (
     TaskProgress,
     UserFailure,
 )
-from trireme_shared.records.datasets import TextLines
+from trireme_shared.protocol.records.datasets import TextLines
 
 NO = UserFailure(error_type="ValueError", message="no")
 

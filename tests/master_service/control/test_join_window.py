@@ -10,8 +10,8 @@ from master_service.control.supervisor import Supervisor
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import MasterCluster, running, spec_of
-from trireme_shared.records import Phase
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.records import Phase
 
 WINDOW_S = 0.2
 AT_ONCE_S = 0.05

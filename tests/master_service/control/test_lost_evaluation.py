@@ -9,9 +9,9 @@ import pytest
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, leading, spec_of
-from trireme_shared.records import AcquireTask, Holding, Mode, SlotMap, Strategy
-from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef
-from trireme_shared.records.datasets import TextLines
+from trireme_shared.protocol.records import AcquireTask, Holding, Mode, SlotMap, Strategy
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef
+from trireme_shared.protocol.records.datasets import TextLines
 
 SETTINGS: dict[str, Any] = {
     "mode": Mode.SYNC,

@@ -26,9 +26,9 @@ from tests.master_service.control.restoring import (
     rolling_back,
     spec,
 )
-from trireme_shared.errors import CheckpointUnusable, Conflict, NotFound
-from trireme_shared.records import Mode, Phase, PserverMember
-from trireme_shared.records.operations import CheckpointRequest, Operation, OperationKind, OperationState
+from trireme_shared.protocol.errors import CheckpointUnusable, Conflict, NotFound
+from trireme_shared.protocol.records import Mode, Phase, PserverMember
+from trireme_shared.protocol.records.operations import CheckpointRequest, Operation, OperationKind, OperationState
 
 DONE, FAILED = OperationState.DONE, OperationState.FAILED
 

@@ -13,9 +13,9 @@ from master_service.leadership.master import Master
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, running, spec_of
-from trireme_shared.etcd import Lease
-from trireme_shared.records import TrainerMember
-from trireme_shared.runtime import clock
+from trireme_shared.platform.etcd import Lease
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.records import TrainerMember
 
 TTL_S = 2.0
 NEW_S = 0.05

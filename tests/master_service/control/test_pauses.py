@@ -13,13 +13,13 @@ from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, Storage, done, leading, running, take
 from tests.master_service.control.pausing import checkpointing, copy, copy_slowly, cut_of, names, pause, spec
 from tests.master_service.control.restoring import LAYOUT, checkpoint
-from trireme_shared.errors import CheckpointUnusable
-from trireme_shared.records import Mode, Phase, Restored, SlotMap, TaskMeta
-from trireme_shared.records.checkpoints import CheckpointRef, Manifest
-from trireme_shared.records.layout import RowInit, RowOptimizer, Segment, TableSpec
-from trireme_shared.records.pauses import Losses
-from trireme_shared.runtime import clock
-from trireme_shared.slots import spread
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import CheckpointUnusable
+from trireme_shared.protocol.records import Mode, Phase, Restored, SlotMap, TaskMeta
+from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest
+from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, Segment, TableSpec
+from trireme_shared.protocol.records.pauses import Losses
+from trireme_shared.protocol.slots import spread
 
 
 def test_a_pause_waits_for_all_trainers_then_for_all_copies_and_is_confirmed() -> None:

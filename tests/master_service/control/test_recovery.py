@@ -10,11 +10,11 @@ from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, Storage, done, leading, running, take
 from tests.master_service.control.restoring import checkpoint, names, rolling_back, spec
-from trireme_shared.errors import CheckpointUnusable
-from trireme_shared.etcd import Etcd
-from trireme_shared.records import EvaluationSums, FailTask, Phase, Stage, TaskKind, UserFailure
-from trireme_shared.records.datasets import TextLines
-from trireme_shared.records.step import LanePosition
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.protocol.errors import CheckpointUnusable
+from trireme_shared.protocol.records import EvaluationSums, FailTask, Phase, Stage, TaskKind, UserFailure
+from trireme_shared.protocol.records.datasets import TextLines
+from trireme_shared.protocol.records.step import LanePosition
 
 
 def test_a_dead_pserver_takes_the_job_back_and_it_goes_on_when_all_pservers_have_restored() -> None:

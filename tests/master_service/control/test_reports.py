@@ -11,8 +11,8 @@ from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, Storage, running, spec_of
 from tests.master_service.control.restoring import checkpoint, rolling_back, spec
-from trireme_shared.errors import InvalidArgument, LayoutMismatch, NotFound
-from trireme_shared.records import MetricBatch, Mode, Phase, StepMetrics, UserFailure
+from trireme_shared.protocol.errors import InvalidArgument, LayoutMismatch, NotFound
+from trireme_shared.protocol.records import MetricBatch, Mode, Phase, StepMetrics, UserFailure
 
 FAILURE = UserFailure(error_type="ValueError", message="no")
 

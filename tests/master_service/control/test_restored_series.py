@@ -13,8 +13,8 @@ from tests.equipment.waiting import until
 from tests.master_service.api.client import client_of
 from tests.master_service.cluster import leading, running
 from tests.master_service.control.test_series import Files, World, known, whole
-from trireme_shared.records import SlotMap
-from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef
+from trireme_shared.protocol.records import SlotMap
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef
 
 SLOTS = SlotMap(version=1, owners=(0,))
 

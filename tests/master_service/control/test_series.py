@@ -20,8 +20,8 @@ from tests.equipment.virtual_loop import Process, run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.api.client import check_problem, client_of
 from tests.master_service.cluster import MasterCluster, leading, running, spec_of
-from trireme_shared.errors import StorageUnreachable
-from trireme_shared.records import JobResult, MetricBatch, Phase, StepMetrics, StepTimes
+from trireme_shared.protocol.errors import StorageUnreachable
+from trireme_shared.protocol.records import JobResult, MetricBatch, Phase, StepMetrics, StepTimes
 
 
 class Files:

@@ -11,9 +11,9 @@ from master_service.leadership.master import Master
 from tests.equipment.virtual_loop import run_virtually
 from tests.master_service.api.client import client_of
 from tests.master_service.cluster import KEYS, MasterCluster, running, spec_of
-from trireme_shared.etcd import Lease
-from trireme_shared.records import MetricBatch, PserverMember
-from trireme_shared.records.tasks import StepMetrics
+from trireme_shared.platform.etcd import Lease
+from trireme_shared.protocol.records import MetricBatch, PserverMember
+from trireme_shared.protocol.records.tasks import StepMetrics
 
 TTL_S = 5.0
 Script = Callable[[MasterCluster, Master, "asyncio.Task[None]"], Awaitable[None]]

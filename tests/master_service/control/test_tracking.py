@@ -19,8 +19,8 @@ from tests.equipment.command_lines import command_line
 from tests.equipment.replaced import replaced
 from tests.equipment.stored_series import store
 from tests.master_service.trackers.test_follower import TRACKERS, losses
-from trireme_shared.records import JobSpec
-from trireme_shared.records.datasets import TextLines
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.datasets import TextLines
 
 LIMIT_S = 30.0
 pytestmark = pytest.mark.processes

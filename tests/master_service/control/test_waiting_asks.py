@@ -12,9 +12,9 @@ from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import MasterCluster, Storage, done, leading, running, spec_of, take
 from tests.master_service.control.test_jobs import NO
-from trireme_shared.errors import NotLeader, StaleGeneration
-from trireme_shared.records import AcquireTask, FailTask, TaskAnswer
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import NotLeader, StaleGeneration
+from trireme_shared.protocol.records import AcquireTask, FailTask, TaskAnswer
 
 WAIT_S = 10.0
 AT_ONCE_S = 0.1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from master_service.core.changes import Decision
 from master_service.core.state.members import Members
 from tests.master_service.cluster import spec_of
-from trireme_shared.records import JobState, Mode, Phase, PserverMember, SlotMap, TrainerList, TrainerMember
+from trireme_shared.protocol.records import JobState, Mode, Phase, PserverMember, SlotMap, TrainerList, TrainerMember
 
 SPEC = spec_of(mode=Mode.SYNC, lanes=4, pservers=2, slot_count=128)
 

@@ -11,8 +11,8 @@ from master_service.core.decisions.evaluations import evaluation
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
-from trireme_shared.errors import StaleGeneration
-from trireme_shared.records import (
+from trireme_shared.protocol.errors import StaleGeneration
+from trireme_shared.protocol.records import (
     AcquireTask,
     CompleteTask,
     JobSpec,
@@ -27,9 +27,9 @@ from trireme_shared.records import (
     TaskProgress,
     TrainerList,
 )
-from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef
-from trireme_shared.records.datasets import TextLines
-from trireme_shared.records.pauses import Saving
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef
+from trireme_shared.protocol.records.datasets import TextLines
+from trireme_shared.protocol.records.pauses import Saving
 
 DATASET = TextLines("a.txt")
 SETTINGS = {

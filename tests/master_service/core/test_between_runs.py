@@ -18,10 +18,10 @@ from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop, run
 from tests.master_service.core.members import RUNNING, state_after
 from trireme_shared.checkpoints.writer import write_manifest
-from trireme_shared.errors import Conflict, DatasetError, StorageUnreachable
-from trireme_shared.etcd import Etcd
-from trireme_shared.keys import Keys
-from trireme_shared.records import (
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.protocol.errors import Conflict, DatasetError, StorageUnreachable
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import (
     EvaluationSums,
     FailureCause,
     JobSpec,
@@ -33,11 +33,11 @@ from trireme_shared.records import (
     TaskKind,
     UserFailure,
 )
-from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
-from trireme_shared.records.datasets import TextLines
-from trireme_shared.records.job import JobResult
-from trireme_shared.records.layout import Layout, OptimizerSpec
-from trireme_shared.records.step import LanePosition, StepRecord
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
+from trireme_shared.protocol.records.datasets import TextLines
+from trireme_shared.protocol.records.job import JobResult
+from trireme_shared.protocol.records.layout import Layout, OptimizerSpec
+from trireme_shared.protocol.records.step import LanePosition, StepRecord
 
 AWAY = RUNNING.model_copy(update={"damaged": ("c1",), "absent": (1,), "timeline": 3, "checkpoint": "c0"})
 KEYS = Keys("ctr")

@@ -6,8 +6,8 @@ import pytest
 
 from master_service.core.changes import DesirePservers
 from master_service.core.decisions.recovery.rollback import back_to
-from trireme_shared.records import JobSpec, JobState, SlotMap, Strategy
-from trireme_shared.records.checkpoints import CheckpointRef
+from trireme_shared.protocol.records import JobSpec, JobState, SlotMap, Strategy
+from trireme_shared.protocol.records.checkpoints import CheckpointRef
 
 REF = CheckpointRef(uuid="u", step=4, timeline=0, manifest="m")
 DATA = {"kind": "text_lines", "urls": ("-",)}

@@ -7,8 +7,8 @@ from pydantic import ValidationError
 
 from master_service.core.state.cluster import DropAssignment, PutAssignment, PutJob
 from tests.master_service.core.cluster_jobs import active, give, member_of, state_of
-from trireme_shared.records.cluster import Assignment, Scheduling
-from trireme_shared.times import instant, rfc3339
+from trireme_shared.protocol.records.cluster import Assignment, Scheduling
+from trireme_shared.protocol.times import instant, rfc3339
 
 T0 = ("trainer", "t0")
 

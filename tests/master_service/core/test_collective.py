@@ -18,7 +18,7 @@ from master_service.core.state.members import Members
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.members import list_after, state_after, trainers
 from tests.master_service.core.test_rollback import LATEST, NEWEST, OLDER
-from trireme_shared.records import (
+from trireme_shared.protocol.records import (
     FailureCause,
     Holding,
     JobState,
@@ -30,7 +30,7 @@ from trireme_shared.records import (
     TrainerList,
     TrainerMember,
 )
-from trireme_shared.records.pauses import Torn
+from trireme_shared.protocol.records.pauses import Torn
 
 SPEC = spec_of(mode=Mode.SYNC, strategy=Strategy.COLLECTIVE, lanes=4, pservers=0, trainers=3)
 WAITING = JobState(phase=Phase.WAITING)

@@ -10,7 +10,7 @@ import pytest
 from master_service.core.queue.dealing import Classes, Dealing, longest_share
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.queue.streams import Streams
-from trireme_shared.records import TaskKind
+from trireme_shared.protocol.records import TaskKind
 
 
 def streams_of(files: tuple[int, ...], task_records: int, lanes: int, minibatch: int, **more: bool) -> Streams:

@@ -17,8 +17,8 @@ from tests.master_service.core.cluster_jobs import (
     state_of,
     step,
 )
-from trireme_shared.errors import NotFound
-from trireme_shared.records.cluster import Standing
+from trireme_shared.protocol.errors import NotFound
+from trireme_shared.protocol.records.cluster import Standing
 
 
 def decide(state: ClusterState, decision) -> None:

@@ -11,9 +11,9 @@ from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from trireme_shared.checkpoints.schedule import kept_after
-from trireme_shared.errors import Conflict, StaleAttempt
-from trireme_shared.evaluations import MOST_METRICS, evaluation_of, evaluations_before
-from trireme_shared.records import (
+from trireme_shared.protocol.errors import Conflict, StaleAttempt
+from trireme_shared.protocol.evaluations import MOST_METRICS, evaluation_of, evaluations_before
+from trireme_shared.protocol.records import (
     AcquireTask,
     CompleteTask,
     FailTask,
@@ -27,9 +27,9 @@ from trireme_shared.records import (
     TrainerList,
     UserFailure,
 )
-from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef
-from trireme_shared.records.datasets import TextLines
-from trireme_shared.records.step import LanePosition, StepRecord
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef
+from trireme_shared.protocol.records.datasets import TextLines
+from trireme_shared.protocol.records.step import LanePosition, StepRecord
 
 DATASET = TextLines("a.txt")
 

@@ -12,8 +12,8 @@ from master_service.core.changes import DropEvents, Event, PutEvents
 from master_service.core.state import event_log
 from master_service.core.state.event_log import EventLog
 from tests.equipment.replaced import replaced
-from trireme_shared.errors import CursorExpired
-from trireme_shared.events import MOST_BYTES, EventChunk, event_record
+from trireme_shared.protocol.errors import CursorExpired
+from trireme_shared.protocol.events import MOST_BYTES, EventChunk, event_record
 
 TIME = "2026-01-01T00:00:00.000+00:00"
 

@@ -8,9 +8,9 @@ from master_service.core.decisions.cluster import job_schedules
 from master_service.core.state.cluster import ClusterState, DropSchedule, DropSource, PutJob, PutSchedule, PutSource
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.cluster_jobs import deleted, state_of
-from trireme_shared.errors import Conflict, InvalidArgument, NotFound
-from trireme_shared.records.cluster import JobSchedule, Scheduling, Source, Standing
-from trireme_shared.times import instant
+from trireme_shared.protocol.errors import Conflict, InvalidArgument, NotFound
+from trireme_shared.protocol.records.cluster import JobSchedule, Scheduling, Source, Standing
+from trireme_shared.protocol.times import instant
 
 EIGHT = instant("2027-01-15T08:00:00Z")
 MINUTE, DAY = 60.0, 86_400.0

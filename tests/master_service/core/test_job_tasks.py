@@ -25,10 +25,10 @@ from tests.master_service.core.cluster_jobs import (
     state_of,
     step,
 )
-from trireme_shared.errors import Conflict
-from trireme_shared.records import JobState
-from trireme_shared.records.cluster import ClusterJob, Standing, TaskRun, TaskState
-from trireme_shared.records.job_spec import JobTask, Mode
+from trireme_shared.protocol.errors import Conflict
+from trireme_shared.protocol.records import JobState
+from trireme_shared.protocol.records.cluster import ClusterJob, Standing, TaskRun, TaskState
+from trireme_shared.protocol.records.job_spec import JobTask, Mode
 
 T0 = ("trainer", "t0")
 

@@ -10,8 +10,8 @@ from master_service.core.state.members import Members
 from tests.master_service.cluster import spec_of, table_of
 from tests.master_service.core.members import trainers
 from tests.master_service.core.test_rollback import LATEST, NEWEST
-from trireme_shared.records import Holding, Mode, Phase, UserFailure
-from trireme_shared.records.checkpoints import CheckpointLatest
+from trireme_shared.protocol.records import Holding, Mode, Phase, UserFailure
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest
 
 NO = UserFailure(error_type="ValueError", message="no", trainer="b")
 

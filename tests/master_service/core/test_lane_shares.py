@@ -29,8 +29,8 @@ from master_service.core.state.job import Job
 from master_service.core.state.speeds import REPORTS, WINDOW_S, Speeds
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.members import list_after, state_after
-from trireme_shared.lanes import aligned_intervals, share_of
-from trireme_shared.records import JobSpec, JobState, Phase, TrainerList
+from trireme_shared.protocol.lanes import aligned_intervals, share_of
+from trireme_shared.protocol.records import JobSpec, JobState, Phase, TrainerList
 
 SECONDS = st.floats(0.01, 100.0)
 

@@ -14,8 +14,8 @@ from master_service.core.state.job import Job
 from tests.equipment.queue_violations import violations
 from tests.equipment.replaced import replaced
 from tests.master_service.cluster import spec_of, table_of
-from trireme_shared.errors import StaleAttempt
-from trireme_shared.records import (
+from trireme_shared.protocol.errors import StaleAttempt
+from trireme_shared.protocol.records import (
     AcquireTask,
     Attempt,
     CompleteTask,

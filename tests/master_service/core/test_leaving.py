@@ -23,11 +23,11 @@ from tests.master_service.core.members import (
     trainers,
     whole,
 )
-from trireme_shared.etcd import Etcd, KeyValue, WatchBatch, WatchEvent
-from trireme_shared.keys import Keys
-from trireme_shared.membership.own_key import OwnKey
-from trireme_shared.records import Mode, Phase, SlotMap, TrainerMember
-from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef
+from trireme_shared.platform.etcd import Etcd, KeyValue, WatchBatch, WatchEvent
+from trireme_shared.platform.membership.own_key import OwnKey
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import Mode, Phase, SlotMap, TrainerMember
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef
 
 KEYS = Keys("test")
 SAVED = CheckpointRef(uuid="newest", step=40, timeline=0, manifest="m")

@@ -7,8 +7,8 @@ import pytest
 from master_service.core.decisions import tasks
 from master_service.core.state.job import Job
 from tests.master_service.cluster import spec_of, table_of
-from trireme_shared.errors import InvalidArgument, StaleGeneration
-from trireme_shared.records import AcquireTask, JobState, Phase, TrainerList
+from trireme_shared.protocol.errors import InvalidArgument, StaleGeneration
+from trireme_shared.protocol.records import AcquireTask, JobState, Phase, TrainerList
 
 
 @pytest.fixture

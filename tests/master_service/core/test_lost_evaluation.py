@@ -8,8 +8,8 @@ from master_service.core.decisions import tasks
 from master_service.core.decisions.evaluations import evaluation, lost_evaluation
 from tests.master_service.core.test_evaluation import Trained
 from trireme_shared.checkpoints.schedule import way_back
-from trireme_shared.records import FailTask, JobState, Phase, Task, UserFailure
-from trireme_shared.records.checkpoints import CheckpointRef
+from trireme_shared.protocol.records import FailTask, JobState, Phase, Task, UserFailure
+from trireme_shared.protocol.records.checkpoints import CheckpointRef
 
 EVERY = 10
 BEST = "accuracy:max"

@@ -15,7 +15,7 @@ from tests.master_service.core.cluster_jobs import (
     state_of,
     step,
 )
-from trireme_shared.records.cluster import Standing
+from trireme_shared.protocol.records.cluster import Standing
 
 P0: Place = ("pserver", "p0")
 T0: Place = ("trainer", "t0")

@@ -13,8 +13,8 @@ from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.queue.open_tasks import RequeuedTasks
 from master_service.core.state.job import Job
 from tests.master_service.cluster import spec_of
-from trireme_shared.records import AcquireTask, DiscardedTask, PendingTask, RequeuedTask
-from trireme_shared.records.pauses import Losses
+from trireme_shared.protocol.records import AcquireTask, DiscardedTask, PendingTask, RequeuedTask
+from trireme_shared.protocol.records.pauses import Losses
 
 MANY = 10**9
 EPOCHS = 4

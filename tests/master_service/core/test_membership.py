@@ -29,7 +29,7 @@ from tests.master_service.core.members import (
     trainers,
     whole,
 )
-from trireme_shared.records import (
+from trireme_shared.protocol.records import (
     FailureCause,
     JobState,
     MetricBatch,
@@ -43,9 +43,9 @@ from trireme_shared.records import (
     TrainerList,
     UserFailure,
 )
-from trireme_shared.records.checkpoints import OwnCheckpoints
-from trireme_shared.records.datasets import TextLines
-from trireme_shared.records.queue import FailureCounts
+from trireme_shared.protocol.records.checkpoints import OwnCheckpoints
+from trireme_shared.protocol.records.datasets import TextLines
+from trireme_shared.protocol.records.queue import FailureCounts
 
 ALONE = TrainerList(generation=4, lanes=4, names=("a",))
 

@@ -10,7 +10,7 @@ from master_service.core.decisions.scheduling.portions import Portions
 from master_service.core.state.cluster import ClusterState, DropDrain, PutDrain, PutJob
 from tests.equipment.replaced import replaced
 from tests.master_service.core.cluster_jobs import WALL, active, give, job_of, state_of
-from trireme_shared.records.cluster import Drain, Standing
+from trireme_shared.protocol.records.cluster import Drain, Standing
 
 JOBS = 10
 

@@ -17,9 +17,9 @@ from master_service.core.state.job import Job
 from master_service.store import schema
 from tests.equipment.queue_violations import violations
 from tests.master_service.cluster import KEYS, spec_of, table_of
-from trireme_shared.errors import Conflict, StaleAttempt, StaleGeneration
-from trireme_shared.etcd import KeyValue, Put
-from trireme_shared.records import (
+from trireme_shared.platform.etcd import KeyValue, Put
+from trireme_shared.protocol.errors import Conflict, StaleAttempt, StaleGeneration
+from trireme_shared.protocol.records import (
     AcquireTask,
     CompleteTask,
     FailTask,

@@ -8,10 +8,10 @@ from master_service.core.decisions.cluster import lifecycle
 from master_service.core.decisions.cluster.lifecycle import due_for_deletion
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.cluster_jobs import WALL, active, job_of, state_of
-from trireme_shared.errors import Conflict, InvalidArgument
-from trireme_shared.records.cluster import Standing
-from trireme_shared.records.job_spec import Mode
-from trireme_shared.times import rfc3339
+from trireme_shared.protocol.errors import Conflict, InvalidArgument
+from trireme_shared.protocol.records.cluster import Standing
+from trireme_shared.protocol.records.job_spec import Mode
+from trireme_shared.protocol.times import rfc3339
 
 
 def ended(name: str, seconds_ago: float, standing: Standing = Standing.COMPLETED, **fields):

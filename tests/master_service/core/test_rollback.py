@@ -30,8 +30,8 @@ from tests.master_service.core.members import (
     state_after,
     trainers,
 )
-from trireme_shared.errors import StaleAttempt
-from trireme_shared.records import (
+from trireme_shared.protocol.errors import StaleAttempt
+from trireme_shared.protocol.records import (
     AcquireTask,
     CompleteTask,
     FailTask,
@@ -46,9 +46,9 @@ from trireme_shared.records import (
     TrainerList,
     UserFailure,
 )
-from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef
-from trireme_shared.records.step import LanePosition
-from trireme_shared.slots import spread
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef
+from trireme_shared.protocol.records.step import LanePosition
+from trireme_shared.protocol.slots import spread
 
 NO = UserFailure(error_type="ValueError", message="no")
 NEWEST = CheckpointRef(uuid="newest", step=40, timeline=0, manifest="m")

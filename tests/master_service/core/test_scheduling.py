@@ -20,8 +20,8 @@ from tests.master_service.core.cluster_jobs import (
     state_of,
     step,
 )
-from trireme_shared.records.cluster import ClusterJob, Standing
-from trireme_shared.records.job_spec import Mode, Strategy
+from trireme_shared.protocol.records.cluster import ClusterJob, Standing
+from trireme_shared.protocol.records.job_spec import Mode, Strategy
 
 
 def sync(name: str, lanes: int, **fields) -> ClusterJob:

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from master_service.core.decisions.scheduling import Schedule, schedule
 from master_service.core.state.cluster import DropAssignment, DropDrain, Place, PutAssignment, PutDrain, PutJob
 from tests.master_service.core.cluster_jobs import job_of, member_of, preempted, state_of
-from trireme_shared.records.cluster import ClusterJob, Drain, Standing
+from trireme_shared.protocol.records.cluster import ClusterJob, Drain, Standing
 
 REBALANCE_S = 30.0
 NAMES = st.integers(0, 7)

@@ -7,7 +7,7 @@ import pytest
 from master_service.core.decisions.cluster.lifecycle import finish, follow_resize
 from master_service.core.state.cluster import ClusterState, DropAssignment, PutAssignment, PutJob
 from tests.master_service.core.cluster_jobs import active, job_of, state_of
-from trireme_shared.records.cluster import Assignment, Standing
+from trireme_shared.protocol.records.cluster import Assignment, Standing
 
 STAMP = "2027-01-15T08:00:00.000+00:00"
 

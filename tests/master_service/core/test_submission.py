@@ -8,9 +8,9 @@ from master_service.core.decisions.cluster import lifecycle
 from master_service.core.state.cluster import ClusterState, DropJob, DropSource, PutJob, PutSource
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.cluster_jobs import active, deleted, job_of, state_of
-from trireme_shared.errors import Conflict, InvalidArgument, NotFound
-from trireme_shared.records.cluster import RESERVED, ClusterJob, Source, Standing
-from trireme_shared.records.job_spec import Mode
+from trireme_shared.protocol.errors import Conflict, InvalidArgument, NotFound
+from trireme_shared.protocol.records.cluster import RESERVED, ClusterJob, Source, Standing
+from trireme_shared.protocol.records.job_spec import Mode
 
 STAMP = "2027-01-15T08:00:00.000+00:00"
 ENDS = (Standing.COMPLETED, Standing.FAILED, Standing.CANCELLED)

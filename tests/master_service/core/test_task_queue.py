@@ -20,8 +20,8 @@ from master_service.core.queue.streams import Streams
 from master_service.core.queue.task_queue import Closing, TaskQueue
 from tests.equipment.queue_violations import violations
 from tests.master_service.cluster import table_of
-from trireme_shared.errors import Conflict, NotFound, StaleAttempt
-from trireme_shared.records import AcquireTask, PendingTask, RequeuedTask, TaskAnswer, TaskKind, TrainerList
+from trireme_shared.protocol.errors import Conflict, NotFound, StaleAttempt
+from trireme_shared.protocol.records import AcquireTask, PendingTask, RequeuedTask, TaskAnswer, TaskKind, TrainerList
 
 
 class Clock:

@@ -12,8 +12,8 @@ from master_service.core.decisions.recovery.queue import CutQueue, records_since
 from master_service.core.state.job import Job
 from tests.equipment.queue_violations import violations
 from tests.master_service.cluster import spec_of, table_of
-from trireme_shared.errors import Conflict, NotFound, NotReady, StaleAttempt
-from trireme_shared.records import (
+from trireme_shared.protocol.errors import Conflict, NotFound, NotReady, StaleAttempt
+from trireme_shared.protocol.records import (
     AcquireTask,
     CompleteTask,
     FailTask,

@@ -11,7 +11,7 @@ from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.queue.streams import Streams
 from master_service.core.queue.task_sizes import MOST_MINIBATCHES, TaskSizes
 from tests.master_service.cluster import spec_of
-from trireme_shared.records import EpochPlan, JobSpec, Mode, TaskKind
+from trireme_shared.protocol.records import EpochPlan, JobSpec, Mode, TaskKind
 
 
 def job_of(**values):

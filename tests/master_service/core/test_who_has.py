@@ -7,7 +7,7 @@ import pytest
 from master_service.core.decisions.scheduling.reasons import who_has
 from master_service.core.state.cluster import ClusterState, PutDrain
 from tests.master_service.core.cluster_jobs import active, give, state_of
-from trireme_shared.records.cluster import Drain
+from trireme_shared.protocol.records.cluster import Drain
 
 
 def pool_of(other_priority: int) -> ClusterState:

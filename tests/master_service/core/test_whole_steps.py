@@ -9,8 +9,8 @@ from master_service.core.state.series import SeriesTable, Value
 from master_service.core.state.whole_steps import WholeSteps, values_of
 from master_service.storage.series_files import add_encoded, encoded
 from tests.equipment.replaced import replaced
-from trireme_shared.records import StepMetrics
-from trireme_shared.records.checkpoints import CheckpointRef
+from trireme_shared.protocol.records import StepMetrics
+from trireme_shared.protocol.records.checkpoints import CheckpointRef
 
 PER_EPOCH = 10
 

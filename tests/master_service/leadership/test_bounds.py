@@ -14,12 +14,12 @@ from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, Storage, done, leading, running, spec_of, take
 from tests.master_service.control.restoring import checkpoint, spec
-from trireme_shared.errors import Conflict, TooLarge
-from trireme_shared.records import FailTask, Phase, Stage, UserFailure
-from trireme_shared.records.checkpoints import CheckpointRef
-from trireme_shared.records.datasets import TextLines
-from trireme_shared.records.operations import Operation, OperationKind, OperationState
-from trireme_shared.records.record import MESSAGE_CHARACTERS
+from trireme_shared.protocol.errors import Conflict, TooLarge
+from trireme_shared.protocol.records import FailTask, Phase, Stage, UserFailure
+from trireme_shared.protocol.records.checkpoints import CheckpointRef
+from trireme_shared.protocol.records.datasets import TextLines
+from trireme_shared.protocol.records.operations import Operation, OperationKind, OperationState
+from trireme_shared.protocol.records.record import MESSAGE_CHARACTERS
 
 LONG = "x" * 900_000
 

@@ -26,12 +26,12 @@ from tests.master_service.cluster import (
     spec_of,
     take,
 )
-from trireme_shared.errors import NotLeader, NotReady, StateUnreadable
-from trireme_shared.etcd import Compare, Etcd
-from trireme_shared.etcd.reading import read_below
-from trireme_shared.etcd.results import RangeResult
-from trireme_shared.records import FailureCause, JobSpec, MasterAddress, Mode, Phase, Stage, UserFailure
-from trireme_shared.records.assignments import GivenNumbers
+from trireme_shared.platform.etcd import Compare, Etcd
+from trireme_shared.platform.etcd.reading import read_below
+from trireme_shared.platform.etcd.results import RangeResult
+from trireme_shared.protocol.errors import NotLeader, NotReady, StateUnreadable
+from trireme_shared.protocol.records import FailureCause, JobSpec, MasterAddress, Mode, Phase, Stage, UserFailure
+from trireme_shared.protocol.records.assignments import GivenNumbers
 
 NO = UserFailure(error_type="ValueError", message="no")
 

@@ -14,8 +14,8 @@ from tests.equipment.waiting import until
 from tests.master_service.api.client import check_problem, client_of
 from tests.master_service.cluster import KEYS, MasterCluster, done, running, spec_of, take
 from trireme.cli.doctor import examine
-from trireme_shared.etcd import Etcd, NoSpace, connect
-from trireme_shared.etcd.embedded import EmbeddedEtcd
+from trireme_shared.platform.etcd import Etcd, NoSpace, connect
+from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
 
 pytestmark = pytest.mark.processes
 

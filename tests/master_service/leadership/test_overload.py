@@ -10,8 +10,8 @@ from master_service.store import writer
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import MasterCluster, Storage, running, spec_of
-from trireme_shared.errors import NotReady
-from trireme_shared.records import TaskAnswer
+from trireme_shared.protocol.errors import NotReady
+from trireme_shared.protocol.records import TaskAnswer
 
 
 def test_too_many_requests_are_refused_and_the_master_keeps_its_term(monkeypatch: pytest.MonkeyPatch) -> None:

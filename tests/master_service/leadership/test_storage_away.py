@@ -14,8 +14,8 @@ from master_service.storage.job_storage import FileStorage
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, done, leading, running, spec_of, take
 from tests.master_service.storage.away import unreachable
-from trireme_shared.records import JobState, Phase
-from trireme_shared.records.datasets import TextLines
+from trireme_shared.protocol.records import JobState, Phase
+from trireme_shared.protocol.records.datasets import TextLines
 
 
 class OnFiles(MasterCluster):

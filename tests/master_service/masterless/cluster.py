@@ -10,7 +10,7 @@ from master_service.masterless.dispatcher import Dispatcher
 from tests.equipment.queue_violations import violations
 from tests.equipment.waiting import until
 from tests.master_service.cluster import MasterCluster, done
-from trireme_shared.records import Stage, Task
+from trireme_shared.protocol.records import Stage, Task
 
 
 class MasterlessCluster(MasterCluster):

@@ -6,9 +6,9 @@ from master_service.core.changes import DropEvaluationsAfter
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.state.job import Job
 from master_service.masterless.view import draft_of
-from trireme_shared.evaluations import Evaluation
-from trireme_shared.records import Dispatch, JobSpec
-from trireme_shared.records.datasets import TextLines
+from trireme_shared.protocol.evaluations import Evaluation
+from trireme_shared.protocol.records import Dispatch, JobSpec
+from trireme_shared.protocol.records.datasets import TextLines
 
 
 def test_an_evaluation_that_is_settled_on_a_draft_is_not_in_the_job():

@@ -16,9 +16,9 @@ from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, Storage, done, spec_of, take
 from tests.master_service.masterless.cluster import MasterlessCluster, dispatching, sweeper_of, work
-from trireme_shared.errors import DatasetError, NotLeader, NotReady, StaleAttempt, StateUnreadable
-from trireme_shared.etcd import Compare, Etcd
-from trireme_shared.records import (
+from trireme_shared.platform.etcd import Compare, Etcd
+from trireme_shared.protocol.errors import DatasetError, NotLeader, NotReady, StaleAttempt, StateUnreadable
+from trireme_shared.protocol.records import (
     AcquireTask,
     CompleteTask,
     FailTask,
@@ -32,8 +32,8 @@ from trireme_shared.records import (
     TaskProgress,
     UserFailure,
 )
-from trireme_shared.records.datasets import TextLines
-from trireme_shared.records.tasks import TrainerProgress
+from trireme_shared.protocol.records.datasets import TextLines
+from trireme_shared.protocol.records.tasks import TrainerProgress
 
 NO = UserFailure(error_type="ValueError", message="no")
 

@@ -15,8 +15,8 @@ from master_service.storage.counting import count_records
 from master_service.storage.heads import Heads
 from master_service.storage.partial_counts import PartialCounts
 from trainer_agent.data import open_dataset
-from trireme_shared.errors import DatasetError
-from trireme_shared.records.datasets import Csv, HuggingFace, Npy, Parquet
+from trireme_shared.protocol.errors import DatasetError
+from trireme_shared.protocol.records.datasets import Csv, HuggingFace, Npy, Parquet
 
 
 def parquet(path: Path, **columns: Any) -> None:
@@ -169,7 +169,7 @@ def write_arrow(path: Path) -> None:
 def test_a_file_that_is_counted_is_not_read_again_to_be_compared(tmp_path, monkeypatch, kind, write):
     path = tmp_path / "0.npy"
     write(path)
-    monkeypatch.setattr("trireme_shared.storage.dataset_files.saved_datasets.arrow_files", lambda folder, _: [folder])
+    monkeypatch.setattr("trireme_shared.datasets.dataset_files.saved_datasets.arrow_files", lambda folder, _: [folder])
     monkeypatch.setattr(Heads, "_read", lambda _, file: pytest.fail(f"{file} is read again"))
     assert count_records(kind(str(path)), 10).records
 

@@ -14,9 +14,9 @@ from master_service.storage.task_starts import TaskStarts
 from tests.equipment.replaced import replaced
 from tests.master_service.cluster import spec_of
 from trainer_agent.data import open_dataset
-from trireme_shared.errors import DatasetError
-from trireme_shared.records import Mode
-from trireme_shared.records.datasets import TextLines
+from trireme_shared.protocol.errors import DatasetError
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.records.datasets import TextLines
 
 
 def write_lines(folder, counts):

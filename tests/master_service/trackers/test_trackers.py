@@ -15,9 +15,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from master_service.trackers.made import check, make
 from master_service.trackers.tracker import Point, Run, Tracker
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.storage import files
-from trireme_shared.trackers import Tracker as Wanted
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.trackers import Tracker as Wanted
 
 STEPS = 12
 RESULT = {"phase": "COMPLETED", "reason": "done", "metrics": {"mse": 0.5}}

@@ -8,12 +8,12 @@ from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import parts
 from tests.pserver_service.checkpoints.cluster import KEYS, PserverCluster, stream
 from trireme_shared.checkpoints import stored
-from trireme_shared.etcd import Delete, Put
-from trireme_shared.records import Mode, Phase, TaskMeta
-from trireme_shared.records.checkpoints import CheckpointCut
-from trireme_shared.records.pauses import Saving
-from trireme_shared.records.step import LaneZero
-from trireme_shared.wire.messages import InitBlock, PushBlock, PushHeader
+from trireme_shared.platform.etcd import Delete, Put
+from trireme_shared.protocol.records import Mode, Phase, TaskMeta
+from trireme_shared.protocol.records.checkpoints import CheckpointCut
+from trireme_shared.protocol.records.pauses import Saving
+from trireme_shared.protocol.records.step import LaneZero
+from trireme_shared.protocol.wire.messages import InitBlock, PushBlock, PushHeader
 
 META = TaskMeta(epoch=0, digest="d", seed=0, tasks=9).to_bytes()
 

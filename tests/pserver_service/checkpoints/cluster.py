@@ -16,16 +16,16 @@ from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import parts
 from trireme_shared.checkpoints import stored
-from trireme_shared.etcd import Etcd, Put
-from trireme_shared.keys import Keys
-from trireme_shared.records import JobSpec, JobState, Phase, PserverMember
-from trireme_shared.records.checkpoints import CheckpointLatest
-from trireme_shared.records.layout import Layout
-from trireme_shared.records.step import CheckpointAsked
-from trireme_shared.runtime import ids
+from trireme_shared.platform.etcd import Etcd, Put
+from trireme_shared.platform.runtime import ids
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobSpec, JobState, Phase, PserverMember
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest
+from trireme_shared.protocol.records.layout import Layout
+from trireme_shared.protocol.records.step import CheckpointAsked
+from trireme_shared.protocol.wire.messages import InitBlock, PushBlock, PushHeader
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.wire.messages import InitBlock, PushBlock, PushHeader
 
 KEYS = Keys(parts.JOB)
 TTL_S = 5.0

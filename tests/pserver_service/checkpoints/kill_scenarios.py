@@ -6,7 +6,7 @@ import asyncio
 
 from tests.pserver_service.checkpoints import parts
 from tests.pserver_service.checkpoints.cluster import TTL_S, PserverCluster, expected, folders
-from trireme_shared.records import PserverMember
+from trireme_shared.protocol.records import PserverMember
 
 WINDOW_S = 1.0  # of virtual time: a checkpoint of version 2 takes 0.1
 NAMES = ("ps-0", "ps-1")

@@ -9,14 +9,14 @@ import numpy as np
 
 from tests.pserver_service.checkpoints import parts
 from tests.pserver_service.checkpoints.cluster import Node, PserverCluster
-from trireme_shared.records.layout import ROWS, RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.records.layout import ROWS, RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.wire.messages import PushBlock
 from trireme_shared.serving.core.store import Store
 from trireme_shared.tables.hashing import owned_slots, slots_of
 from trireme_shared.tables.lanes import LaneRows, mean_over_lanes
 from trireme_shared.tables.payload import joined as payload_of
 from trireme_shared.tables.saving.snapshot import to_records
 from trireme_shared.tables.table import Table, joined
-from trireme_shared.wire.messages import PushBlock
 
 INIT = RowInit(kind="uniform", scale=0.1)
 ADAM, ADAGRAD = RowOptimizer(kind="adam", lr=0.1), RowOptimizer(kind="adagrad", lr=0.1)

@@ -18,11 +18,11 @@ from trireme_shared.checkpoints import stored, writer
 from trireme_shared.checkpoints.saving import commit
 from trireme_shared.checkpoints.saving.commit import Committer
 from trireme_shared.checkpoints.schedule import Schedule
-from trireme_shared.errors import CheckpointUnusable, StaleGeneration
-from trireme_shared.etcd import Compare
-from trireme_shared.membership.own_key import OwnKey
-from trireme_shared.records import JobState, Phase
-from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointPart
+from trireme_shared.platform.etcd import Compare
+from trireme_shared.platform.membership.own_key import OwnKey
+from trireme_shared.protocol.errors import CheckpointUnusable, StaleGeneration
+from trireme_shared.protocol.records import JobState, Phase
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointPart
 from trireme_shared.serving.block_server import BlockServer
 from trireme_shared.serving.pserver import Pserver
 

@@ -22,15 +22,15 @@ from tests.pserver_service.checkpoints.async_job import (
 )
 from tests.pserver_service.checkpoints.cluster import KEYS, TTL_S, Away, Node, run_scenario, stream
 from trireme_shared.checkpoints import stored
-from trireme_shared.errors import NotReady
-from trireme_shared.records import JobState, Mode, Phase, PserverMember
-from trireme_shared.records.checkpoints import OwnCheckpoints
-from trireme_shared.records.pauses import Saving
-from trireme_shared.records.step import StepRecord
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import NotReady
+from trireme_shared.protocol.records import JobState, Mode, Phase, PserverMember
+from trireme_shared.protocol.records.checkpoints import OwnCheckpoints
+from trireme_shared.protocol.records.pauses import Saving
+from trireme_shared.protocol.records.step import StepRecord
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.serving.core.asynchronous.ledger import Ledger
 from trireme_shared.serving.core.stores import AsyncStore
-from trireme_shared.wire.verdict import Verdict
 
 
 def judged(ledger, task, start, end, block):

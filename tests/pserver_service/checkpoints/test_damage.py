@@ -10,8 +10,8 @@ import pytest
 from tests.pserver_service.checkpoints import parts
 from trireme_shared.checkpoints import stored, writer
 from trireme_shared.checkpoints.schedule import Schedule
-from trireme_shared.errors import CheckpointUnusable
-from trireme_shared.records.checkpoints import Manifest
+from trireme_shared.protocol.errors import CheckpointUnusable
+from trireme_shared.protocol.records.checkpoints import Manifest
 
 EVERY_4 = Schedule(every_steps=4, every_epochs=None, epochs=9)
 

@@ -12,8 +12,8 @@ from tests.pserver_service.checkpoints import parts
 from tests.pserver_service.checkpoints.cluster import KEYS, folders, run_scenario
 from tests.pserver_service.checkpoints.tables import LAYOUT, TableCluster, expected_rows, rows_in
 from trireme_shared.checkpoints import stored
-from trireme_shared.errors import CheckpointUnusable
-from trireme_shared.records.checkpoints import CheckpointRef, Manifest
+from trireme_shared.protocol.errors import CheckpointUnusable
+from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest
 
 FIRST = 3  # the first version that is a delta: the steps before it make most rows
 

@@ -6,8 +6,8 @@ import asyncio
 
 from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints.cluster import DRAIN_S, KEYS, PserverCluster, run_scenario
-from trireme_shared.records import MasterAddress
-from trireme_shared.records.step import CheckpointAsked
+from trireme_shared.protocol.records import MasterAddress
+from trireme_shared.protocol.records.step import CheckpointAsked
 
 
 async def opened(storage, **spec):

@@ -12,7 +12,7 @@ import pytest
 from tests.equipment.small_disk import fill, mount, small_disk
 from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints.cluster import Away, PserverCluster, run_scenario
-from trireme_shared.records import PserverMember
+from trireme_shared.protocol.records import PserverMember
 
 __all__ = ["small_disk"]
 

@@ -31,8 +31,8 @@ from tests.pserver_service.checkpoints.kill_scenarios import (
     undisturbed,
 )
 from trireme_shared.checkpoints import writer
-from trireme_shared.errors import CheckpointUnusable
-from trireme_shared.records.checkpoints import CheckpointLatest
+from trireme_shared.protocol.errors import CheckpointUnusable
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest
 
 
 async def killed_before(storage, name, number, everybody=False):

@@ -12,7 +12,7 @@ from tests.pserver_service.checkpoints import parts
 from tests.pserver_service.checkpoints.async_job import opened, push
 from tests.pserver_service.checkpoints.cluster import KEYS, PserverCluster, folders, run_scenario
 from trireme_shared.checkpoints import writer
-from trireme_shared.records.checkpoints import OwnCheckpoints
+from trireme_shared.protocol.records.checkpoints import OwnCheckpoints
 
 
 def poison(cluster: PserverCluster, value: float) -> None:

@@ -19,14 +19,14 @@ from tests.pserver_service.checkpoints.cluster import stream
 from trainer_agent.data_plane.http import HttpPserver
 from trireme.launch.processes import PYTHON_MODULE, ForkServer, Process, inherited_environment
 from trireme_shared.checkpoints import stored
-from trireme_shared.errors import CheckpointUnusable, NotReady, PeerError
-from trireme_shared.etcd import Etcd, Put, connect
-from trireme_shared.keys import Keys
-from trireme_shared.records import JobSpec, JobState, Phase, PserverMember
-from trireme_shared.records.checkpoints import CheckpointLatest
-from trireme_shared.runtime.service import LEASE_LOST
-from trireme_shared.storage.files import TEMPORARY
-from trireme_shared.wire.messages import InitBlock, PushAnswer, PushBlock, PushHeader
+from trireme_shared.platform.etcd import Etcd, Put, connect
+from trireme_shared.platform.runtime.service import LEASE_LOST
+from trireme_shared.platform.storage.files import TEMPORARY
+from trireme_shared.protocol.errors import CheckpointUnusable, NotReady, PeerError
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobSpec, JobState, Phase, PserverMember
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest
+from trireme_shared.protocol.wire.messages import InitBlock, PushAnswer, PushBlock, PushHeader
 
 __all__ = ["embedded_etcd"]
 pytestmark = pytest.mark.processes

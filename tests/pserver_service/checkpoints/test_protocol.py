@@ -11,8 +11,8 @@ from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import parts
 from tests.pserver_service.checkpoints.cluster import KEYS, PserverCluster, Slow, expected, folders, run_scenario
 from trireme_shared.checkpoints import stored
-from trireme_shared.records import JobState, Phase
-from trireme_shared.records.checkpoints import CheckpointStarted
+from trireme_shared.protocol.records import JobState, Phase
+from trireme_shared.protocol.records.checkpoints import CheckpointStarted
 
 
 def test_the_initial_parameters_are_a_checkpoint(tmp_path):

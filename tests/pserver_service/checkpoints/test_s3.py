@@ -12,8 +12,8 @@ from tests.pserver_service.checkpoints import parts
 from tests.pserver_service.checkpoints.cluster import PserverCluster, expected, run_scenario
 from trireme_shared.checkpoints import stored
 from trireme_shared.checkpoints.schedule import Schedule
-from trireme_shared.errors import CheckpointUnusable
-from trireme_shared.storage import files, object_store
+from trireme_shared.platform.storage import files, object_store
+from trireme_shared.protocol.errors import CheckpointUnusable
 
 __all__ = ["s3"]
 

@@ -13,16 +13,16 @@ from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import JOB, initialised, item, layout_of, push_header, stream
 from trireme_shared.blocks.buffers import BufferPool
-from trireme_shared.errors import NotReady
-from trireme_shared.etcd import Etcd
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import JobState, Phase, PserverMember, SlotMap
-from trireme_shared.records.assignments import Group, Migration
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.protocol.errors import NotReady
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobState, Phase, PserverMember, SlotMap
+from trireme_shared.protocol.records.assignments import Group, Migration
+from trireme_shared.protocol.wire.messages import HandoffHeader
 from trireme_shared.serving.core import moving
 from trireme_shared.serving.core.moving import LeavingBlocks
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.wire.messages import HandoffHeader
 
 LAYOUT = layout_of(32)  # SGD with momentum
 MOVED = (0, 1)

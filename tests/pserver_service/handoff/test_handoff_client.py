@@ -9,11 +9,11 @@ import pytest
 
 from pserver_service.handoff_client import HttpHandoff
 from tests.shared.serving.data_plane.servers import accepting
-from trireme_shared.errors import DeadlineExceeded, NotReady, PeerError, Unauthorized
-from trireme_shared.records import PserverMember
+from trireme_shared.protocol.errors import DeadlineExceeded, NotReady, PeerError, Unauthorized
+from trireme_shared.protocol.records import PserverMember
+from trireme_shared.protocol.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart
 from trireme_shared.serving.data_plane.server import make_app, serving
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart
 
 HEADER = HandoffHeader(job="ctr", generation=3, migration="op-1.1", group=2, source=0, timeline=0, whole=True)
 PAYLOADS = [bytes([number]) * size for number, size in enumerate((1_000_000, 4, 300_000))]

@@ -18,16 +18,16 @@ from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual
 from tests.pserver_service.jobs import JOB, initialised, item, layout_of, push_header, stream
-from trireme_shared.errors import PeerError
-from trireme_shared.etcd import Etcd
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import JobState, Phase, PserverMember, SlotMap
-from trireme_shared.records.assignments import Group, Migration
-from trireme_shared.records.layout import OptimizerSpec
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.protocol.errors import PeerError
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobState, Phase, PserverMember, SlotMap
+from trireme_shared.protocol.records.assignments import Group, Migration
+from trireme_shared.protocol.records.layout import OptimizerSpec
+from trireme_shared.protocol.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart
 from trireme_shared.serving.core.moving import LeavingBlocks
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart
 
 ADAM = OptimizerSpec(name="Adam", defaults={"lr": 0.1}, groups=({},))
 LAYOUT = layout_of(48, optimizer=ADAM)  # three blocks of 16

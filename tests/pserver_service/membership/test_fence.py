@@ -8,10 +8,10 @@ from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import parts
 from tests.pserver_service.checkpoints.cluster import PserverCluster, run_scenario, stream
 from tests.pserver_service.jobs import pulled
-from trireme_shared.errors import NotReady, StaleGeneration
-from trireme_shared.records import MasterAddress
-from trireme_shared.records.step import StepRecord
-from trireme_shared.wire.messages import PullRequest, PushBlock
+from trireme_shared.protocol.errors import NotReady, StaleGeneration
+from trireme_shared.protocol.records import MasterAddress
+from trireme_shared.protocol.records.step import StepRecord
+from trireme_shared.protocol.wire.messages import PullRequest, PushBlock
 
 BEYOND = 1 << 60
 

@@ -14,13 +14,13 @@ from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual
 from tests.pserver_service.jobs import JOB
-from trireme_shared.errors import DeadlineExceeded
-from trireme_shared.etcd import Etcd
-from trireme_shared.etcd.transport import TXN
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import JobSpec, JobState, PserverMember
-from trireme_shared.runtime import clock
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.etcd.transport import TXN
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import DeadlineExceeded
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobSpec, JobState, PserverMember
 
 KEYS = Keys(JOB)
 TTL_S = 5.0

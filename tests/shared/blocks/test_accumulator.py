@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trireme_shared.blocks.accumulator import Accumulator
 from trireme_shared.blocks.buffers import BufferPool
-from trireme_shared.lanes import combine
+from trireme_shared.protocol.lanes import combine
 
 LANES, FOUR, ELEMENTS = 16, 4, 7
 

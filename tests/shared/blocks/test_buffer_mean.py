@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trireme_shared.blocks.buffer_mean import add_changes, bits_of, combine_buffers
-from trireme_shared.lanes import combine
+from trireme_shared.protocol.lanes import combine
 
 COUNTS = [(1, 1), (3, 2), (0, 4), (4, 0)]
 

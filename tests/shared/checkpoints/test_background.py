@@ -12,7 +12,7 @@ import pytest
 from trireme_shared.checkpoints import background as module
 from trireme_shared.checkpoints import deltas, writer
 from trireme_shared.checkpoints.background import NICENESS, REST, Abandoned, Background, Pace
-from trireme_shared.storage import files, tensor_file
+from trireme_shared.platform.storage import files, tensor_file
 
 
 def niceness(*_: object, **__: object) -> list[int]:

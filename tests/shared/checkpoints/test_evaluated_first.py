@@ -13,12 +13,12 @@ from tests.pserver_service.checkpoints.parts import layout_of
 from trireme_shared.checkpoints.saving.evaluated_first import SOON_S, EvaluatedFirst
 from trireme_shared.checkpoints.saving.pending import PendingCheckpoint
 from trireme_shared.checkpoints.saving.view import CheckpointView
-from trireme_shared.keys import Keys
-from trireme_shared.records import Mode, SlotMap
-from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointStarted
-from trireme_shared.records.step import StepRecord
-from trireme_shared.runtime import clock
-from trireme_shared.slots import spread
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import Mode, SlotMap
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointStarted
+from trireme_shared.protocol.records.step import StepRecord
+from trireme_shared.protocol.slots import spread
 
 LIMIT_S = 100.0
 LAYOUT = layout_of()

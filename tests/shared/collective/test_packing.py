@@ -12,8 +12,8 @@ from tests.shared.collective.groups import Groups
 from trireme_shared.collective.operations import AllReduce, Broadcast, Moment, difference, tree
 from trireme_shared.collective.packing import Buffers, put_together, take_apart
 from trireme_shared.collective.records import Done
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.lanes import combine
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.lanes import combine
 
 MOMENT = Moment(lambda: 10.0, lambda: None)
 DONE = Done(number=1, epoch=1)

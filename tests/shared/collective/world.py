@@ -14,10 +14,10 @@ from trireme_shared.collective.members.lifeline import CONNECT_S
 from trireme_shared.collective.members.reach import Reach
 from trireme_shared.collective.mirror import Mirror
 from trireme_shared.collective.records import Epoch, EpochMember
-from trireme_shared.etcd import Etcd
-from trireme_shared.keys import Keys
-from trireme_shared.membership.own_key import OwnKey
-from trireme_shared.records.members import CommunicatorMember
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.membership.own_key import OwnKey
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records.members import CommunicatorMember
 
 KEYS = Keys("job")
 TTL_S = 3.0

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trireme_shared.datasets.line_scan import RecordScanner
-from trireme_shared.errors import DatasetError
-from trireme_shared.records.datasets import Csv, JsonLines, TextLines
+from trireme_shared.protocol.errors import DatasetError
+from trireme_shared.protocol.records.datasets import Csv, JsonLines, TextLines
 
 PIECES = st.integers(1, 17)
 LINES = st.lists(st.text(alphabet='ab é\t\r"{', max_size=5), max_size=12)

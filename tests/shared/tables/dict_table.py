@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trireme_shared.records.layout import TableSpec
+from trireme_shared.protocol.records.layout import TableSpec
 from trireme_shared.tables.hashing import GOLDEN, hashes_of, mix64, slots_of
 
 Row = dict[int, np.ndarray]

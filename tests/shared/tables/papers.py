@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trireme_shared.records.layout import RowOptimizer
+from trireme_shared.protocol.records.layout import RowOptimizer
 
 
 class RowAdagrad:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.equipment.replaced import replaced
-from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
 from trireme_shared.tables import first_touch
 from trireme_shared.tables.first_touch import PIECE_BYTES, SMALL_BYTES, TouchedRows
 from trireme_shared.tables.kernels import rows as row_loops

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.equipment.replaced import replaced
-from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
 from trireme_shared.tables import table as tables
 from trireme_shared.tables.first_touch import PIECE_BYTES
 from trireme_shared.tables.memory import CELLS_AT_ONCE, HASHES

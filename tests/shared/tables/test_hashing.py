@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
 from trireme_shared.tables.hashing import slots_of, slots_of_tables
 from trireme_shared.tables.sharded import ShardedTable
 

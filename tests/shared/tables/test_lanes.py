@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trireme_shared.lanes import combine
+from trireme_shared.protocol.lanes import combine
 from trireme_shared.tables.lanes import LaneRows, mean_over_lanes, sums_of_ids
 
 

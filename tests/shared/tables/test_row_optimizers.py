@@ -14,8 +14,8 @@ from tests.shared.tables.papers import FtrlProximal, RowAdagrad
 from trainer_agent.tables.files import StoredTable, write_tables
 from trireme.nn import SGD, Adagrad, Adam, Ftrl
 from trireme_shared.checkpoints.start_tables import StartTable, fit_tables, put_rows
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
 from trireme_shared.tables.sharded import ShardedTable
 from trireme_shared.tables.table import Table
 from trireme_shared.tables.updates import initial_values

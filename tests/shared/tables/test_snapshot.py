@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
 from trireme_shared.tables.hashing import slots_of
 from trireme_shared.tables.kernels.saving import sort_slots
 from trireme_shared.tables.memory import Rows

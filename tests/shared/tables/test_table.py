@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.shared.tables.dict_table import DictTable
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
 from trireme_shared.tables.hashing import slots_of
 from trireme_shared.tables.table import Table, joined
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.soak.moments.schedule import Fault
-from trireme_shared.etcd.embedded import EmbeddedEtcd
+from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
 
 ROOT = Path(__file__).parents[3]
 STOP_S = 3.5  # longer than the lease

@@ -19,9 +19,9 @@ import torch
 import trireme
 from tests.soak.communicator.run import Soak
 from tests.soak.moments.schedule import drawn, parse
-from trireme_shared.etcd.embedded import EmbeddedEtcd
-from trireme_shared.keys import Keys
-from trireme_shared.membership.etcd_access import EtcdAccess
+from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
+from trireme_shared.platform.membership.etcd_access import EtcdAccess
+from trireme_shared.protocol.keys import Keys
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[3]

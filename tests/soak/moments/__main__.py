@@ -23,8 +23,8 @@ from tests.soak.run import SoakError
 from tests.soak.soak import undisturbed
 from tests.soak.verify import check_bits, check_records
 from tests.soak.workload import WORKLOADS
-from trireme_shared.errors import TriremeError
-from trireme_shared.runtime import telemetry
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.errors import TriremeError
 
 
 def main() -> int:

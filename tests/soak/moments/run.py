@@ -16,7 +16,7 @@ from tests.soak.plan import LEASE_S
 from tests.soak.run import ALIVE_S, Run, SoakError, Trained, until
 from tests.soak.workload import Workload
 from trireme.cli.faults.chaos import alive
-from trireme_shared.records import Strategy
+from trireme_shared.protocol.records import Strategy
 
 TRAINERS = 4
 STEPS_PER_FAULT = 40

@@ -19,11 +19,11 @@ from trainer_agent.collective.native.exchange import NativePlace
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.collective.server import ShareServer
 from trainer_agent.collective.state.messages import Portion, StateRequest
-from trireme_shared.errors import NotReady, PeerError
-from trireme_shared.records import Exchange, JobSpec, Phase, TrainerMember
+from trireme_shared.protocol.errors import NotReady, PeerError
+from trireme_shared.protocol.records import Exchange, JobSpec, Phase, TrainerMember
+from trireme_shared.protocol.wire.messages import PullEnd, PullRequest, PushHeader
 from trireme_shared.serving.core.calls import OpenPull
 from trireme_shared.serving.core.pushes import OpenPush
-from trireme_shared.wire.messages import PullEnd, PullRequest, PushHeader
 
 
 class HeldShare(ShareServer):

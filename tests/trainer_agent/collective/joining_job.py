@@ -15,10 +15,10 @@ from trainer_agent.collective.state.catching_up import CatchingUp, Step
 from trainer_agent.collective.state.giving import StateGiver
 from trainer_agent.collective.state.messages import Portion, StateRequest
 from trainer_agent.model.flat import Place
-from trireme_shared.errors import Gone, PeerError
-from trireme_shared.records import Mode
-from trireme_shared.records.layout import Layout, OptimizerSpec
-from trireme_shared.records.step import StepRecord, StepResult
+from trireme_shared.protocol.errors import Gone, PeerError
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.records.layout import Layout, OptimizerSpec
+from trireme_shared.protocol.records.step import StepRecord, StepResult
 
 STEP_S = 0.05
 ENVELOPE = {"job": "j", "generation": 1}

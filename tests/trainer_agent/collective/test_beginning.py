@@ -8,10 +8,10 @@ from typing import Any
 
 from tests.trainer_agent.collective.test_replica import begun, record
 from trainer_agent.collective.beginning import begin_together
-from trireme_shared.errors import PeerError
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import JobSpec, JobState, Phase
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.protocol.errors import PeerError
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobSpec, JobState, Phase
 
 
 class Away:

@@ -9,8 +9,8 @@ import torch
 from tests.trainer_agent.collective.cluster import cluster
 from tests.trainer_agent.scripts import spec_for, write_script
 from trainer_agent.collective.state.messages import StateRequest
-from trireme_shared.records import JobSpec, Phase, Strategy
-from trireme_shared.records.datasets import Npy
+from trireme_shared.protocol.records import JobSpec, Phase, Strategy
+from trireme_shared.protocol.records.datasets import Npy
 
 A = "trainer-0-x"
 EVALUATE = """

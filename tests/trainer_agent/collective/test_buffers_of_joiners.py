@@ -10,7 +10,7 @@ from tests.equipment.replaced import replaced
 from tests.trainer_agent.collective.cluster import cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.collective.state import giving
-from trireme_shared.records import JobSpec, Phase, Strategy
+from trireme_shared.protocol.records import JobSpec, Phase, Strategy
 
 MODEL = """
 class Model(nn.Module):

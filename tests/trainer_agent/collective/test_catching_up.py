@@ -16,9 +16,9 @@ from trainer_agent.collective.state import catching_up, giving, serving
 from trainer_agent.collective.state.catching_up import CatchingUp
 from trainer_agent.collective.state.messages import StateRequest
 from trainer_agent.collective.state.serving import HttpDonor
-from trireme_shared.errors import AnotherProcess, Gone, NotReady, StaleGeneration
-from trireme_shared.records import PserverMember
-from trireme_shared.records.step import StepResult
+from trireme_shared.protocol.errors import AnotherProcess, Gone, NotReady, StaleGeneration
+from trireme_shared.protocol.records import PserverMember
+from trireme_shared.protocol.records.step import StepResult
 from trireme_shared.serving.data_plane.server import make_app
 from trireme_shared.serving.data_plane.server import serving as served
 from trireme_shared.serving.pserver import Pserver

@@ -9,7 +9,7 @@ from typing import Any
 from tests.trainer_agent.collective.test_replica import compute
 from trainer_agent.collective.exchange import CollectiveGroup
 from trainer_agent.collective.gathering import MeanGradients
-from trireme_shared.records import JobSpec
+from trireme_shared.protocol.records import JobSpec
 
 
 class Means(MeanGradients):

@@ -13,10 +13,10 @@ import pytest
 from tests.trainer_agent.collective.test_replica import begun, record
 from trainer_agent.collective.state import following as following_module
 from trainer_agent.collective.state.following import Following
-from trireme_shared.errors import Gone
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import Exchange, Holding, JobState, Phase, TrainerList, TrainerMember
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.protocol.errors import Gone
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import Exchange, Holding, JobState, Phase, TrainerList, TrainerMember
 
 
 class Asked:

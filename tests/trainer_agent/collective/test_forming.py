@@ -10,9 +10,9 @@ import pytest
 
 from trainer_agent.collective.gathering import MeanGradients
 from trainer_agent.collective.groups import Group
-from trireme_shared.errors import StaleGeneration
-from trireme_shared.records import TrainerList
-from trireme_shared.wire.messages import PserverInfo
+from trireme_shared.protocol.errors import StaleGeneration
+from trireme_shared.protocol.records import TrainerList
+from trireme_shared.protocol.wire.messages import PserverInfo
 
 
 def said(place: int, version: int) -> PserverInfo:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trainer_agent.collective.groups import Group
-from trireme_shared.records import TrainerList
-from trireme_shared.wire.messages import PserverInfo
+from trireme_shared.protocol.records import TrainerList
+from trireme_shared.protocol.wire.messages import PserverInfo
 
 NAMES = ("a", "b", "c")
 

@@ -11,8 +11,8 @@ from tests.trainer_agent.collective.cluster import cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.collective.gathering import MeanGradients
 from trainer_agent.collective.groups import Group
-from trireme_shared.errors import Gone
-from trireme_shared.records import Phase, Strategy
+from trireme_shared.protocol.errors import Gone
+from trireme_shared.protocol.records import Phase, Strategy
 
 COMMON = {
     "strategy": Strategy.COLLECTIVE,

@@ -7,7 +7,7 @@ import asyncio
 from tests.equipment.virtual_loop import run_virtually
 from trainer_agent.collective.groups import Group, pserver_of
 from trainer_agent.collective.late_members import AGAIN, FIRST, TELLERS, LateMembers, follows
-from trireme_shared.records import Exchange, TrainerList, TrainerMember
+from trireme_shared.protocol.records import Exchange, TrainerList, TrainerMember
 
 LEASE_S = 2.0
 NAMES = tuple("abcdefgh")

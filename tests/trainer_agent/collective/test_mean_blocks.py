@@ -15,13 +15,13 @@ from trainer_agent.collective import mean_blocks
 from trainer_agent.collective.mean_blocks import MOST_KEPT, MeanStore, released
 from trainer_agent.collective.server import ShareServer
 from trireme_shared.blocks.buffers import Buffer, BufferPool, bytes_of
-from trireme_shared.records import SlotMap
-from trireme_shared.records.layout import Segment
-from trireme_shared.records.step import LanePosition, NodeResult, StepRecord
+from trireme_shared.protocol.records import SlotMap
+from trireme_shared.protocol.records.layout import Segment
+from trireme_shared.protocol.records.step import LanePosition, NodeResult, StepRecord
+from trireme_shared.protocol.wire.messages import MOST_STATED, PushBlock
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.serving.ports import ServerPorts
-from trireme_shared.wire.messages import MOST_STATED, PushBlock
-from trireme_shared.wire.region_allocator import RegionAllocator
-from trireme_shared.wire.verdict import Verdict
+from trireme_shared.serving.transport.region_allocator import RegionAllocator
 
 LANES = 2
 LAYOUT = layout_of(

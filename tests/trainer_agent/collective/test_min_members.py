@@ -9,7 +9,7 @@ import pytest
 from tests.equipment.waiting import until
 from tests.trainer_agent.collective.cluster import CollectiveCluster, cluster
 from tests.trainer_agent.scripts import spec_for, write_script
-from trireme_shared.records import Phase, Strategy, TrainerMember
+from trireme_shared.protocol.records import Phase, Strategy, TrainerMember
 
 WAITS_S = 0.5
 

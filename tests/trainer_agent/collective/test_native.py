@@ -18,8 +18,8 @@ from trainer_agent.collective.native.link import Link, OperationLimit
 from trainer_agent.collective.native.step import Made, StepMaker
 from trainer_agent.collective.server import ShareServer
 from trireme_shared.collective.group import Broken, Group
-from trireme_shared.records import Phase, Strategy
-from trireme_shared.records.step import StepRecord
+from trireme_shared.protocol.records import Phase, Strategy
+from trireme_shared.protocol.records.step import StepRecord
 
 COLLECTIVE = {
     "strategy": Strategy.COLLECTIVE,

@@ -16,7 +16,7 @@ from trainer_agent.collective.native import link as link_module
 from trainer_agent.collective.native.link import Link, Meeting, NativeStatement, OperationLimit
 from trainer_agent.waiting import SingleErrorGroup
 from trireme_shared.collective.group import Broken
-from trireme_shared.etcd import Etcd
+from trireme_shared.platform.etcd import Etcd
 
 
 async def test_waiting_for_the_thread_ends_with_its_work_and_then_with_the_cancellation():

@@ -13,11 +13,11 @@ from trainer_agent.collective.native.reducing import mean_over
 from trireme_shared.blocks.accumulator import Accumulator
 from trireme_shared.blocks.buffers import BufferPool
 from trireme_shared.collective.group import Broken
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.lanes import combine
-from trireme_shared.records import Mode
-from trireme_shared.records.step import LanePosition, NodeResult
-from trireme_shared.wire.messages import PushHeader
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.lanes import combine
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.records.step import LanePosition, NodeResult
+from trireme_shared.protocol.wire.messages import PushHeader
 
 
 def told(trainer: str, *nodes: tuple[int, int, int], loss: float = 0.0) -> Told:

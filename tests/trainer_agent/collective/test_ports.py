@@ -12,9 +12,9 @@ from tests.trainer_agent.scripts import spec_for
 from trainer_agent.collective.ports import SWITCH_S, collective_ports
 from trainer_agent.data_plane.http import HttpPserver
 from trainer_agent.settings import Settings
-from trireme_shared.errors import CallerError
-from trireme_shared.records import JobSpec, PserverMember, Strategy
-from trireme_shared.wire.messages import LedgerQuery
+from trireme_shared.protocol.errors import CallerError
+from trireme_shared.protocol.records import JobSpec, PserverMember, Strategy
+from trireme_shared.protocol.wire.messages import LedgerQuery
 
 
 @pytest.fixture

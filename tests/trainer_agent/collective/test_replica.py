@@ -11,12 +11,12 @@ import torch
 from tests.simulation.compute import Speed, TinyCompute, Trace
 from trainer_agent.collective.replica import Replica
 from trireme_shared.blocks.buffers import tensor_over
-from trireme_shared.errors import BadFrame
-from trireme_shared.records import Mode
-from trireme_shared.records.step import LanePosition, LaneZero, NodeResult, StepRecord
+from trireme_shared.protocol.errors import BadFrame
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.records.step import LanePosition, LaneZero, NodeResult, StepRecord
+from trireme_shared.protocol.wire.messages import InitHeader, PushBlock, PushHeader, StepNorm
 from trireme_shared.serving.core.clipping import Clipping
 from trireme_shared.serving.core.stores import store_of
-from trireme_shared.wire.messages import InitHeader, PushBlock, PushHeader, StepNorm
 
 OPTIONS = ({"lr": 0.25}, {"lr": 0.125})
 

@@ -20,13 +20,13 @@ from trainer_agent.collective.rows.means import WHOLE_PLACE, MeanRows, RowMeans
 from trainer_agent.collective.rows.stepping import new_rows, rows_at, step_rows, whole_table
 from trainer_agent.collective.state.giving import at_once
 from trainer_agent.collective.state.messages import Portion, StateRequest
-from trireme_shared.errors import Gone, InvalidArgument, NotReady
-from trireme_shared.records.layout import Layout, OptimizerSpec, RowInit, RowOptimizer, TableSpec
-from trireme_shared.records.step import LanePosition, StepRecord
+from trireme_shared.protocol.errors import Gone, InvalidArgument, NotReady
+from trireme_shared.protocol.records.layout import Layout, OptimizerSpec, RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.records.step import LanePosition, StepRecord
+from trireme_shared.protocol.wire.messages import TableRequest
 from trireme_shared.serving.core.table.part import RowsPart
 from trireme_shared.tables.payload import ids_in, rows_in
 from trireme_shared.tables.saving import snapshot
-from trireme_shared.wire.messages import TableRequest
 
 DIM = 2
 LAYOUT = Layout(

@@ -21,14 +21,23 @@ from trainer_agent.collective.state.saving import ShareCopies
 from trainer_agent.core.steps import checkpoint_asked
 from trainer_agent.membership.lease import Membership
 from trireme_shared.checkpoints import stored
-from trireme_shared.errors import CheckpointUnusable
-from trireme_shared.etcd import Etcd, Put
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import JobSpec, JobState, Mode, Phase, SlotMap, Strategy, TrainerList, TrainerMember
-from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef
-from trireme_shared.records.step import StepRecord
-from trireme_shared.slots import spread
+from trireme_shared.platform.etcd import Etcd, Put
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.protocol.errors import CheckpointUnusable
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import (
+    JobSpec,
+    JobState,
+    Mode,
+    Phase,
+    SlotMap,
+    Strategy,
+    TrainerList,
+    TrainerMember,
+)
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef
+from trireme_shared.protocol.records.step import StepRecord
+from trireme_shared.protocol.slots import spread
 
 KEYS = Keys("j")
 TTL_S = 5.0

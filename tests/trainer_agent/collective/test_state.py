@@ -16,8 +16,8 @@ from tests.trainer_agent.collective.cluster import CollectiveCluster, cluster, t
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.collective import mean_blocks
 from trainer_agent.collective.state import giving
-from trireme_shared.records import JobSpec, Phase, Strategy
-from trireme_shared.records.checkpoints import CheckpointLatest
+from trireme_shared.protocol.records import JobSpec, Phase, Strategy
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest
 
 COMMON: dict[str, Any] = {"lanes": 4, "global_batch_size": 12, "records_per_task": 6, "epochs": 10, "block_bytes": 256}
 STEPS = 60

@@ -19,9 +19,9 @@ from trainer_agent.script.user_module import load
 from trireme import plain
 from trireme_shared.checkpoints import stored
 from trireme_shared.checkpoints.table_rows import read_rows
-from trireme_shared.records import JobSpec, Phase, SlotMap, Strategy
-from trireme_shared.records.checkpoints import CheckpointLatest
-from trireme_shared.slots import spread
+from trireme_shared.protocol.records import JobSpec, Phase, SlotMap, Strategy
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest
+from trireme_shared.protocol.slots import spread
 from trireme_shared.tables.saving import snapshot
 from trireme_shared.tables.table import RowsOfIds
 

@@ -7,7 +7,7 @@ import pytest
 from tests.trainer_agent import cluster as with_pservers
 from tests.trainer_agent.collective.cluster import trained
 from tests.trainer_agent.scripts import differing, spec_for, train_plainly, write_script
-from trireme_shared.records import Strategy
+from trireme_shared.protocol.records import Strategy
 
 COLLECTIVE = {"strategy": Strategy.COLLECTIVE, "pservers": 0}
 

@@ -11,8 +11,8 @@ from tests.trainer_agent.collective.joining_job import Job, Member
 from tests.trainer_agent.collective.test_catching_up import run
 from trainer_agent.collective.state import giving
 from trainer_agent.collective.state.messages import Portion, StateRequest
-from trireme_shared.errors import Gone
-from trireme_shared.records.step import LanePosition
+from trireme_shared.protocol.errors import Gone
+from trireme_shared.protocol.records.step import LanePosition
 
 
 class OfOtherRecords(Member):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer_agent.core.duties import Duty, Next, next_duty
-from trireme_shared.records import JobState, Mode, Phase, Stage, TrainerList
+from trireme_shared.protocol.records import JobState, Mode, Phase, Stage, TrainerList
 
 RUNNING = JobState(phase=Phase.RUNNING, generation=4)
 

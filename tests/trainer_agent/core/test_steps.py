@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer_agent.core.steps import agreed, checkpoint_asked, nodes_to_compute, positions_of_step
-from trireme_shared.lanes import is_aligned
-from trireme_shared.records.operations import CheckpointRequest
-from trireme_shared.records.step import CheckpointAsked, LanePosition, LaneZero, StepRecord
+from trireme_shared.protocol.lanes import is_aligned
+from trireme_shared.protocol.records.operations import CheckpointRequest
+from trireme_shared.protocol.records.step import CheckpointAsked, LanePosition, LaneZero, StepRecord
 
 
 def test_a_new_epoch_begins_when_all_lanes_are_exhausted():

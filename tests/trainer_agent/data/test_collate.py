@@ -8,7 +8,7 @@ import torch
 
 from trainer_agent.data import default_collate
 from trainer_agent.data.shard import RecordShard, Shard
-from trireme_shared.errors import DatasetError
+from trireme_shared.protocol.errors import DatasetError
 
 
 def equal(left: torch.Tensor, right: torch.Tensor) -> bool:

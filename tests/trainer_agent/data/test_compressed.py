@@ -19,9 +19,9 @@ from master_service.storage.counting import count_records
 from tests.equipment.small_disk import small_disk
 from tests.trainer_agent.data.test_made_files import MADE, RECORDS, everything
 from trainer_agent.data import open_dataset
-from trireme_shared.errors import DatasetError, ResourceExhausted
-from trireme_shared.records.datasets import Csv, JsonLines, TextLines, TFRecord, WebDataset
-from trireme_shared.storage.compressed import Decompressed
+from trireme_shared.platform.storage.compressed import Decompressed
+from trireme_shared.protocol.errors import DatasetError, ResourceExhausted
+from trireme_shared.protocol.records.datasets import Csv, JsonLines, TextLines, TFRecord, WebDataset
 
 __all__ = ["small_disk"]
 
@@ -124,7 +124,7 @@ def test_a_killed_process_leaves_none_of_its_temporary_files(tmp_path, small_tem
     path = tmp_path / "lines.txt.gz"
     random_lines(path, 300)
     program = (
-        "import sys, time\nfrom trireme_shared.storage.compressed import Decompressed\nkept = Decompressed()\n"
+        "import sys, time\nfrom trireme_shared.platform.storage.compressed import Decompressed\nkept = Decompressed()\n"
         f"with kept.opened({str(path)!r}): print('opened', flush=True); time.sleep(60)"
     )
     environment = {**os.environ, "TMPDIR": str(small_temporary)}

@@ -12,8 +12,8 @@ import torch
 from trainer_agent.data import open_dataset
 from trainer_agent.data.drawing import PROBED, reading
 from trireme_shared.datasets.random_state import Generators, seed_everything, seeded
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records.datasets import Custom, IterableStyle, MapStyle
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records.datasets import Custom, IterableStyle, MapStyle
 
 MODULE = """
 import random, threading

@@ -9,8 +9,8 @@ import pytest
 
 from trainer_agent.data import open_dataset
 from trainer_agent.data.parquet import ParquetReader
-from trireme_shared.errors import DatasetError
-from trireme_shared.records.datasets import Bytes, Csv, Custom, JsonLines, Npy, Parquet, TextLines
+from trireme_shared.protocol.errors import DatasetError
+from trireme_shared.protocol.records.datasets import Bytes, Csv, Custom, JsonLines, Npy, Parquet, TextLines
 
 
 def everything(dataset, count, file=None):

@@ -17,8 +17,8 @@ import pytest
 
 from master_service.storage.counting import count_records
 from trainer_agent.data import open_dataset
-from trireme_shared.errors import DatasetError
-from trireme_shared.records.datasets import Bytes, Csv, Custom, Dataset, JsonLines, Npy, Parquet, TextLines
+from trireme_shared.protocol.errors import DatasetError
+from trireme_shared.protocol.records.datasets import Bytes, Csv, Custom, Dataset, JsonLines, Npy, Parquet, TextLines
 
 RECORDS = 23
 TEXTS = ["plain", "", "a,b", 'say "hi"', "two\nlines", "héllo ✓", " spaced ", "cr\r\nlf"]

@@ -19,8 +19,8 @@ from google_crc32c import value as crc32c
 
 from trainer_agent.data import default_collate, open_dataset
 from trireme_shared.datasets.tf_record import masked
-from trireme_shared.errors import DatasetError
-from trireme_shared.records.datasets import (
+from trireme_shared.protocol.errors import DatasetError
+from trireme_shared.protocol.records.datasets import (
     Csv,
     Custom,
     Dataset,
@@ -170,7 +170,7 @@ def importable(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def single_arrow_file(monkeypatch):
     """The Arrow file itself stands for its folder."""
-    monkeypatch.setattr("trireme_shared.storage.dataset_files.saved_datasets.arrow_files", lambda folder, _: [folder])
+    monkeypatch.setattr("trireme_shared.datasets.dataset_files.saved_datasets.arrow_files", lambda folder, _: [folder])
 
 
 @pytest.mark.parametrize("values", [SIGNED, PLAIN, UNSIGNED], ids=["signed", "plain", "unsigned"])
@@ -230,7 +230,7 @@ def test_a_later_value_that_does_not_fit_names_column_value_file_and_record(
     tmp_path, monkeypatch, name, first, late, told
 ):
     """The job's first records decide; in whatever task the value is, the others keep their dtype."""
-    monkeypatch.setattr("trireme_shared.storage.csv_columns.SAMPLE_RECORDS", 2)
+    monkeypatch.setattr("trireme_shared.datasets.csv_columns.SAMPLE_RECORDS", 2)
     monkeypatch.setattr("trainer_agent.data.lines.SAMPLE_RECORDS", 2)
     path = tmp_path / "x"
     dataset = WRITERS[name](path, [first, first, first, first, "late", first])

@@ -13,14 +13,14 @@ from trainer_agent.data_plane.fleet_client import FleetClient
 from trainer_agent.data_plane.outbox import Outbox
 from trainer_agent.data_plane.parameter_servers import ParameterServers
 from trainer_agent.data_plane.pushes import Verdict
-from trireme_shared.etcd import Etcd
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import Mode, PserverMember, SlotMap
-from trireme_shared.records.assignments import Group, Migration
-from trireme_shared.records.step import StepRecord
-from trireme_shared.runtime import clock
-from trireme_shared.wire.messages import PulledBlock, PullEnd, PushAnswer, PushBlock, PushHeader, Refusal
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import Mode, PserverMember, SlotMap
+from trireme_shared.protocol.records.assignments import Group, Migration
+from trireme_shared.protocol.records.step import StepRecord
+from trireme_shared.protocol.wire.messages import PulledBlock, PullEnd, PushAnswer, PushBlock, PushHeader, Refusal
 
 KEYS = Keys("j")
 HEADER = PushHeader(job="j", term=0, generation=0, mode=Mode.SYNC, trainer="t", step=0)

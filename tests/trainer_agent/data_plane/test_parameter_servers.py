@@ -12,11 +12,11 @@ from trainer_agent.data_plane.fleet_client import ASK_S, SHARE, FleetClient, cal
 from trainer_agent.data_plane.outbox import Outbox
 from trainer_agent.data_plane.parameter_servers import ParameterServers
 from trainer_agent.data_plane.pushes import Verdict
-from trireme_shared.errors import DeadlineExceeded, PeerError
-from trireme_shared.records import Mode, SlotMap
-from trireme_shared.records.step import StepRecord
-from trireme_shared.runtime import clock
-from trireme_shared.wire.messages import PulledBlock, PullEnd, PushAnswer, PushBlock, PushHeader
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import DeadlineExceeded, PeerError
+from trireme_shared.protocol.records import Mode, SlotMap
+from trireme_shared.protocol.records.step import StepRecord
+from trireme_shared.protocol.wire.messages import PulledBlock, PullEnd, PushAnswer, PushBlock, PushHeader
 
 HEADER = PushHeader(job="j", term=0, generation=1, mode=Mode.SYNC, trainer="t", step=0)
 

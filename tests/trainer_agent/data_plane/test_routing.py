@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from trainer_agent.data_plane.routing import route
-from trireme_shared.records import SlotMap
-from trireme_shared.records.layout import Layout, OptimizerSpec, Segment
-from trireme_shared.slots import spread
+from trireme_shared.protocol.records import SlotMap
+from trireme_shared.protocol.records.layout import Layout, OptimizerSpec, Segment
+from trireme_shared.protocol.slots import spread
 
 
 def test_blocks_are_routed_by_slot():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trainer_agent.data_plane.pushes import Verdict, verdict
-from trireme_shared.records import Mode
-from trireme_shared.wire.messages import PushAnswer, Refusal
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.wire.messages import PushAnswer, Refusal
 
 
 def test_the_worst_refusal_decides_what_a_push_was():

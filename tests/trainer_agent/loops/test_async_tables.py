@@ -15,8 +15,8 @@ from tests.trainer_agent.scripts import RECORDS, differing, write_script
 from trainer_agent.script.user_module import load
 from trainer_agent.tables.trained import TrainedTables
 from trireme import plain
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records import Mode, Phase
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records import Mode, Phase
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 EPOCHS = 3

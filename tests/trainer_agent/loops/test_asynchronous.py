@@ -12,7 +12,7 @@ from tests.trainer_agent.scripts import RECORDS, differing, spec_for, train_plai
 from trainer_agent.core.duties import Duty, Next
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.tasks.source import TaskSource
-from trireme_shared.records import Mode, Phase, TaskKind
+from trireme_shared.protocol.records import Mode, Phase, TaskKind
 
 EPOCHS = 3
 

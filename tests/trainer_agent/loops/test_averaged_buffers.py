@@ -9,7 +9,7 @@ from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.collective.cluster import cluster as collective_cluster
 from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import records, spec_for, write_script
-from trireme_shared.records import Phase
+from trireme_shared.protocol.records import Phase
 
 MODEL = """
 class Model(nn.Module):

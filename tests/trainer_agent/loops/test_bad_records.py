@@ -9,8 +9,8 @@ import pytest
 
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import RECORDS, spec_for, write_script
-from trireme_shared.records import Mode, Phase
-from trireme_shared.records.datasets import MapStyle
+from trireme_shared.protocol.records import Mode, Phase
+from trireme_shared.protocol.records.datasets import MapStyle
 
 BAD, TASK = 55, 6  # in the last task: a step is known to be done by then
 PARTS = {

@@ -6,7 +6,7 @@ from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.loops.test_async_tables import LOSS, MODEL
 from tests.trainer_agent.loops.test_asynchronous import assert_exactly_once, job, spec_of, updates
 from tests.trainer_agent.scripts import write_script
-from trireme_shared.records import Phase
+from trireme_shared.protocol.records import Phase
 
 
 async def test_each_minibatch_counts_once_for_blocks_and_rows_although_a_trainer_dies(tmp_path):

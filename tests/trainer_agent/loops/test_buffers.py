@@ -11,7 +11,7 @@ from tests.equipment.replaced import replaced
 from tests.trainer_agent.cluster import cluster, trained
 from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import RECORDS, differing, records, spec_for, write_script
-from trireme_shared.records import Phase
+from trireme_shared.protocol.records import Phase
 from trireme_shared.serving.core import calls
 
 CONSTANTS = """

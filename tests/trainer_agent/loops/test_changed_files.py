@@ -11,7 +11,7 @@ import pytest
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import RECORDS, spec_for, write_script
 from trireme import plain
-from trireme_shared.records import FailureCause, Mode, Phase
+from trireme_shared.protocol.records import FailureCause, Mode, Phase
 
 REPLACING = """
     from pathlib import Path

@@ -15,8 +15,8 @@ from tests.trainer_agent.scripts import differing, lane_batches, records, spec_f
 from trainer_agent.script.user_module import load
 from trireme.plain import run
 from trireme_shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
-from trireme_shared.records import Mode, Phase
-from trireme_shared.runtime import ids
+from trireme_shared.platform.runtime import ids
+from trireme_shared.protocol.records import Mode, Phase
 
 WITHOUT_NOISE = """
     def model():

@@ -9,8 +9,8 @@ from tests.trainer_agent.cluster import cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.script.user_module import load
 from trireme.plain import plain_spec, run
-from trireme_shared.errors import UserCodeError
-from trireme_shared.records import Phase
+from trireme_shared.protocol.errors import UserCodeError
+from trireme_shared.protocol.records import Phase
 
 BATCH_NORM = "def model():\n    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))\n"
 ONE_LEFT = {"global_batch_size": 59, "lanes": 1, "records_per_task": None, "epochs": 2}

@@ -9,11 +9,11 @@ from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import run_virtually
 from trainer_agent.core.duties import Duty, Next
 from trainer_agent.loops.joining import Joiner
-from trireme_shared.errors import Gone
-from trireme_shared.etcd import Etcd
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import JobState, Phase
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.protocol.errors import Gone
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobState, Phase
 
 MOST = 1000
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import RECORDS, spec_for, write_script
-from trireme_shared.records import Mode, Phase
+from trireme_shared.protocol.records import Mode, Phase
 
 HANGS = "trainer-1-x"
 TASKS, MINIBATCHES = 12, 24  # of 5 records, 3 and 2 a minibatch

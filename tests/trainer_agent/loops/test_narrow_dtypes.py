@@ -10,7 +10,7 @@ from tests.trainer_agent.cluster import TorchCluster, cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.model.gradient_tree import GradientTree
 from trireme_shared.blocks.accumulator import Accumulator
-from trireme_shared.records import JobState, Mode, Phase
+from trireme_shared.protocol.records import JobState, Mode, Phase
 
 COMMON = {"lanes": 8, "global_batch_size": 24, "records_per_task": 5, "epochs": 3}
 

@@ -6,14 +6,14 @@ import pytest
 
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import differing, spec_for, train_plainly, write_script
-from trireme_shared.records import Phase
+from trireme_shared.protocol.records import Phase
 
 HEAD = """
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from trireme_shared.records.datasets import Npy
+from trireme_shared.protocol.records.datasets import Npy
 X = np.load({folder!r} + "/x.npy")
 BAD = float(X[BAD_RECORD][0])
 """

@@ -11,7 +11,7 @@ from tests.trainer_agent.virtual_time import virtually
 from trainer_agent.loops.lane_pusher import ENOUGH, FRESH_S, Pace
 from trainer_agent.tasks.activity import Activity, LanePace
 from trainer_agent.tasks.reports import PACE_EVERY_S, Reports
-from trireme_shared.records import MetricBatch
+from trireme_shared.protocol.records import MetricBatch
 
 
 async def lanes(pace: Pace, *seconds: float) -> None:

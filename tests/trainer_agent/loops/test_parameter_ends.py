@@ -12,7 +12,7 @@ from tests.trainer_agent.collective import cluster as collective
 from tests.trainer_agent.scripts import differing, spec_for, train_plainly, write_script
 from trainer_agent.script.user_module import load
 from trireme.plain import run
-from trireme_shared.records import Strategy
+from trireme_shared.protocol.records import Strategy
 
 HALF = """
     class Half(nn.Sequential):

@@ -12,8 +12,8 @@ from tests.trainer_agent.own_loop.scripts import write_loop
 from tests.trainer_agent.scripts import differing, records, spec_for, train_plainly, write_script
 from trainer_agent.script.user_module import load
 from trireme.plain import run
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records import Phase
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records import Phase
 
 EVALUATED = """
     def evaluate(model, batch):

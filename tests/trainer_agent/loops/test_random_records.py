@@ -16,8 +16,8 @@ from tests.trainer_agent.scripts import RECORDS, differing, spec_for, write_scri
 from trainer_agent.data import evaluation_seed, open_dataset
 from trainer_agent.script.user_module import load
 from trireme.plain import plain_spec, run
-from trireme_shared.records import JobSpec, Phase, Strategy
-from trireme_shared.records.datasets import MapStyle
+from trireme_shared.protocol.records import JobSpec, Phase, Strategy
+from trireme_shared.protocol.records.datasets import MapStyle
 
 HELD_OUT = 24
 ITEMS = f"""

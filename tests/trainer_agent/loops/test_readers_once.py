@@ -13,7 +13,7 @@ from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.data.test_made_files import MADE, RECORDS, write_images, write_recordio
 from tests.trainer_agent.scripts import spec_for, write_script
 from trainer_agent.script.user_module import load
-from trireme_shared.records import Phase
+from trireme_shared.protocol.records import Phase
 
 MINIBATCH = 2
 EPOCHS = 2
@@ -83,7 +83,7 @@ async def test_each_record_is_trained_once_though_a_trainer_is_killed(tmp_path, 
     script = write_script(
         tmp_path,
         name,
-        data="    from trireme_shared.records.datasets import *" + IN_SCRIPT,
+        data="    from trireme_shared.protocol.records.datasets import *" + IN_SCRIPT,
         model="""
         class Counts(nn.Module):
             def __init__(self):

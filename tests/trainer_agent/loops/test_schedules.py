@@ -10,7 +10,7 @@ from tests.trainer_agent.own_loop.scripts import write_loop
 from tests.trainer_agent.scripts import differing, spec_for, train_plainly, write_script
 from trainer_agent.script.user_module import load
 from trireme.plain import run
-from trireme_shared.records import Mode, Phase
+from trireme_shared.protocol.records import Mode, Phase
 
 SCHEDULERS = {
     "step": "torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.3)",

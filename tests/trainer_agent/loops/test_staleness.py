@@ -15,8 +15,8 @@ from tests.trainer_agent.loops.test_asynchronous import assert_exactly_once, job
 from tests.trainer_agent.scripts import differing, table_of, write_script
 from trainer_agent.data import minibatch_indices, minibatches_in
 from trainer_agent.script.user_module import load
-from trireme_shared.lanes import step_seed
-from trireme_shared.records import Phase
+from trireme_shared.protocol.lanes import step_seed
+from trireme_shared.protocol.records import Phase
 from trireme_shared.serving.core.table.rows import TableRows
 
 PLAIN = {"model": "def model():\n    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))\n"}

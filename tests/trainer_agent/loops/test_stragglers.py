@@ -12,8 +12,8 @@ from tests.trainer_agent.cluster import TorchCluster, cluster, trained
 from tests.trainer_agent.scripts import RECORDS, differing, spec_for, write_script
 from trainer_agent.data_plane.outbox import Outboxes
 from trainer_agent.tasks.reports import Reports
-from trireme_shared.errors import UserCodeError
-from trireme_shared.records import Phase
+from trireme_shared.protocol.errors import UserCodeError
+from trireme_shared.protocol.records import Phase
 from trireme_shared.serving.core.progress import missing_lanes
 
 EPOCHS = 6

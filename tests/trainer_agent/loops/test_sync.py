@@ -11,7 +11,7 @@ from tests.trainer_agent.cluster import cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, train_plainly, write_script
 from trainer_agent.script.user_module import load
 from trireme.plain import run
-from trireme_shared.records import Phase
+from trireme_shared.protocol.records import Phase
 
 OPTIMIZERS = {
     "sgd": "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)",

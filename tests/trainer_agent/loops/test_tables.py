@@ -18,8 +18,8 @@ from trainer_agent.script.user_module import load
 from trainer_agent.tables import export
 from trainer_agent.tables.files import StoredTable, read_table, write_tables
 from trireme import plain
-from trireme_shared.errors import NotReady
-from trireme_shared.records import Phase
+from trireme_shared.protocol.errors import NotReady
+from trireme_shared.protocol.records import Phase
 from trireme_shared.serving.core.table import rows
 from trireme_shared.tables.table import joined
 

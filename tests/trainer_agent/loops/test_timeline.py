@@ -7,10 +7,10 @@ import pytest
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import run_virtually
 from trainer_agent.loops.timeline import RolledBack, on_timeline
-from trireme_shared.etcd import Etcd
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import JobState, Phase
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobState, Phase
 
 
 @pytest.mark.parametrize("timeline", [2, 4])

@@ -6,9 +6,9 @@ import asyncio
 
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import differing, spec_for, write_script
-from trireme_shared.errors import ResourceExhausted
-from trireme_shared.records import Phase
-from trireme_shared.records.datasets import MapStyle
+from trireme_shared.protocol.errors import ResourceExhausted
+from trireme_shared.protocol.records import Phase
+from trireme_shared.protocol.records.datasets import MapStyle
 
 POISONED = """
 def loss(model, batch):

@@ -18,12 +18,19 @@ from trainer_agent.agent import LEASE_LOST, OK
 from trainer_agent.membership.initialise import check_layout, ensure_initialised, followed
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
-from trireme_shared.errors import LayoutMismatch
-from trireme_shared.etcd import Etcd
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import JobState, Phase, PserverMember, SlotMap, Strategy
-from trireme_shared.records.layout import MOST_CONSTANTS, Layout, OptimizerSpec, RowInit, RowOptimizer, TableSpec
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.protocol.errors import LayoutMismatch
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobState, Phase, PserverMember, SlotMap, Strategy
+from trireme_shared.protocol.records.layout import (
+    MOST_CONSTANTS,
+    Layout,
+    OptimizerSpec,
+    RowInit,
+    RowOptimizer,
+    TableSpec,
+)
 
 
 async def test_a_trainer_with_another_model_is_turned_away_and_the_job_goes_on(tmp_path):

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from trainer_agent.membership.lease import Membership
-from trireme_shared.etcd import Etcd, Put
-from trireme_shared.keys import Keys
-from trireme_shared.records import Holding, TrainerMember
+from trireme_shared.platform.etcd import Etcd, Put
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import Holding, TrainerMember
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ async def test_a_key_that_survived_an_outage_of_etcd_gets_a_new_lease(member):
 
 async def test_a_name_that_is_taken_is_not_taken_over(member):
     _, etcd, keys, membership = member
-    from trireme_shared.errors import PeerError
+    from trireme_shared.protocol.errors import PeerError
 
     await etcd.txn([], [Put(keys.trainer("trainer-0-x"), b"{}")])
     with pytest.raises(PeerError, match="is taken"):

@@ -14,12 +14,12 @@ from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import Process, run_virtually
 from trainer_agent.membership.lease import Membership
 from trainer_agent.membership.life import KEPT, Life
-from trireme_shared.etcd import Etcd
-from trireme_shared.keys import Keys
-from trireme_shared.membership import life_sign
-from trireme_shared.records import FailTask, TrainerMember, UserFailure
-from trireme_shared.records.begun import READING, BegunWork
-from trireme_shared.runtime import begun, clock
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.membership import life_sign
+from trireme_shared.platform.runtime import begun, clock
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import FailTask, TrainerMember, UserFailure
+from trireme_shared.protocol.records.begun import READING, BegunWork
 
 TTL_S = 5.0
 WORK = BegunWork("7", 0, READING, "train.json", 0, 64)

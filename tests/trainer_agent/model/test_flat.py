@@ -12,8 +12,8 @@ from torch import nn
 
 from trainer_agent.membership.initialise import check_layout
 from trainer_agent.model.flat import Vector, plan
-from trireme_shared.errors import LayoutMismatch
-from trireme_shared.records.layout import ALIGNMENT_BYTES
+from trireme_shared.protocol.errors import LayoutMismatch
+from trireme_shared.protocol.records.layout import ALIGNMENT_BYTES
 
 
 def test_parameters_are_views_that_start_on_64_bytes_and_do_not_overlap(build):

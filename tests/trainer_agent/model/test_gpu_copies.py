@@ -17,7 +17,7 @@ from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import records, spec_for, write_script
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
-from trireme_shared.errors import UserCodeError
+from trireme_shared.protocol.errors import UserCodeError
 
 NODE = (0, 4)
 READS = 3  # of numbers by a lane: the loss, which buffers changed, whether gradients are finite

@@ -10,7 +10,7 @@ from tests.trainer_agent.scripts import records
 from trainer_agent.data import default_collate
 from trainer_agent.model.watch.unshared_state import FIRST_LOOKS
 from trainer_agent.script.user_module import load
-from trireme_shared.errors import UserCodeError
+from trireme_shared.protocol.errors import UserCodeError
 
 HOOKED = """
 def model():

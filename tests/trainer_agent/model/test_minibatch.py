@@ -15,9 +15,9 @@ from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import records
 from trainer_agent.model.compute import metrics_of
 from trainer_agent.model.devices import on_device
-from trireme_shared.errors import InvalidArgument, UserCodeError
-from trireme_shared.logged_metrics import Logged
-from trireme_shared.records.tasks import MetricValue
+from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
+from trireme_shared.protocol.logged_metrics import Logged
+from trireme_shared.protocol.records.tasks import MetricValue
 
 OWN = """
 class NAME(torch.optim.SGD):

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer_agent.model import optimizer_spec as optimizers
-from trireme_shared.errors import InvalidArgument
+from trireme_shared.protocol.errors import InvalidArgument
 
 
 def test_a_schedule_is_handed_over_as_json(build):
     import json
 
-    from trireme_shared.records.step import LaneZero
+    from trireme_shared.protocol.records.step import LaneZero
 
     for text in (
         "torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5], 0.5)",

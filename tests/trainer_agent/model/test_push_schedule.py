@@ -12,8 +12,8 @@ from tests.trainer_agent.scripts import spec_for, write_script
 from trainer_agent.model.optimizer import push_schedule
 from trainer_agent.model.optimizer.push_schedule import PushSchedule
 from trainer_agent.model.torch_compute import TorchCompute
-from trireme_shared.records import Mode, Phase
-from trireme_shared.records.step import LaneZero, StepRecord
+from trireme_shared.protocol.records import Mode, Phase
+from trireme_shared.protocol.records.step import LaneZero, StepRecord
 from trireme_shared.serving.core.asynchronous import schedules
 from trireme_shared.serving.core.asynchronous.schedules import STATE_EVERY, ScheduleStates, newest_at
 

@@ -13,7 +13,7 @@ from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
 from trireme.plain import run
-from trireme_shared.errors import InvalidArgument
+from trireme_shared.protocol.errors import InvalidArgument
 
 SCALED = {"lr_scale": "linear", "lr_base_batch_size": 2}  # the scripts' steps have 8 records
 TWO_GROUPS = """

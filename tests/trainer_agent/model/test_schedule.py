@@ -14,9 +14,9 @@ from tests.trainer_agent.scripts import spec_for, write_script
 from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.schedule import Schedule
 from trireme.config import ConfigError
-from trireme_shared.errors import Gone, InvalidArgument
-from trireme_shared.evaluations import Evaluation, EvaluationStatus, check_criteria, plateau_value
-from trireme_shared.records.step import LaneZero
+from trireme_shared.protocol.errors import Gone, InvalidArgument
+from trireme_shared.protocol.evaluations import Evaluation, EvaluationStatus, check_criteria, plateau_value
+from trireme_shared.protocol.records.step import LaneZero
 
 PLATEAU = "def scheduler(optimizer):\n    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)\n"
 STEP = "def scheduler(optimizer):\n    return torch.optim.lr_scheduler.StepLR(optimizer, 2)\n"

@@ -16,9 +16,9 @@ from tests.trainer_agent.own_loop.scripts import PARTS, write_loop
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.script.user_module import load
 from trireme.plain import plain_spec, run
-from trireme_shared.errors import DatasetError, InvalidArgument
-from trireme_shared.records import JobSpec, Phase
-from trireme_shared.runtime.service import LEASE_LOST
+from trireme_shared.platform.runtime.service import LEASE_LOST
+from trireme_shared.protocol.errors import DatasetError, InvalidArgument
+from trireme_shared.protocol.records import JobSpec, Phase
 
 FOUR = {"lanes": 4, "global_batch_size": 12, "records_per_task": 6, "pservers": 2}
 SCHEDULE = "torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)"

@@ -16,8 +16,8 @@ from tests.trainer_agent.scripts import differing, lane_batches, spec_for
 from trainer_agent.own_loop.source import run_as_main
 from trainer_agent.script.user_module import LoopModule
 from trireme.plain import run
-from trireme_shared.lanes import step_seed
-from trireme_shared.records import Phase, Strategy
+from trireme_shared.protocol.lanes import step_seed
+from trireme_shared.protocol.records import Phase, Strategy
 
 FOUR = {"lanes": 4, "global_batch_size": 12, "records_per_task": 6, "pservers": 2}
 SCALED = """

@@ -16,10 +16,10 @@ from trainer_agent.own_loop.job_steps import JobSteps, telling
 from trainer_agent.script.inspect import inspect_script
 from trainer_agent.script.user_module import load
 from trireme.plain import plain_spec, run
-from trireme_shared.errors import InvalidArgument, NotReady, UserCodeError
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import EpochPlan, JobState, Phase
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.protocol.errors import InvalidArgument, NotReady, UserCodeError
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import EpochPlan, JobState, Phase
 
 ONE_CYCLE = """
 def scheduler(optimizer):

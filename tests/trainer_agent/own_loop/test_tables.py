@@ -17,7 +17,7 @@ from trainer_agent.script.inspect import inspect_script
 from trainer_agent.script.user_module import LoopModule, load
 from trainer_agent.tables.files import write_tables
 from trireme import plain
-from trireme_shared.records import Phase
+from trireme_shared.protocol.records import Phase
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 MODEL = """

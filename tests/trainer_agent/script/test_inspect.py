@@ -191,7 +191,7 @@ def test_an_error_in_the_first_minibatch_says_so(tmp_path, capsys):
 def test_records_that_make_no_batch_show_what_to_do_and_no_frames_of_ours(tmp_path, capsys):
     (tmp_path / "x.jsonl").write_text('{"x": [1]}\n{"x": [1, 2]}\n')
     parts = {
-        "dataset": "def dataset():\n    from trireme_shared.records.datasets import JsonLines\n    return JsonLines({folder!r} + '/x.jsonl')\n",
+        "dataset": "def dataset():\n    from trireme_shared.protocol.records.datasets import JsonLines\n    return JsonLines({folder!r} + '/x.jsonl')\n",
         "config": "config = {'lanes': 1}\n",
     }
     code, found = inspected(write_script(tmp_path, **parts), capsys)
@@ -243,7 +243,7 @@ def test_the_command_prints_one_object_whatever_the_script_prints_and_leaves_not
 
 
 JSON_FILES = """
-    from trireme_shared.records.datasets import JsonLines
+    from trireme_shared.protocol.records.datasets import JsonLines
     def dataset():
         return JsonLines({folder!r} + "/*.jsonl")
     def loss(model, batch):

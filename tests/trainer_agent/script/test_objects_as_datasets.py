@@ -9,8 +9,8 @@ from master_service.storage.counting import count_records
 from tests.trainer_agent.scripts import write_script
 from trainer_agent.data import open_dataset
 from trainer_agent.script.user_module import load
-from trireme_shared.errors import DatasetError, InvalidArgument
-from trireme_shared.records.datasets import IterableStyle, MapStyle
+from trireme_shared.protocol.errors import DatasetError, InvalidArgument
+from trireme_shared.protocol.records.datasets import IterableStyle, MapStyle
 
 CLASSES = """
     class Map(torch.utils.data.Dataset):

@@ -24,7 +24,7 @@ HEAD = """
     import torch, trireme
     from torch import nn
     from torch.nn import functional as F
-    from trireme_shared.records.datasets import Custom, MapStyle, Npy
+    from trireme_shared.protocol.records.datasets import Custom, MapStyle, Npy
 """
 NOISY_LOSS = (
     "def loss(model, batch):\n    noise = {noise}\n    return F.cross_entropy(model(batch['x'] + noise), batch['y'])\n"

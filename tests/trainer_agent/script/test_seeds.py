@@ -25,7 +25,7 @@ HEAD = """
     import torch, trireme
     from torch import nn
     from torch.nn import functional as F
-    from trireme_shared.records.datasets import Npy
+    from trireme_shared.protocol.records.datasets import Npy
 """
 PARTS = {
     "head": HEAD,

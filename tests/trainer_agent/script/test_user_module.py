@@ -10,8 +10,8 @@ import pytest
 
 from tests.trainer_agent.scripts import write_script
 from trainer_agent.script.user_module import load
-from trireme_shared.errors import InvalidArgument, UserCodeError
-from trireme_shared.records.datasets import Npy
+from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
+from trireme_shared.protocol.records.datasets import Npy
 
 
 def test_hooks_are_found_and_the_main_part_is_not_run(tmp_path):

@@ -15,8 +15,8 @@ from trainer_agent.membership.initialise import check_layout
 from trainer_agent.script.user_module import load
 from trainer_agent.start_values.load import start_values
 from trireme.plain import run
-from trireme_shared.errors import InvalidArgument, LayoutMismatch
-from trireme_shared.records import Phase
+from trireme_shared.protocol.errors import InvalidArgument, LayoutMismatch
+from trireme_shared.protocol.records import Phase
 
 MODEL = "def model():\n    return nn.Sequential(nn.Linear(5, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 3))\n"
 FROZEN = MODEL.replace("return", "net =") + "    net[0].requires_grad_(False)\n    return net\n"

@@ -20,11 +20,11 @@ from trainer_agent.script.user_module import load
 from trainer_agent.start_values.optimizer_state import load_training_state
 from trainer_agent.start_values.read import TrainingState, read_training_state
 from trireme.plain import run
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.etcd import Etcd
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import TrainerMember
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import TrainerMember
 
 SCHEDULER = "def scheduler(optimizer):\n    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [4, 12], 0.5)\n"
 GROUPS = """

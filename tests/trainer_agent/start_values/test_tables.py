@@ -21,9 +21,9 @@ from trainer_agent.start_values.load import load_start_values
 from trainer_agent.tables.files import read_table, write_tables
 from trireme.plain import PlainResult, run
 from trireme_shared.checkpoints.start_tables import fit_tables, put_rows
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records import Phase
-from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records import Phase
+from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
 from trireme_shared.tables.sharded import ShardedTable
 
 MODEL = """

@@ -17,7 +17,7 @@ import trireme
 from trainer_agent.tables import recording
 from trainer_agent.tables.ids import named_ids
 from trainer_agent.tables.of_model import ModelTables
-from trireme_shared.errors import InvalidArgument
+from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.tables.grouping import grouped
 
 IDS = [0, -1, 7, 2**63 - 1, -(2**63), 3, 4, 5, 6, 8]  # by their places in a weight of torch's

@@ -14,10 +14,10 @@ from trainer_agent.data import Shard
 from trainer_agent.tasks.activity import Held
 from trainer_agent.tasks.lane_reader import LaneReader
 from trainer_agent.tasks.source import TaskFailed, TaskSource, TrainingOver
-from trireme_shared.errors import NotLeader, PeerError, StaleGeneration
-from trireme_shared.records import AcquireTask, Task
-from trireme_shared.records.step import LanePosition
-from trireme_shared.storage import files
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import NotLeader, PeerError, StaleGeneration
+from trireme_shared.protocol.records import AcquireTask, Task
+from trireme_shared.protocol.records.step import LanePosition
 
 ME = "trainer-0-x"
 
@@ -154,7 +154,7 @@ async def test_a_lost_answer_is_asked_for_with_the_same_request(made):
             asked.append(ask)
             answer = await made.port.acquire_task(ask)
             if len(asked) == 1:
-                from trireme_shared.errors import PeerError
+                from trireme_shared.protocol.errors import PeerError
 
                 raise PeerError("the answer got lost")
             return answer

@@ -13,7 +13,7 @@ from trainer_agent.data import default_collate, minibatch_indices, order
 from trainer_agent.data.shard import RecordShard
 from trainer_agent.tasks import source as task_source
 from trainer_agent.tasks.source import TaskSource
-from trireme_shared.records import Task
+from trireme_shared.protocol.records import Task
 
 LANES, RECORDS = 64, 32
 

@@ -15,10 +15,10 @@ from tests.master_service.cluster import KEYS, MasterCluster, running, spec_of
 from tests.trainer_agent.scripts import write_script
 from trainer_agent.script.user_module import load
 from trainer_agent.tasks.master import HttpMaster, failure_of
-from trireme_shared.errors import NotFound, NotLeader, UserCodeError
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import AcquireTask, MasterAddress, UserFailure
-from trireme_shared.runtime import http
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.runtime import http
+from trireme_shared.protocol.errors import NotFound, NotLeader, UserCodeError
+from trireme_shared.protocol.records import AcquireTask, MasterAddress, UserFailure
 
 
 def test_a_failure_says_what_happened_where_and_to_whom(tmp_path):

@@ -10,10 +10,10 @@ import pytest
 from tests.trainer_agent.virtual_time import virtually
 from trainer_agent.tasks.activity import PROGRESS_S, Activity, Held
 from trainer_agent.tasks.reports import KEPT_STEPS, MetricBuffer, Reports
-from trireme_shared.errors import PeerError, StaleAttempt
-from trireme_shared.records import CompleteTask, MetricBatch, StepMetrics, Task, TaskKind
-from trireme_shared.records.tasks import MetricValue
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import PeerError, StaleAttempt
+from trireme_shared.protocol.records import CompleteTask, MetricBatch, StepMetrics, Task, TaskKind
+from trireme_shared.protocol.records.tasks import MetricValue
 
 
 class Master:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.equipment.virtual_loop import run_virtually
 from trainer_agent.tasks.step_times import Times, TimesBuffer
-from trireme_shared.records import StepTimes
+from trireme_shared.protocol.records import StepTimes
 
 
 def test_a_step_computes_then_waits_for_its_push_then_for_the_others() -> None:

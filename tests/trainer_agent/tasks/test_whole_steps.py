@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.equipment.replaced import replaced
 from trainer_agent.tasks import whole_steps
 from trainer_agent.tasks.whole_steps import WholeSteps
-from trireme_shared.records import MetricsTaken
-from trireme_shared.records.step import StepResult
+from trireme_shared.protocol.records import MetricsTaken
+from trireme_shared.protocol.records.step import StepResult
 
 
 def result(step: int) -> StepResult:

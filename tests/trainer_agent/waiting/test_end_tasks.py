@@ -8,7 +8,7 @@ import pytest
 
 from tests.trainer_agent.virtual_time import virtually
 from trainer_agent.waiting import CANCEL_AGAIN_S, end_tasks
-from trireme_shared.errors import PeerError
+from trireme_shared.protocol.errors import PeerError
 
 
 async def fails_at_the_end():

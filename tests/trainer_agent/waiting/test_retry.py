@@ -9,8 +9,8 @@ import pytest
 
 from tests.trainer_agent.virtual_time import virtually
 from trainer_agent.waiting import CEILING_S, Backoff, backoff_s, retry
-from trireme_shared.errors import DeadlineExceeded, PeerError, StaleAttempt
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import DeadlineExceeded, PeerError, StaleAttempt
 
 
 def test_peers_are_asked_again_with_growing_pauses_until_they_answer():

@@ -11,7 +11,7 @@ import pytest
 
 from trainer_agent.waiting import SingleErrorGroup, most_serious
 from trireme_shared.collective.group import Broken
-from trireme_shared.errors import Gone, PeerError, StaleGeneration, UserCodeError
+from trireme_shared.protocol.errors import Gone, PeerError, StaleGeneration, UserCodeError
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from trireme.background.errors import InvalidSetting, JobFailed, JobStopped
 from trireme.background.messages import MOST_WAITING, Lines, Messages
 from trireme.launch.child import ClusterError
 from trireme.settings import UsageError
-from trireme_shared.errors import CheckpointUnusable, Conflict, PeerError, TriremeError, UserCodeError
+from trireme_shared.protocol.errors import CheckpointUnusable, Conflict, PeerError, TriremeError, UserCodeError
 
 FAILURE = {"error_type": "ValueError", "message": "no", "traceback": "File script.py\nValueError: no", "task": "task 3"}
 

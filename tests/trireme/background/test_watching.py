@@ -16,7 +16,7 @@ from trireme.background.watching import Lines
 from trireme.data import TextLines
 from trireme.view.progress import Progress
 from trireme.view.report import Counts, result_document
-from trireme_shared.records import JobSpec, JobState, Phase
+from trireme_shared.protocol.records import JobSpec, JobState, Phase
 
 RUNNING = Progress(phase="RUNNING", stage="TRAIN", epochs=5, step=40, loss=0.5, records_done=1, records_total=4)
 

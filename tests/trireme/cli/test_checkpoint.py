@@ -14,10 +14,10 @@ from tests.pserver_service.checkpoints import parts
 from trireme.cli import checkpoint
 from trireme.cli.export import export
 from trireme_shared.checkpoints.schedule import Schedule
-from trireme_shared.records import JobSpec, Mode
-from trireme_shared.records.step import LanePosition, StepRecord
+from trireme_shared.protocol.records import JobSpec, Mode
+from trireme_shared.protocol.records.step import LanePosition, StepRecord
+from trireme_shared.protocol.wire.messages import InitHeader
 from trireme_shared.serving.core.stores import store_of
-from trireme_shared.wire.messages import InitHeader
 
 EVERY = Schedule(every_steps=2, every_epochs=None, epochs=9)
 

@@ -15,11 +15,11 @@ from trireme.cli.explain import explain
 from trireme.launch import resume, run_folder
 from trireme.view.child_events import ChildEvent, EventFile
 from trireme.view.report import Counts, result_document
-from trireme_shared.etcd import connect
-from trireme_shared.etcd.embedded import EmbeddedEtcd, free_ports
-from trireme_shared.keys import Keys
-from trireme_shared.records import FailureCause, JobSpec, JobState, MasterAddress, Phase, UserFailure
-from trireme_shared.records.datasets import TextLines
+from trireme_shared.platform.etcd import connect
+from trireme_shared.platform.etcd.embedded import EmbeddedEtcd, free_ports
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import FailureCause, JobSpec, JobState, MasterAddress, Phase, UserFailure
+from trireme_shared.protocol.records.datasets import TextLines
 
 __all__ = ["embedded_etcd"]
 

@@ -12,7 +12,7 @@ import sys
 
 class Imports:
     def find_spec(self, name, path, target=None):
-        if name in ("torch", "trireme_shared.records"):
+        if name in ("torch", "trireme_shared.protocol.records"):
             print(f"imports {name}", file=sys.stderr)
 
 sys.meta_path.insert(0, Imports())
@@ -27,7 +27,7 @@ def test_the_first_line_says_what_is_checked_before_anything_heavy_is_imported(t
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     lines = done.stderr.splitlines()
     assert lines[0] == "checking script.py"
-    assert "imports trireme_shared.records" in lines
+    assert "imports trireme_shared.protocol.records" in lines
     assert done.returncode == 2, "the wrong flag is told afterwards"
     assert done.stdout == ""
 

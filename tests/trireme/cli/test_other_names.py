@@ -14,7 +14,7 @@ from trireme.cli.app import app
 from trireme.cli.other_systems.names import ACCEPTED, PAGE, REFUSED
 from trireme.cli.other_systems.translated import OtherNameError, translated
 from trireme.settings import SETTINGS, from_flags, from_set, job_spec, merge
-from trireme_shared.records.datasets import Npy
+from trireme_shared.protocol.records.datasets import Npy
 
 PAGE_TEXT = Path(PAGE).read_text(encoding="utf-8")
 SAME = [

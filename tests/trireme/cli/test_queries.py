@@ -12,9 +12,9 @@ from trireme.cli.queries import ask, show_members, show_status, show_tasks
 from trireme.cli.targets import job_target
 from trireme.launch import resume, run_folder
 from trireme.view.report import Counts, result_document
-from trireme_shared.errors import Conflict, PeerError
-from trireme_shared.records import JobResult, JobSpec, JobState, Phase
-from trireme_shared.records.datasets import TextLines
+from trireme_shared.protocol.errors import Conflict, PeerError
+from trireme_shared.protocol.records import JobResult, JobSpec, JobState, Phase
+from trireme_shared.protocol.records.datasets import TextLines
 
 NOBODY = "http://127.0.0.1:9"
 

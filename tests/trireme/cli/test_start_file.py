@@ -10,7 +10,7 @@ from tests.trainer_agent.scripts import spec_for, write_script
 from trireme.cli import start_file
 from trireme.cli.start_file import with_start_file
 from trireme.settings import Setting
-from trireme_shared.errors import NotFound
+from trireme_shared.protocol.errors import NotFound
 
 
 def meant(text: str, folder) -> str:

@@ -12,7 +12,7 @@ import pytest
 from tests.equipment.virtual_loop import run_virtually
 from trireme.client import AsyncClient, Client, CreateJob, JobSettings, TriremeError, Unauthorized
 from trireme.data import TextLines
-from trireme_shared.errors import (
+from trireme_shared.protocol.errors import (
     BadFrame,
     Conflict,
     DeadlineExceeded,

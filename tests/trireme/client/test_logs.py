@@ -11,7 +11,7 @@ from tests.equipment.waiting import until
 from tests.master_service.api.test_logs import virtually, write
 from tests.master_service.many_jobs import Jobs, job_of
 from tests.trireme.cli.history.test_remote_logs import Elsewhere
-from trireme_shared.records.cluster import Standing
+from trireme_shared.protocol.records.cluster import Standing
 
 
 def test_a_log_is_followed_to_the_end_of_its_job_through_a_change_of_the_master(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from tests.equipment.waiting import until
 from tests.master_service.many_jobs import Jobs
 from trireme.client import ONLY_JOB, AsyncClient, Client, CreateJob, CreateSchedule, JobSettings, Source
 from trireme.data import TextLines
-from trireme_shared.errors import Conflict, CursorExpired, InvalidArgument, NotFound, PreconditionFailed
-from trireme_shared.records.cluster import Standing
+from trireme_shared.protocol.errors import Conflict, CursorExpired, InvalidArgument, NotFound, PreconditionFailed
+from trireme_shared.protocol.records.cluster import Standing
 
 OF_MEMBERS = {
     *(

@@ -11,7 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import trireme
-from trireme_shared.errors import InvalidArgument
+from trireme_shared.protocol.errors import InvalidArgument
 
 TTL_S = 2.0
 LIMIT_S = 15.0  # of the forked process, its end included; a call that waits takes longer

@@ -18,10 +18,10 @@ import torch
 import trireme
 from trireme.communicator.status import Cause
 from trireme_shared.collective import background, sockets
-from trireme_shared.errors import InvalidArgument, PeerError
-from trireme_shared.etcd.embedded import EmbeddedEtcd
-from trireme_shared.keys import Keys
-from trireme_shared.membership.etcd_access import EtcdAccess
+from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
+from trireme_shared.platform.membership.etcd_access import EtcdAccess
+from trireme_shared.protocol.errors import InvalidArgument, PeerError
+from trireme_shared.protocol.keys import Keys
 
 pytestmark = [pytest.mark.processes]
 

@@ -12,8 +12,8 @@ import pytest
 from tests.equipment.s3 import S3Server, forget_clients, refusal, s3
 from trireme.containers import object_storage
 from trireme.containers.object_storage import prepare_bucket, prepare_keys
-from trireme_shared.errors import DeadlineExceeded, InvalidArgument, Unauthorized
-from trireme_shared.storage import files
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import DeadlineExceeded, InvalidArgument, Unauthorized
 
 __all__ = ["s3"]
 
@@ -78,7 +78,7 @@ def test_an_empty_endpoint_means_amazon(s3: S3Server, monkeypatch):
     """As docker-compose.yml gives it where no S3 server of the project's own runs."""
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "")
-    from trireme_shared.storage import object_store
+    from trireme_shared.platform.storage import object_store
 
     forget_clients()
     filesystem = object_store.filesystem()

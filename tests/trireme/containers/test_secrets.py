@@ -9,9 +9,9 @@ import pytest
 from trireme.cli.security.tokens import Where, rotate_token
 from trireme.containers import secrets
 from trireme.containers.secrets import TokenVolumes
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.security.access import Access
-from trireme_shared.security.tokens import Role, Tokens, new_token, private_text, read_table
+from trireme_shared.platform.security.access import Access
+from trireme_shared.platform.security.tokens import Role, Tokens, new_token, private_text, read_table
+from trireme_shared.protocol.errors import InvalidArgument
 
 
 def files(root):

@@ -6,10 +6,10 @@ import pytest
 
 from tests.equipment.etcd.real import embedded_etcd
 from trireme.containers.setup import HEALTH, Settings, turn_on
-from trireme_shared.errors import CallerError, DeadlineExceeded, Unauthorized
-from trireme_shared.etcd import Unauthenticated, connect
-from trireme_shared.etcd.embedded import EmbeddedEtcd
-from trireme_shared.security import etcd_users
+from trireme_shared.platform.etcd import Unauthenticated, connect
+from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
+from trireme_shared.platform.security import etcd_users
+from trireme_shared.protocol.errors import CallerError, DeadlineExceeded, Unauthorized
 
 __all__ = ["embedded_etcd"]
 

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from trireme.launch.child import Child, Exit, tail_of
-from trireme_shared.runtime import begun
-from trireme_shared.runtime.service import EXIT_CODES
-from trireme_shared.security.script_digests import ScriptChanged
+from trireme_shared.platform.runtime import begun
+from trireme_shared.platform.runtime.service import EXIT_CODES
+from trireme_shared.platform.security.script_digests import ScriptChanged
 
 pytestmark = pytest.mark.processes
 
@@ -44,7 +44,7 @@ async def test_a_killed_child_tells_the_signal(tmp_path):
 async def test_the_next_life_learns_how_the_one_before_it_ended_and_what_it_had_begun(tmp_path):
     journal = tmp_path / "logs" / "trainer-0.begun"
     code = (
-        "import os, sys; from pathlib import Path; from trireme_shared.runtime import begun\n"
+        "import os, sys; from pathlib import Path; from trireme_shared.platform.runtime import begun\n"
         "journal = begun.open_journal(Path(os.environ[begun.FILE]))\n"
         "print(os.environ.get(begun.LAST_END), journal.left)\n"
         "journal.begin('trainer-0-1')\n"

@@ -8,10 +8,10 @@ from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual
 from trireme.launch.leases import held_leases
-from trireme_shared.etcd import Etcd
-from trireme_shared.keys import Keys
-from trireme_shared.records import MasterLock, PserverMember, TrainerMember
-from trireme_shared.runtime.network import own_network
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.runtime.network import own_network
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import MasterLock, PserverMember, TrainerMember
 
 KEYS = Keys("ctr")
 FAR = "another machine/4026531840"

@@ -18,11 +18,11 @@ from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual
 from trireme.launch.leases import WORKING_GRACE_S, HeldLeases, LostLease, LostLeases
-from trireme_shared.etcd import Etcd
-from trireme_shared.keys import Keys
-from trireme_shared.records import MasterLock, PserverMember, TrainerMember
-from trireme_shared.runtime import clock
-from trireme_shared.runtime.processor_use import ProcessorUse
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.runtime.processor_use import ProcessorUse
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import MasterLock, PserverMember, TrainerMember
 
 KEYS = Keys("ctr")
 SPINNING, WAITING = "while True: pass", "import time; time.sleep(600)"

@@ -9,11 +9,11 @@ from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual
 from trireme.launch.cluster import LocalCluster
-from trireme_shared.etcd import Etcd
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import JobSpec
-from trireme_shared.records.members import MasterAddress
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.members import MasterAddress
 
 KEYS = Keys("job")
 SPEC = JobSpec(job="job", script="s.py", dataset={"kind": "csv", "urls": ["x.csv"]}, storage="/tmp/x")

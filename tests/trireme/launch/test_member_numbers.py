@@ -14,8 +14,8 @@ from trireme.config import Config, ConfigError
 from trireme.launch.child import Child
 from trireme.launch.member_numbers import MemberNumbers, pservers_for, threads_for
 from trireme.launch.processes import spawn
-from trireme_shared.records import JobSpec
-from trireme_shared.records.datasets import TextLines
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.datasets import TextLines
 
 MIB = 1 << 20
 LONGER_THAN_AN_ELECTION_S = 1.0

@@ -7,11 +7,11 @@ import signal
 from trireme.launch.child import Exit
 from trireme.launch.leases import LostLease
 from trireme.launch.restarts import EARLY_S, MAX_DELAY_S, MAX_EARLY_ENDS, MAX_FAILED_STARTS, RestartPolicy, death_event
-from trireme_shared.records import JobSpec
-from trireme_shared.records.begun import BegunWork
-from trireme_shared.records.datasets import TextLines
-from trireme_shared.runtime.begun import Left
-from trireme_shared.runtime.service import LEASE_LOST
+from trireme_shared.platform.runtime.begun import Left
+from trireme_shared.platform.runtime.service import LEASE_LOST
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.begun import BegunWork
+from trireme_shared.protocol.records.datasets import TextLines
 
 
 def test_a_child_that_ends_itself_at_once_again_and_again_is_given_up():

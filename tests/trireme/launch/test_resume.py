@@ -10,10 +10,10 @@ import pytest
 from trireme.launch import resume
 from trireme.launch.resume import Start
 from trireme.launch.run_folder import write_json
-from trireme_shared.errors import Conflict
-from trireme_shared.records import JobSpec
-from trireme_shared.records.datasets import TextLines
-from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.errors import Conflict
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.datasets import TextLines
+from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
 
 
 def spec_of(**values) -> JobSpec:

@@ -11,8 +11,8 @@ from tests.equipment.s3 import BUCKET, S3Server, refusal, s3
 from trireme.cli import exit_codes
 from trireme.launch import run_storage
 from trireme.settings import UsageError
-from trireme_shared.errors import InvalidArgument, PeerError, Unauthorized
-from trireme_shared.storage import files, object_store
+from trireme_shared.platform.storage import files, object_store
+from trireme_shared.protocol.errors import InvalidArgument, PeerError, Unauthorized
 
 __all__ = ["s3"]
 

@@ -12,7 +12,7 @@ from trireme.launch.processes import spawn
 from trireme.launch.restarts import RestartPolicy
 from trireme.launch.supervision import SupervisedProcesses
 from trireme.view.child_events import ChildEvent
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
 
 DELAY_S = 0.4
 

@@ -15,7 +15,7 @@ from aiohttp import web
 from tests.equipment.docker_engine import DockerEngine, container, for_ever, id_of, serving
 from trireme.launchers import docker_engine
 from trireme.launchers.docker_engine import Engine
-from trireme_shared.errors import DeadlineExceeded, InvalidArgument, NotFound, PeerError, TooLarge
+from trireme_shared.protocol.errors import DeadlineExceeded, InvalidArgument, NotFound, PeerError, TooLarge
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from trireme.launchers.docker_engine import Engine
 from trireme.launchers.docker_launcher import AT_ONCE, DockerLauncher
 from trireme.launchers.launcher import Launched
 from trireme.view.child_events import ChildEvent
-from trireme_shared.errors import Forbidden, InvalidArgument, NotFound, PeerError
+from trireme_shared.protocol.errors import Forbidden, InvalidArgument, NotFound, PeerError
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from tests.equipment.waiting import until
 from trireme.docker import Settings, project_of, serve
 from trireme.launchers import docker_launcher, sizing
 from trireme.launchers.docker_engine import Engine
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.security.tokens import Role
+from trireme_shared.platform.security.tokens import Role
+from trireme_shared.protocol.errors import InvalidArgument
 
 
 class Masters:

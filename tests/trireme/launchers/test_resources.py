@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from trireme.launchers.resources import Resources
-from trireme_shared.errors import InvalidArgument
+from trireme_shared.protocol.errors import InvalidArgument
 
 
 def test_amounts_of_a_process_for_its_actor_and_its_bundle() -> None:

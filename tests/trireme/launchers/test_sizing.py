@@ -14,7 +14,7 @@ from tests.equipment.waiting import until
 from trireme.launchers.launcher import Launched, Role
 from trireme.launchers.sizing import IDLE_S, RETRY_S, Bounds, KindNow, PoolSize, Step, next_step
 from trireme.view.child_events import ChildEvent
-from trireme_shared.errors import NotFound, PeerError, TriremeError
+from trireme_shared.protocol.errors import NotFound, PeerError, TriremeError
 
 
 def launched(*places: int) -> list[Launched]:

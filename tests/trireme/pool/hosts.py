@@ -13,11 +13,11 @@ import psutil
 from tests.end_to_end.local_cluster import slowable_loss
 from tests.end_to_end.scripts import write_script
 from tests.equipment.forked import MARK, ForkedProcess, clean_environment, warm_server
-from trireme_shared.etcd import Etcd
-from trireme_shared.keys import ClusterKeys, Keys
-from trireme_shared.records import JobSpec, JobState
-from trireme_shared.records.cluster import Assignment, PoolMember, Source
-from trireme_shared.records.datasets import Npy
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.protocol.keys import ClusterKeys, Keys
+from trireme_shared.protocol.records import JobSpec, JobState
+from trireme_shared.protocol.records.cluster import Assignment, PoolMember, Source
+from trireme_shared.protocol.records.datasets import Npy
 
 KEYS = ClusterKeys()
 LIMIT_S = 60.0

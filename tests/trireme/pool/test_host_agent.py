@@ -18,11 +18,11 @@ from tests.equipment.etcd.real import embedded_etcd
 from tests.equipment.metric_names import wrong_metrics
 from tests.equipment.waiting import until
 from tests.trireme.pool.hosts import KEYS, Host, family, final_state, job_in, led, slow_file, training
-from trireme_shared.etcd import Etcd, connect
-from trireme_shared.etcd.embedded import EmbeddedEtcd
-from trireme_shared.keys import Keys
-from trireme_shared.records import Phase
-from trireme_shared.records.cluster import PoolMember
+from trireme_shared.platform.etcd import Etcd, connect
+from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import Phase
+from trireme_shared.protocol.records.cluster import PoolMember
 
 __all__ = ["embedded_etcd"]
 pytestmark = [

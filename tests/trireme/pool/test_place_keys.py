@@ -14,11 +14,11 @@ from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual
 from trireme.pool.host_metrics import HostMetrics
 from trireme.pool.place_keys import BATCH, PlaceKeys
-from trireme_shared.errors import Conflict, PeerError
-from trireme_shared.etcd import Etcd
-from trireme_shared.etcd.transport import TXN
-from trireme_shared.keys import ClusterKeys
-from trireme_shared.records.cluster import PoolMember
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.etcd.transport import TXN
+from trireme_shared.protocol.errors import Conflict, PeerError
+from trireme_shared.protocol.keys import ClusterKeys
+from trireme_shared.protocol.records.cluster import PoolMember
 
 KEYS, TTL_S = ClusterKeys(), 10.0
 PLACES = BATCH + 20  # more than one transaction takes

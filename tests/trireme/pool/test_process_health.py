@@ -18,11 +18,11 @@ from trireme.launch.child import Child
 from trireme.pool import process_health
 from trireme.pool.host_metrics import HostMetrics
 from trireme.pool.process_health import ProcessHealth
-from trireme_shared.membership.status_server import StatusServer
-from trireme_shared.runtime import service
-from trireme_shared.runtime.service import READY_FILE
-from trireme_shared.security.access import Access
-from trireme_shared.security.tokens import Tokens
+from trireme_shared.platform.membership.status_server import StatusServer
+from trireme_shared.platform.runtime import service
+from trireme_shared.platform.runtime.service import READY_FILE
+from trireme_shared.platform.security.access import Access
+from trireme_shared.platform.security.tokens import Tokens
 
 
 class Process:

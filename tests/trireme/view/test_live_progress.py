@@ -11,11 +11,11 @@ from master_service.api.resources import EventPage, JobProgress, JobView, Member
 from tests.equipment.virtual_loop import run_virtually
 from trireme.view.child_events import ChildEvent
 from trireme.view.live_progress import ProgressReporter, too_few_tasks
-from trireme_shared.errors import CursorExpired, PeerError
-from trireme_shared.etcd import NoSpace
-from trireme_shared.events import EventRecord
-from trireme_shared.records import JobSpec, Mode, Stage, Strategy, TaskSummary
-from trireme_shared.runtime import clock
+from trireme_shared.platform.etcd import NoSpace
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import CursorExpired, PeerError
+from trireme_shared.protocol.events import EventRecord
+from trireme_shared.protocol.records import JobSpec, Mode, Stage, Strategy, TaskSummary
 
 
 def event(number, message, at=None):

@@ -8,7 +8,7 @@ from tests.equipment.virtual_loop import run_virtually
 from tests.master_service.cluster import KEYS, spec_of, take
 from tests.master_service.masterless.cluster import MasterlessCluster, dispatching
 from trireme.view.masterless_client import MasterlessClient
-from trireme_shared.records import FailTask, MetricBatch, StepMetrics, UserFailure
+from trireme_shared.protocol.records import FailTask, MetricBatch, StepMetrics, UserFailure
 
 NO = UserFailure(error_type="ValueError", message="no")
 

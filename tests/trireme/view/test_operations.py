@@ -15,8 +15,8 @@ from trireme.cli.checkpoint import find_checkpoint
 from trireme.client import AsyncClient
 from trireme.view.job_address import open_job
 from trireme.view.operations import wait_for_operation
-from trireme_shared.errors import CheckpointUnusable, Conflict, DeadlineExceeded, PeerError
-from trireme_shared.records.operations import Operation, OperationKind, OperationState
+from trireme_shared.protocol.errors import CheckpointUnusable, Conflict, DeadlineExceeded, PeerError
+from trireme_shared.protocol.records.operations import Operation, OperationKind, OperationState
 
 WAITS = "waiting for a trainer"
 RUNNING = Operation(operation_id="op-1", kind=OperationKind.CREATE_CHECKPOINT, reason=WAITS, limit_s=60.0)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from trireme.view.progress import LINE_EVERY_S, LineDisplay, LiveDisplay, Progress, clock_text
 from trireme.view.report import Counts, failure_text, number, result_document, summary_text
-from trireme_shared.records import FailureCause, JobResult, JobSpec, JobState, Phase, Stage, UserFailure
+from trireme_shared.protocol.records import FailureCause, JobResult, JobSpec, JobState, Phase, Stage, UserFailure
 
 RUNNING = Progress(
     phase="RUNNING",

@@ -35,13 +35,13 @@ from trainer_agent.data_plane.outbox import Outbox
 from trainer_agent.data_plane.pushes import Verdict
 from trainer_agent.waiting import SingleErrorGroup
 from trireme_shared.collective.group import Broken
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.etcd import Etcd
-from trireme_shared.records import JobSpec
-from trireme_shared.records.layout import Layout
-from trireme_shared.runtime import clock, telemetry
-from trireme_shared.runtime.network import own_network
-from trireme_shared.wire.messages import PROTOCOL_VERSION, PushHeader
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.runtime.network import own_network
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.layout import Layout
+from trireme_shared.protocol.wire.messages import PROTOCOL_VERSION, PushHeader
 
 AGAIN_S = 0.05
 LOOK_S = 1.0  # between two looks whether a trainer that is waited for lives, and whether the others begin anew

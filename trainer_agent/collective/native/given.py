@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pydantic import ValidationError
 
 from trireme_shared.collective.group import Broken
-from trireme_shared.lanes import Interval
-from trireme_shared.records.record import Record
-from trireme_shared.records.step import NodeResult
-from trireme_shared.wire.messages import PushBlock, PushHeader
+from trireme_shared.protocol.lanes import Interval
+from trireme_shared.protocol.records.record import Record
+from trireme_shared.protocol.records.step import NodeResult
+from trireme_shared.protocol.wire.messages import PushBlock, PushHeader
 
 
 class ToldNode(Record):

@@ -22,11 +22,11 @@ from trainer_agent.collective.native.reducing import Scratch
 from trireme_shared.collective.group import Broken, Device, Group, NcclGroup, nccl_is_there
 from trireme_shared.collective.settings import GLOO, NCCL
 from trireme_shared.collective.store import EtcdStore
-from trireme_shared.errors import InvalidArgument, PeerError
-from trireme_shared.etcd import Etcd, LeaseLost, OutcomeUnknown, Put
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.records.record import Record
-from trireme_shared.runtime import clock, telemetry
+from trireme_shared.platform.etcd import Etcd, LeaseLost, OutcomeUnknown, Put
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.errors import InvalidArgument, PeerError
+from trireme_shared.protocol.records.record import Record
 
 BUILD_S = 10.0
 FIRST_LOOK_S, LAST_LOOK_S = 0.005, 0.1

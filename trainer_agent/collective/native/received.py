@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from trainer_agent.collective.mean_blocks import MeanStore, released
 from trireme_shared.blocks.buffers import Buffer
 from trireme_shared.collective.group import Broken
-from trireme_shared.records.step import StepRecord
+from trireme_shared.protocol.records.step import StepRecord
 
 HEAD_BYTES = 8
 

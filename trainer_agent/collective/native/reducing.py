@@ -22,9 +22,9 @@ from trireme_shared.blocks.buffer_mean import combine_buffers
 from trireme_shared.blocks.buffers import bytes_of, tensor_over
 from trireme_shared.blocks.narrow import DTYPES, cast_into, round_to
 from trireme_shared.collective.group import Group
-from trireme_shared.lanes import Interval, combine
-from trireme_shared.records.job_spec import Narrow
-from trireme_shared.records.layout import Block, Layout
+from trireme_shared.protocol.lanes import Interval, combine
+from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.layout import Block, Layout
 
 Payloads = Mapping[Interval, Sequence[memoryview]]
 """Of this trainer's chosen nodes: each block of a bucket."""

@@ -16,11 +16,11 @@ from trainer_agent.collective.native.reducing import buckets_of, buffers_of, can
 from trainer_agent.collective.server import ShareServer
 from trireme_shared.blocks.buffers import Buffer
 from trireme_shared.collective.group import Broken
-from trireme_shared.errors import InvalidArgument, TriremeError
-from trireme_shared.lanes import Interval
-from trireme_shared.records import JobSpec
-from trireme_shared.records.layout import Layout
-from trireme_shared.records.step import StepRecord
+from trireme_shared.protocol.errors import InvalidArgument, TriremeError
+from trireme_shared.protocol.lanes import Interval
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.layout import Layout
+from trireme_shared.protocol.records.step import StepRecord
 
 
 @dataclass(frozen=True, slots=True)

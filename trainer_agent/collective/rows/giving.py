@@ -16,10 +16,10 @@ from xxhash import xxh3_128
 
 from trainer_agent.collective.replica import Replica
 from trainer_agent.collective.state.messages import Portion, RowsHead, StateHead, StatePart, StateRequest
-from trireme_shared.errors import InvalidArgument, NotReady
-from trireme_shared.records.layout import ROWS
-from trireme_shared.records.step import StepRecord
-from trireme_shared.runtime import clock, telemetry
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.errors import InvalidArgument, NotReady
+from trireme_shared.protocol.records.layout import ROWS
+from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.tables.memory import Numbers
 from trireme_shared.tables.saving.snapshot import TableSnapshot
 

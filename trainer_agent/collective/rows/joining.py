@@ -18,10 +18,10 @@ from trainer_agent.collective.rows.giving import ROWS_PART, SKETCH_PART
 from trainer_agent.collective.rows.means import RowMeans
 from trainer_agent.collective.rows.stepping import ReplicaRows, new_rows, step_rows
 from trainer_agent.collective.state.messages import Portion
-from trireme_shared.errors import BadFrame, Gone, NotReady, PeerError, StaleGeneration
-from trireme_shared.records.layout import Layout
-from trireme_shared.records.step import LaneZero, StepRecord
-from trireme_shared.runtime import ids, telemetry
+from trireme_shared.platform.runtime import ids, telemetry
+from trireme_shared.protocol.errors import BadFrame, Gone, NotReady, PeerError, StaleGeneration
+from trireme_shared.protocol.records.layout import Layout
+from trireme_shared.protocol.records.step import LaneZero, StepRecord
 from trireme_shared.tables.saving.snapshot import from_records, record_words
 
 KEPT_BYTES = 1 << 30  # of mean gradients of rows

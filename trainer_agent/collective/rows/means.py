@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainer_agent.tables.files import in_order
-from trireme_shared.errors import Gone, InvalidArgument, NotReady
-from trireme_shared.records.job_spec import Narrow
-from trireme_shared.records.layout import Layout
+from trireme_shared.protocol.errors import Gone, InvalidArgument, NotReady
+from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.layout import Layout
+from trireme_shared.protocol.wire.messages import RowMeansPart, TableEnd, TableRequest
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.serving.core.table.part import RowsPart
 from trireme_shared.serving.core.table.rows import TableRows
 from trireme_shared.tables.lanes import means_over_lanes
 from trireme_shared.tables.memory import Floats, Numbers
 from trireme_shared.tables.payload import ID_BYTES, NUMBER_BYTES, joined
-from trireme_shared.wire.messages import RowMeansPart, TableEnd, TableRequest
-from trireme_shared.wire.verdict import Verdict
 
 WHOLE_PLACE = -1  # in place of one owner: it gave all slots
 PORTION_BYTES = 16 << 20  # in one answer

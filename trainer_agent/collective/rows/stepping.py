@@ -14,15 +14,15 @@ import numpy as np
 
 from trainer_agent.collective.rows.means import RowMeans
 from trireme_shared.checkpoints.start_tables import fit_tables, mark_in, put_rows
-from trireme_shared.errors import Gone, InvalidArgument
-from trireme_shared.records.layout import Layout
-from trireme_shared.records.step import LaneZero
-from trireme_shared.runtime import clock
-from trireme_shared.runtime.waiting import event_within
+from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.protocol.errors import Gone, InvalidArgument
+from trireme_shared.protocol.records.layout import Layout
+from trireme_shared.protocol.records.step import LaneZero
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.serving.core.table.rows import TableRows
 from trireme_shared.tables.memory import Floats, Numbers
 from trireme_shared.tables.table import joined, living
-from trireme_shared.wire.verdict import Verdict
 
 TURN_S = 0.002  # of a step, before the event loop has its turn
 KEPT_S = 0.01  # between two looks whether a snapshot is written far enough

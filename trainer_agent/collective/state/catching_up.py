@@ -29,9 +29,9 @@ from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import SingleErrorGroup
 from trireme_shared.blocks.buffers import bytes_of, tensor_over
 from trireme_shared.blocks.narrow import DTYPES
-from trireme_shared.errors import BadFrame, Gone, NotReady, PeerError, StaleGeneration
-from trireme_shared.records.step import StepRecord
-from trireme_shared.runtime import clock, ids, telemetry
+from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.protocol.errors import BadFrame, Gone, NotReady, PeerError, StaleGeneration
+from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.serving.core.optimizers import options_of
 
 if TYPE_CHECKING:

@@ -18,13 +18,13 @@ from trainer_agent.collective.state.saving import ShareCopies
 from trainer_agent.data_plane.fleet_client import FleetClient
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import end_tasks
-from trireme_shared.errors import Gone, PeerError, StaleGeneration
-from trireme_shared.etcd import Etcd
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.membership.directory import Directory
-from trireme_shared.membership.own_key import OwnKey
-from trireme_shared.records import Holding, JobState, Phase, TrainerList, TrainerMember
-from trireme_shared.runtime import clock, ids, telemetry
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.membership.own_key import OwnKey
+from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.protocol.errors import Gone, PeerError, StaleGeneration
+from trireme_shared.protocol.records import Holding, JobState, Phase, TrainerList, TrainerMember
 
 LOOK_S = 0.5
 PAUSE_S = 0.3

@@ -19,9 +19,9 @@ from trainer_agent.collective.replica import Replica
 from trainer_agent.collective.state.messages import Portion, StateHead, StatePart, StateRequest
 from trainer_agent.model.compute import Compute
 from trireme_shared.blocks.buffers import bytes_of
-from trireme_shared.errors import InvalidArgument, NotReady, StaleGeneration
-from trireme_shared.records.step import StepRecord
-from trireme_shared.runtime import clock, telemetry
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.errors import InvalidArgument, NotReady, StaleGeneration
+from trireme_shared.protocol.records.step import StepRecord
 
 if TYPE_CHECKING:
     from trainer_agent.collective.rows.giving import RowsGiver  # loads numba

@@ -8,12 +8,12 @@ from trainer_agent.collective.replica import Replica, rows_of
 from trainer_agent.model.compute import Compute
 from trireme_shared.checkpoints import stored
 from trireme_shared.checkpoints.block_reader import BlockReader, check_model
-from trireme_shared.errors import CheckpointUnusable
-from trireme_shared.records import Mode, SlotMap
-from trireme_shared.records.checkpoints import CheckpointRef, Manifest
-from trireme_shared.records.layout import Block, Layout
+from trireme_shared.protocol.errors import CheckpointUnusable
+from trireme_shared.protocol.records import Mode, SlotMap
+from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest
+from trireme_shared.protocol.records.layout import Block, Layout
+from trireme_shared.protocol.slots import slot_of
 from trireme_shared.serving.table_loader import TableLoader
-from trireme_shared.slots import slot_of
 
 
 def load_replica(

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from pydantic import Field
 
-from trireme_shared.records.record import Record
-from trireme_shared.records.step import StepRecord
+from trireme_shared.protocol.records.record import Record
+from trireme_shared.protocol.records.step import StepRecord
+from trireme_shared.protocol.wire.messages import MessageHeader
 from trireme_shared.serving.core.geometry import MAX_BLOCKS
-from trireme_shared.wire.messages import MessageHeader
 
 MOST_HURRY = 4
 

@@ -14,14 +14,14 @@ from trainer_agent.collective.replica import Replica
 from trainer_agent.collective.state.loading import load_replica
 from trainer_agent.model.compute import Compute
 from trireme_shared.checkpoints.background import Offload
-from trireme_shared.errors import CheckpointUnusable, PeerError
-from trireme_shared.etcd import Etcd
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.membership.directory import Directory
-from trireme_shared.membership.own_key import OwnKey
-from trireme_shared.records import Holding, JobSpec, JobState, Phase, TrainerMember
-from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef
-from trireme_shared.runtime import ids, telemetry
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.membership.own_key import OwnKey
+from trireme_shared.platform.runtime import ids, telemetry
+from trireme_shared.protocol.errors import CheckpointUnusable, PeerError
+from trireme_shared.protocol.records import Holding, JobSpec, JobState, Phase, TrainerMember
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef
 
 LOOK_S = 5.0
 PAUSE_S = 0.5

@@ -25,15 +25,15 @@ from trireme_shared.checkpoints.saving.copies import Copied, Copies
 from trireme_shared.checkpoints.saving.part_owner import SavingContext
 from trireme_shared.checkpoints.saving.parts import Checkpointer
 from trireme_shared.checkpoints.schedule import EVALUATED_RANK, Schedule, is_final
-from trireme_shared.etcd import Etcd
-from trireme_shared.membership.directory import Directory
-from trireme_shared.membership.own_key import OwnKey
-from trireme_shared.records import JobSpec, Mode, SlotMap, TrainerList, TrainerMember
-from trireme_shared.records.layout import ROWS
-from trireme_shared.records.operations import CheckpointRequest
-from trireme_shared.records.step import StepRecord
-from trireme_shared.runtime import telemetry
-from trireme_shared.slots import blocks_in, spread
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.membership.own_key import OwnKey
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.records import JobSpec, Mode, SlotMap, TrainerList, TrainerMember
+from trireme_shared.protocol.records.layout import ROWS
+from trireme_shared.protocol.records.operations import CheckpointRequest
+from trireme_shared.protocol.records.step import StepRecord
+from trireme_shared.protocol.slots import blocks_in, spread
 from trireme_shared.tables.hashing import owned_slots
 
 COPY_BYTES = 4 << 20  # at once: a few milliseconds

@@ -15,12 +15,12 @@ from aiohttp import web
 from trainer_agent.collective.state.giving import StateGiver
 from trainer_agent.collective.state.messages import Portion, StateHead, StatePart, StateRequest
 from trainer_agent.data_plane.http import socket_of
-from trireme_shared.errors import BadFrame, DeadlineExceeded, NotReady, PeerError, from_map
-from trireme_shared.records import PserverMember
-from trireme_shared.runtime import clock, http
+from trireme_shared.platform.runtime import clock, http
+from trireme_shared.protocol.errors import BadFrame, DeadlineExceeded, NotReady, PeerError, from_map
+from trireme_shared.protocol.records import PserverMember
+from trireme_shared.protocol.wire import codec
 from trireme_shared.serving.core.geometry import MAX_BLOCK_BYTES
 from trireme_shared.serving.data_plane.http_frames import write_block
-from trireme_shared.wire import codec
 
 PATH = "/v1/state"
 REQUEST_BYTES = 16 << 20

@@ -15,11 +15,11 @@ from trainer_agent.data.formats.tf_example import example
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Record, Shard
 from trireme_shared.datasets import record_io, tf_record
-from trireme_shared.errors import DatasetError
-from trireme_shared.records.datasets import RecordIO, TFRecord
-from trireme_shared.storage import files
-from trireme_shared.storage.compressed import Decompressed, scanning
-from trireme_shared.storage.dataset_files import from_first_file
+from trireme_shared.datasets.dataset_files import from_first_file
+from trireme_shared.platform.storage import files
+from trireme_shared.platform.storage.compressed import Decompressed, scanning
+from trireme_shared.protocol.errors import DatasetError
+from trireme_shared.protocol.records.datasets import RecordIO, TFRecord
 
 SAMPLE_RECORDS = 100
 

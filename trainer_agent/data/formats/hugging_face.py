@@ -13,11 +13,11 @@ from trainer_agent.data.arrow import columns_of_table
 from trainer_agent.data.formats import images
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Column, Shard, as_column
-from trireme_shared.errors import DatasetError
-from trireme_shared.records.datasets import HuggingFace
-from trireme_shared.storage import files
-from trireme_shared.storage.arrow_file import read_table
-from trireme_shared.storage.trouble import kept_open
+from trireme_shared.platform.storage import files
+from trireme_shared.platform.storage.arrow_file import read_table
+from trireme_shared.platform.storage.trouble import kept_open
+from trireme_shared.protocol.errors import DatasetError
+from trireme_shared.protocol.records.datasets import HuggingFace
 
 KEPT_FILES = 32
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trireme_shared.errors import DatasetError
+from trireme_shared.protocol.errors import DatasetError
 
 SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm", "pgm", "tif", "tiff")
 

@@ -12,9 +12,9 @@ from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Record, RecordShard, Shard
 from trireme_shared.datasets.in_code import load_object
 from trireme_shared.datasets.random_state import seeded
-from trireme_shared.errors import DatasetError, InvalidArgument, is_interrupt
-from trireme_shared.records.datasets import IterableStyle, MapStyle
-from trireme_shared.storage.trouble import trouble_in_user_code
+from trireme_shared.platform.storage.trouble import trouble_in_user_code
+from trireme_shared.protocol.errors import DatasetError, InvalidArgument, is_interrupt
+from trireme_shared.protocol.records.datasets import IterableStyle, MapStyle
 
 _END = object()
 _PLAIN_NAMES = ("x", "y")

@@ -14,12 +14,12 @@ from trainer_agent.data.column_types import ColumnTypes
 from trainer_agent.data.formats import images
 from trainer_agent.data.formats.frames import chosen
 from trainer_agent.data.shard import Record, Shard
+from trireme_shared.datasets.dataset_files import from_first_file
 from trireme_shared.datasets.tar_records import Member, TarRecord, records
-from trireme_shared.errors import DatasetError
-from trireme_shared.records.datasets import WebDataset
-from trireme_shared.storage import files
-from trireme_shared.storage.compressed import Decompressed, scanning
-from trireme_shared.storage.dataset_files import from_first_file
+from trireme_shared.platform.storage import files
+from trireme_shared.platform.storage.compressed import Decompressed, scanning
+from trireme_shared.protocol.errors import DatasetError
+from trireme_shared.protocol.records.datasets import WebDataset
 
 _TEXTS = ("txt", "text", "transcript")
 _NUMBERS = ("cls", "cls2", "index", "inx", "id")

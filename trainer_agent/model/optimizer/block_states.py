@@ -15,10 +15,10 @@ from torch import nn
 from trainer_agent.model.devices import HOST
 from trainer_agent.model.flat import Plan, Vector, bytes_of
 from trainer_agent.model.optimizer_spec import decode
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.optimizers.state import SCALAR, kinds_of
-from trireme_shared.records.step import LaneZero
-from trireme_shared.storage import files
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records.step import LaneZero
+from trireme_shared.serving.optimizers.state import SCALAR, kinds_of
 
 
 class BlockStates:

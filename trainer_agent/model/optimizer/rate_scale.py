@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, CyclicLR, OneCycleLR
 
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records import JobSpec
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records import JobSpec
 
 T = TypeVar("T")
 

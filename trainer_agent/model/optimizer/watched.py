@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.optimizers.own_step import added_to_step
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.serving.optimizers.own_step import added_to_step
 
 OPTIONS = (
     "changed the optimizer's options ({name} of group {number} was {before}, and now it is {after}), which whoever steps does not see; for "

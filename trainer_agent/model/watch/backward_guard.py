@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from trainer_agent.own_loop.turns import OwnLoop
-from trireme_shared.errors import UserCodeError
+from trireme_shared.protocol.errors import UserCodeError
 
 
 class UserCode(Protocol):

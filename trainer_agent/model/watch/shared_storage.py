@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from trireme_shared.errors import InvalidArgument
+from trireme_shared.protocol.errors import InvalidArgument
 
 
 def check_storage(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:

@@ -24,7 +24,7 @@ from trainer_agent.model.watch.backward_guard import UserCode
 from trainer_agent.model.watch.kept_model import KeptModel
 from trainer_agent.model.watch.samples import Sampled, Samples
 from trireme_shared.blocks.buffer_mean import bits_of
-from trireme_shared.records.layout import MOST_CONSTANTS, Constant
+from trireme_shared.protocol.records.layout import MOST_CONSTANTS, Constant
 
 FIRST_LOOKS, LOOK_EVERY = 3, 64  # minibatches whose digests are compared
 

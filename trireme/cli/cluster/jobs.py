@@ -20,9 +20,9 @@ from trireme.settings import UsageError
 from trireme.view.job_address import client_of
 from trireme.view.job_lines import columns_of
 from trireme.view.names import without_tokens
-from trireme_shared.errors import DeadlineExceeded, NotFound, PeerError, TriremeError
-from trireme_shared.records.cluster import Standing
-from trireme_shared.runtime import clock, telemetry
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.errors import DeadlineExceeded, NotFound, PeerError, TriremeError
+from trireme_shared.protocol.records.cluster import Standing
 
 POLL_S = 0.3
 REACHED = {

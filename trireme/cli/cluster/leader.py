@@ -12,8 +12,8 @@ from trireme.cli.targets import cluster_target
 from trireme.client import AsyncClient
 from trireme.view.job_address import client_of
 from trireme.view.progress import say
-from trireme_shared.errors import DeadlineExceeded, NotLeader, NotReady, PeerError
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import DeadlineExceeded, NotLeader, NotReady, PeerError
 
 LEADER_S = 60.0
 PAUSE_S = 0.3

@@ -44,13 +44,13 @@ from trireme.validation import AUTO, problems_of, without_auto
 from trireme.view.job_address import client_of
 from trireme.view.progress import Display, display, progress_of, say
 from trireme.view.report import failure_lines, number
-from trireme_shared.cron import next_time
-from trireme_shared.errors import NotReady, PeerError, TriremeError
-from trireme_shared.records import Dispatch, JobSpec
-from trireme_shared.records.cluster import Scheduling
-from trireme_shared.records.job_spec import JobSettings
-from trireme_shared.runtime import clock, ids, telemetry
-from trireme_shared.storage import files
+from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.cron import next_time
+from trireme_shared.protocol.errors import NotReady, PeerError, TriremeError
+from trireme_shared.protocol.records import Dispatch, JobSpec
+from trireme_shared.protocol.records.cluster import Scheduling
+from trireme_shared.protocol.records.job_spec import JobSettings
 
 POLL_S = 0.5
 AWAY_S = 60.0  # how long a waiting command goes on while no leader answers

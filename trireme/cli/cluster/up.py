@@ -34,14 +34,14 @@ from trireme.settings import UsageError, outside_script
 from trireme.view.child_events import ChildEvent
 from trireme.view.job_lines import ENDED, JobLines, job_lines
 from trireme.view.progress import say
-from trireme_shared.errors import CallerError, DeadlineExceeded, NotFound, PeerError, TriremeError
-from trireme_shared.etcd.embedded import find_binary, sweep_sockets
-from trireme_shared.keys import Keys
-from trireme_shared.records.cluster import in_words
-from trireme_shared.runtime import clock, telemetry
-from trireme_shared.security import private_files
-from trireme_shared.security.tokens import Role
-from trireme_shared.storage import files
+from trireme_shared.platform.etcd.embedded import find_binary, sweep_sockets
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.security import private_files
+from trireme_shared.platform.security.tokens import Role
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import CallerError, DeadlineExceeded, NotFound, PeerError, TriremeError
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records.cluster import in_words
 
 POLL_S = 1.0
 LOOK_S = 0.1

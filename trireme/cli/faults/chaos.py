@@ -20,8 +20,8 @@ from trireme.cli.faults.receipt import Receipt, measure, observe
 from trireme.cli.targets import cluster_of
 from trireme.launch import resume, run_folder
 from trireme.view.child_events import read_events
-from trireme_shared.errors import Conflict, NotFound, TriremeError
-from trireme_shared.runtime import ids, telemetry
+from trireme_shared.platform.runtime import ids, telemetry
+from trireme_shared.protocol.errors import Conflict, NotFound, TriremeError
 
 
 def kill(name: str | None, job: str | None, data_dir: Path | None, *, at_random: bool, as_json: bool) -> int:

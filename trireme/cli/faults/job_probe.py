@@ -14,15 +14,15 @@ from trainer_agent.data_plane.http import HttpPserver
 from trireme.cli.targets import token_of_run
 from trireme.launch import run_folder
 from trireme.view.job_address import OpenJob, open_job
-from trireme_shared.errors import PeerError
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.events import EventRecord
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.membership.etcd_access import EtcdAccess
-from trireme_shared.records import Dispatch, JobState, Mode, PserverMember, Strategy, TrainerMember
-from trireme_shared.records.checkpoints import CheckpointLatest
-from trireme_shared.security.tls import client_context
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.membership.etcd_access import EtcdAccess
+from trireme_shared.platform.security.tls import client_context
+from trireme_shared.protocol.errors import PeerError
+from trireme_shared.protocol.events import EventRecord
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import Dispatch, JobState, Mode, PserverMember, Strategy, TrainerMember
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest
 
 ANSWER_S = 2.0
 STALL_S = 0.5

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from trireme.cli.faults.job_probe import SETTLE_S, JobProbe
 from trireme.view.child_events import read_events
 from trireme.view.names import without_tokens
-from trireme_shared.errors import DeadlineExceeded
-from trireme_shared.records import JobState, Mode, Phase
-from trireme_shared.runtime import clock
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import DeadlineExceeded
+from trireme_shared.protocol.records import JobState, Mode, Phase
 
 LIMIT_S = 120.0
 POLL_S = 0.02

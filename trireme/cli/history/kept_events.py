@@ -7,8 +7,8 @@ from pathlib import Path
 
 from trireme.launch.run_folder import read_json, write_json
 from trireme.view.job_address import Connect
-from trireme_shared.errors import TriremeError
-from trireme_shared.events import EventRecord
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.events import EventRecord
 
 FILE = "events.json"
 

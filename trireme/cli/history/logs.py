@@ -18,11 +18,11 @@ from trireme.cli.targets import Target, checked_name, job_target, local_run, tar
 from trireme.launch import run_folder
 from trireme.pool import cluster_folder
 from trireme.view.job_address import open_job
-from trireme_shared.errors import CursorExpired, InvalidArgument, NotFound, PeerError, TriremeError
-from trireme_shared.events import EventRecord
-from trireme_shared.runtime import clock, telemetry
-from trireme_shared.runtime.log_files import Line, Logs
-from trireme_shared.times import instant, rfc3339
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.runtime.log_files import Line, Logs
+from trireme_shared.protocol.errors import CursorExpired, InvalidArgument, NotFound, PeerError, TriremeError
+from trireme_shared.protocol.events import EventRecord
+from trireme_shared.protocol.times import instant, rfc3339
 
 LOOK_S = 0.2
 LONG_POLL_S = 5.0

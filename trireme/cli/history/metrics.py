@@ -32,10 +32,10 @@ from trireme.view.chart import SMALL_ROWS, chart, last_chart, shows_braille, spa
 from trireme.view.job_address import open_job
 from trireme.view.report import number
 from trireme.view.series import MetricSource, OfMaster, OfStorage, Row
-from trireme_shared.errors import Conflict, InvalidArgument, NotFound, PeerError, TriremeError
-from trireme_shared.metric_names import EVALUATION, LOSS, is_own
-from trireme_shared.records import JobSpec
-from trireme_shared.runtime import clock, telemetry
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.errors import Conflict, InvalidArgument, NotFound, PeerError, TriremeError
+from trireme_shared.protocol.metric_names import EVALUATION, LOSS, is_own
+from trireme_shared.protocol.records import JobSpec
 
 LOOK_S = 1.0
 LOST_S = 60.0  # how long nobody may answer for metrics that are followed

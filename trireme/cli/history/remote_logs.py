@@ -15,9 +15,9 @@ from master_service.api.resources import LogLines, LogView
 from trireme.cli.targets import checked_name
 from trireme.client import ONLY_JOB, AsyncClient
 from trireme.view.job_address import JOBS
-from trireme_shared.errors import NotFound, PeerError
-from trireme_shared.runtime import clock
-from trireme_shared.runtime.log_files import Line, is_of
+from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.runtime.log_files import Line, is_of
+from trireme_shared.protocol.errors import NotFound, PeerError
 
 LOOK_S = 1.0
 LOST_S = 60.0  # how long nobody may answer for logs that are followed

@@ -14,10 +14,10 @@ from trireme.cli.queries import STOPPED, print_table, stdout_console
 from trireme.launch import resume, run_folder
 from trireme.pool import cluster_folder
 from trireme.view.report import number
-from trireme_shared.errors import TriremeError
-from trireme_shared.records import Phase
-from trireme_shared.runtime import telemetry
-from trireme_shared.times import rfc3339
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.protocol.records import Phase
+from trireme_shared.protocol.times import rfc3339
 
 RUNNING = "RUNNING"  # beside STOPPED and the phases of jobs that have ended
 METRICS = 3

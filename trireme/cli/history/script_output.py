@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from trireme_shared.runtime import clock
-from trireme_shared.runtime.log_files import redacted
+from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.runtime.log_files import redacted
 
 Shown = Sequence[tuple[str, str]]  # member and line
 

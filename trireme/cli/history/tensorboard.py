@@ -19,8 +19,8 @@ from pathlib import Path
 from master_service.trackers.event_files import EventFiles
 from trireme.cli import exit_codes
 from trireme.cli.history.metrics import Open, find_metrics, follow_points, show_points
-from trireme_shared.errors import InvalidArgument, TriremeError
-from trireme_shared.runtime import telemetry
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.errors import InvalidArgument, TriremeError
 
 ENDING_S = 5.0
 HOST = "127.0.0.1"

@@ -29,9 +29,9 @@ from trireme.launch.run_folder import DATA_DIR, read_json
 from trireme.settings import UsageError
 from trireme.validation import problems_of
 from trireme.view.job_address import open_job
-from trireme_shared.errors import Conflict, InvalidArgument, TriremeError
-from trireme_shared.records import JobSpec
-from trireme_shared.runtime import telemetry
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.errors import Conflict, InvalidArgument, TriremeError
+from trireme_shared.protocol.records import JobSpec
 
 CHECK_S = 60.0
 FINISH_S = 30.0  # a run that has ended waits so long for its trackers

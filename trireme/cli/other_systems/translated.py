@@ -80,7 +80,7 @@ class WithOtherNames(TyperCommand):
             args, notes = translated(args)
         except OtherNameError as error:
             from trireme.cli.exit_codes import USAGE, report_error  # noqa: PLC0415
-            from trireme_shared.errors import InvalidArgument  # noqa: PLC0415
+            from trireme_shared.protocol.errors import InvalidArgument  # noqa: PLC0415
 
             report_error(InvalidArgument(str(error)), as_json="--json" in args)
             raise typer.Exit(USAGE) from error

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 from trireme.cli.exit_codes import OK, report_error
-from trireme_shared.errors import InvalidArgument, TriremeError
-from trireme_shared.security.authority import CA, create_authority, hosts_of, issue
-from trireme_shared.security.tls import Tls
+from trireme_shared.platform.security.authority import CA, create_authority, hosts_of, issue
+from trireme_shared.platform.security.tls import Tls
+from trireme_shared.protocol.errors import InvalidArgument, TriremeError
 
 NAME = r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?$"
 OWN = ("localhost", "127.0.0.1", "::1")

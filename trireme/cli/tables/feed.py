@@ -20,7 +20,9 @@ from trireme.view.job_address import AnyClient, OpenJob, open_job
 from trireme.view.operations import call_any_master, wait_for_operation
 from trireme.view.progress import say
 from trireme_shared.checkpoints import stored
-from trireme_shared.errors import (
+from trireme_shared.platform.runtime import clock, ids
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import (
     CallerError,
     CheckpointUnusable,
     Conflict,
@@ -29,15 +31,13 @@ from trireme_shared.errors import (
     NotFound,
     PeerError,
 )
-from trireme_shared.records import JobSpec
-from trireme_shared.records.checkpoints import CheckpointRef, Manifest
-from trireme_shared.records.operations import Operation
-from trireme_shared.runtime import clock, ids
-from trireme_shared.storage import files
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest
+from trireme_shared.protocol.records.operations import Operation
 
 if TYPE_CHECKING:
     from trainer_agent.tables.deltas import Done, TableDelta  # loads torch
-    from trireme_shared.records.layout import TableSpec
+    from trireme_shared.protocol.records.layout import TableSpec
 
 AGAIN_S = 2.0
 

@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict
 
 from trireme.cli import exit_codes
-from trireme_shared.records.job_spec import SNAPSHOT_BYTES
-from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.records.job_spec import SNAPSHOT_BYTES
+from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
 from trireme_shared.tables.needs import needs_of
 
 OPTIMIZERS: dict[str, RowOptimizer] = {

@@ -14,9 +14,9 @@ from trireme.cli import exit_codes
 from trireme.cli.checkpoint import Answer, answer, choose, spec_of
 from trireme_shared.checkpoints import stored
 from trireme_shared.checkpoints.table_rows import read_rows
-from trireme_shared.errors import InvalidArgument, NotFound
-from trireme_shared.records.checkpoints import CheckpointRef, Manifest
-from trireme_shared.records.layout import TableSpec
+from trireme_shared.protocol.errors import InvalidArgument, NotFound
+from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest
+from trireme_shared.protocol.records.layout import TableSpec
 
 if TYPE_CHECKING:
     from trireme_shared.tables.table import RowsOfIds  # loads numba

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from master_service.core.changes import Decision, Event
 from master_service.core.state.cluster import ClusterDecision, ClusterState, DropDrain, Place, PutDrain
-from trireme_shared.errors import Conflict
-from trireme_shared.records.cluster import Drain
+from trireme_shared.protocol.errors import Conflict
+from trireme_shared.protocol.records.cluster import Drain
 
 MAX_DRAINS = 10_000  # of places that may have no member any more
 

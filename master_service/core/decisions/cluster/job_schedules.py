@@ -20,10 +20,10 @@ from master_service.core.state.cluster import (
     PutSchedule,
     PutSource,
 )
-from trireme_shared.cron import latest_time, next_time
-from trireme_shared.errors import CallerError, Conflict, InvalidArgument
-from trireme_shared.records.cluster import ClusterJob, JobSchedule, Source
-from trireme_shared.times import compact, instant, rfc3339
+from trireme_shared.protocol.cron import latest_time, next_time
+from trireme_shared.protocol.errors import CallerError, Conflict, InvalidArgument
+from trireme_shared.protocol.records.cluster import ClusterJob, JobSchedule, Source
+from trireme_shared.protocol.times import compact, instant, rfc3339
 
 MAX_SCHEDULES = 1000
 LOOK_AGAIN_S = 600.0  # after an expression whose times could not be computed

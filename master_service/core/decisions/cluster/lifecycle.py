@@ -25,8 +25,8 @@ from master_service.core.state.cluster import (
     PutTaskRun,
 )
 from master_service.core.state.job_tasks import run_of, unfinished
-from trireme_shared.errors import Conflict, InvalidArgument
-from trireme_shared.records.cluster import (
+from trireme_shared.protocol.errors import Conflict, InvalidArgument
+from trireme_shared.protocol.records.cluster import (
     RESERVED,
     ClusterJob,
     Scheduling,
@@ -37,8 +37,8 @@ from trireme_shared.records.cluster import (
     in_words,
     spoken,
 )
-from trireme_shared.records.job_spec import JobSpec, Mode
-from trireme_shared.times import instant
+from trireme_shared.protocol.records.job_spec import JobSpec, Mode
+from trireme_shared.protocol.times import instant
 
 MAX_OPEN = 1000  # jobs that are not final
 MAX_JOBS = 10_000  # final ones, too

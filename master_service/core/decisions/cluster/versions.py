@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
-from trireme_shared.errors import PreconditionFailed
-from trireme_shared.records.cluster import ClusterJob, JobSchedule
+from trireme_shared.protocol.errors import PreconditionFailed
+from trireme_shared.protocol.records.cluster import ClusterJob, JobSchedule
 
 A = TypeVar("A")
 Decide = Callable[[ClusterState, float], ClusterDecision[A]]

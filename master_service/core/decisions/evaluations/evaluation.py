@@ -27,8 +27,8 @@ from master_service.core.changes import (
 from master_service.core.decisions import lifecycle
 from master_service.core.queue.task_queue import WAIT_S
 from master_service.core.state.job import BESIDE, Job
-from trireme_shared.errors import CheckpointUnusable, Conflict, StorageUnreachable
-from trireme_shared.evaluations import (
+from trireme_shared.protocol.errors import CheckpointUnusable, Conflict, StorageUnreachable
+from trireme_shared.protocol.evaluations import (
     MOST_METRICS,
     WHAT_TO_DO,
     Evaluation,
@@ -40,7 +40,7 @@ from trireme_shared.evaluations import (
     patience_after,
     why_unreported,
 )
-from trireme_shared.records import (
+from trireme_shared.protocol.records import (
     AcquireTask,
     CompleteTask,
     FailureCause,
@@ -54,9 +54,9 @@ from trireme_shared.records import (
     UserFailure,
     ValidationSums,
 )
-from trireme_shared.records.checkpoints import CheckpointRef, history
-from trireme_shared.records.pauses import Saving
-from trireme_shared.records.step import LanePosition
+from trireme_shared.protocol.records.checkpoints import CheckpointRef, history
+from trireme_shared.protocol.records.pauses import Saving
+from trireme_shared.protocol.records.step import LanePosition
 
 KEPT = 1000
 RECENT = 2

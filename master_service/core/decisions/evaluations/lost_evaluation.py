@@ -14,10 +14,10 @@ from master_service.core.decisions.evaluations import evaluation
 from master_service.core.decisions.recovery import rollback
 from master_service.core.state.job import Job
 from trireme_shared.checkpoints.schedule import way_back
-from trireme_shared.errors import CheckpointUnusable
-from trireme_shared.evaluations import results_count
-from trireme_shared.records import Phase, Stage, UserFailure
-from trireme_shared.records.checkpoints import CheckpointRef
+from trireme_shared.protocol.errors import CheckpointUnusable
+from trireme_shared.protocol.evaluations import results_count
+from trireme_shared.protocol.records import Phase, Stage, UserFailure
+from trireme_shared.protocol.records.checkpoints import CheckpointRef
 
 TIMES = 3
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from master_service.core.state.members import Members
-from trireme_shared.records import JobSpec, JobState, Phase, PserverMember, SlotMap, Strategy, TrainerList
+from trireme_shared.protocol.records import JobSpec, JobState, Phase, PserverMember, SlotMap, Strategy, TrainerList
 
 
 @dataclass(frozen=True, slots=True)

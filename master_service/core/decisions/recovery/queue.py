@@ -25,12 +25,20 @@ from master_service.core.changes import (
 from master_service.core.queue.open_tasks import requeued_task
 from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.job import BESIDE, Job
-from trireme_shared.errors import CheckpointUnusable
-from trireme_shared.records import DiscardedTask, EvaluationSums, PendingTask, RequeuedTask, SlotMap, TaskKind, TaskMeta
-from trireme_shared.records.checkpoints import Manifest
-from trireme_shared.records.pauses import Losses
-from trireme_shared.records.step import LanePosition
-from trireme_shared.slots import slot_of
+from trireme_shared.protocol.errors import CheckpointUnusable
+from trireme_shared.protocol.records import (
+    DiscardedTask,
+    EvaluationSums,
+    PendingTask,
+    RequeuedTask,
+    SlotMap,
+    TaskKind,
+    TaskMeta,
+)
+from trireme_shared.protocol.records.checkpoints import Manifest
+from trireme_shared.protocol.records.pauses import Losses
+from trireme_shared.protocol.records.step import LanePosition
+from trireme_shared.protocol.slots import slot_of
 
 CAUSE = "the job went back to a checkpoint"
 

@@ -21,7 +21,7 @@ from master_service.core.decisions.recovery.lost import (
 from master_service.core.decisions.recovery.rollback import go_back
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
-from trireme_shared.records import FailureCause, JobSpec, JobState, PserverMember, SlotMap, Stage, TrainerList
+from trireme_shared.protocol.records import FailureCause, JobSpec, JobState, PserverMember, SlotMap, Stage, TrainerList
 
 
 def handle_missing(

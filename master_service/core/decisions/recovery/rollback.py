@@ -31,7 +31,7 @@ from master_service.core.placement.lanes import new_list
 from master_service.core.state import phases
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
-from trireme_shared.records import (
+from trireme_shared.protocol.records import (
     EvaluationSums,
     FailureCause,
     JobSpec,
@@ -44,9 +44,9 @@ from trireme_shared.records import (
     TaskKind,
     TrainerList,
 )
-from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef, history, saved_point
-from trireme_shared.records.pauses import Losses
-from trireme_shared.slots import spread
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef, history, saved_point
+from trireme_shared.protocol.records.pauses import Losses
+from trireme_shared.protocol.slots import spread
 
 
 def go_back(

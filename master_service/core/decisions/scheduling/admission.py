@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from master_service.core.decisions.scheduling.readiness import readiness
 from master_service.core.state.cluster import ClusterState
 from master_service.core.state.job_tasks import unfinished
-from trireme_shared.records.cluster import ClusterJob, Kind, Standing
+from trireme_shared.protocol.records.cluster import ClusterJob, Kind, Standing
 
 KINDS: tuple[Kind, Kind] = ("pserver", "trainer")
 

@@ -15,8 +15,16 @@ from master_service.core.decisions.scheduling.admission import in_turn
 from master_service.core.decisions.scheduling.pool_view import PoolView
 from master_service.core.state.cluster import ClusterChange, ClusterState, Place, PutAssignment, PutTaskRun
 from master_service.core.state.job_tasks import failed, is_wanted, run_of, unfinished
-from trireme_shared.records.cluster import Assignment, ClusterJob, PoolMember, Standing, TaskRun, TaskState, spoken
-from trireme_shared.times import rfc3339
+from trireme_shared.protocol.records.cluster import (
+    Assignment,
+    ClusterJob,
+    PoolMember,
+    Standing,
+    TaskRun,
+    TaskState,
+    spoken,
+)
+from trireme_shared.protocol.times import rfc3339
 
 SHARE = 4  # one in so many trainers may run tasks at a time, and one at least
 MAX_ENDS, MAX_STARTS = 30, 30  # in one schedule: what belongs together is then written in one transaction

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
 from master_service.core.state.cluster import Place
-from trireme_shared.records.cluster import PoolMember
+from trireme_shared.protocol.records.cluster import PoolMember
 
 Fits = Callable[[Place], bool]
 

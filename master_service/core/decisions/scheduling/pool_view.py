@@ -16,7 +16,15 @@ from dataclasses import dataclass, field
 
 from master_service.core.state.cluster import ClusterState, Place
 from master_service.core.state.job_tasks import is_wanted, reports_end
-from trireme_shared.records.cluster import Assignment, ClusterJob, Kind, PoolMember, Standing, TaskState, spoken
+from trireme_shared.protocol.records.cluster import (
+    Assignment,
+    ClusterJob,
+    Kind,
+    PoolMember,
+    Standing,
+    TaskState,
+    spoken,
+)
 
 GONE_GRACE_S = 10.0  # a member that vanished may come back with its process: its lease ran out, or etcd was silent
 KINDS: tuple[Kind, Kind] = ("pserver", "trainer")

@@ -19,7 +19,7 @@ from master_service.core.state.cluster import (
     PutJob,
     PutTaskRun,
 )
-from trireme_shared.records.cluster import TaskState
+from trireme_shared.protocol.records.cluster import TaskState
 
 
 class Portions:

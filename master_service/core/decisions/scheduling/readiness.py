@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trireme_shared.records.cluster import ClusterJob, Standing
-from trireme_shared.times import instant
+from trireme_shared.protocol.records.cluster import ClusterJob, Standing
+from trireme_shared.protocol.times import instant
 
 WAITED_FOR = {Standing.QUEUED, Standing.ACTIVE, Standing.PAUSED}
 

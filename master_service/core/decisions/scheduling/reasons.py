@@ -9,7 +9,7 @@ from master_service.core.decisions.scheduling.admission import KINDS, Admission,
 from master_service.core.decisions.scheduling.pool_view import PoolView
 from master_service.core.decisions.scheduling.readiness import named
 from master_service.core.state.cluster import ClusterState
-from trireme_shared.records.cluster import ClusterJob, Kind, in_words
+from trireme_shared.protocol.records.cluster import ClusterJob, Kind, in_words
 
 NUMBERED = (
     20  # of the jobs that wait, so many have numbers in their reason: these change often, and each change is written

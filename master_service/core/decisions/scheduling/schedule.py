@@ -28,8 +28,8 @@ from master_service.core.state.cluster import (
     PutAssignment,
     PutJob,
 )
-from trireme_shared.records.cluster import Assignment, ClusterJob, Kind, Standing, in_words
-from trireme_shared.times import rfc3339
+from trireme_shared.protocol.records.cluster import Assignment, ClusterJob, Kind, Standing, in_words
+from trireme_shared.protocol.times import rfc3339
 
 
 @dataclass(frozen=True, slots=True)

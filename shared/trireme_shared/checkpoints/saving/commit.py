@@ -22,14 +22,17 @@ from trireme_shared.checkpoints.saving.pending import PendingCheckpoint
 from trireme_shared.checkpoints.saving.storage_problem import StorageProblem, advice_for
 from trireme_shared.checkpoints.saving.view import CheckpointView
 from trireme_shared.checkpoints.schedule import is_final, is_kept, is_newer, kept_after, way_back
-from trireme_shared.errors import InvalidArgument, PeerError
-from trireme_shared.etcd import Compare, Delete, Get, KeyValue, LeaseLost, OutcomeUnknown, Put
-from trireme_shared.etcd.lock import try_acquire
-from trireme_shared.etcd.operations import MAX_OPERATIONS
-from trireme_shared.etcd.reading import must_read, read_record
-from trireme_shared.evaluations import EvaluationStatus
-from trireme_shared.records import JobSpec, JobState, Phase
-from trireme_shared.records.checkpoints import (
+from trireme_shared.platform.etcd import Compare, Delete, Get, KeyValue, LeaseLost, OutcomeUnknown, Put
+from trireme_shared.platform.etcd.lock import try_acquire
+from trireme_shared.platform.etcd.operations import MAX_OPERATIONS
+from trireme_shared.platform.etcd.reading import must_read, read_record
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import InvalidArgument, PeerError
+from trireme_shared.protocol.evaluations import EvaluationStatus
+from trireme_shared.protocol.records import JobSpec, JobState, Phase
+from trireme_shared.protocol.records.checkpoints import (
     CheckpointLatest,
     CheckpointPart,
     CheckpointPlace,
@@ -37,10 +40,7 @@ from trireme_shared.records.checkpoints import (
     CheckpointStarted,
     built_on,
 )
-from trireme_shared.records.members import pserver_names
-from trireme_shared.runtime import clock, telemetry
-from trireme_shared.runtime.waiting import event_within
-from trireme_shared.storage import files
+from trireme_shared.protocol.records.members import pserver_names
 
 RETRY_S = 2.0
 UNLOCK_S = 2.0

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from trireme_shared.blocks.snapshot import Snapshot
 from trireme_shared.checkpoints.async_cut import Cut
-from trireme_shared.records import Mode, SlotMap
-from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointPart, PartLink
-from trireme_shared.records.layout import Layout
+from trireme_shared.protocol.records import Mode, SlotMap
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointPart, PartLink
+from trireme_shared.protocol.records.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)

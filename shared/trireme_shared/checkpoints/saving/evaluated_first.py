@@ -12,8 +12,8 @@ from trireme_shared.checkpoints import stored
 from trireme_shared.checkpoints.saving.part_owner import SavingContext
 from trireme_shared.checkpoints.saving.pending import PendingCheckpoint
 from trireme_shared.checkpoints.saving.view import CheckpointView
-from trireme_shared.records.checkpoints import CheckpointStarted
-from trireme_shared.runtime import clock, telemetry
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.records.checkpoints import CheckpointStarted
 
 SOON_S = 30.0  # for one that has all parts, or whose owners this process does not know
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trireme_shared.checkpoints.background import Offload
-from trireme_shared.etcd import Etcd
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.membership.own_key import OwnKey
-from trireme_shared.records import JobSpec, SlotMap
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.platform.membership.own_key import OwnKey
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobSpec, SlotMap
 
 
 class PartOwner(Protocol):

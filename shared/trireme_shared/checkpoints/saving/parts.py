@@ -20,12 +20,12 @@ from trireme_shared.checkpoints.saving.part_owner import SavingContext
 from trireme_shared.checkpoints.saving.pending import PendingCheckpoint
 from trireme_shared.checkpoints.saving.storage_problem import StorageProblem, advice_for
 from trireme_shared.checkpoints.schedule import is_final
-from trireme_shared.errors import InvalidArgument, NotReady, PeerError
-from trireme_shared.etcd import Delete, LeaseLost, Operation, Put
-from trireme_shared.records import SlotMap
-from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointPart, CheckpointStarted, PartLink
-from trireme_shared.runtime import clock, ids, telemetry
-from trireme_shared.storage import files
+from trireme_shared.platform.etcd import Delete, LeaseLost, Operation, Put
+from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import InvalidArgument, NotReady, PeerError
+from trireme_shared.protocol.records import SlotMap
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointPart, CheckpointStarted, PartLink
 
 OUTAGE_S = 600.0  # how long etcd may be away before a copy is given up
 PAUSE_S = 0.5

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from trireme_shared.checkpoints import stored
 from trireme_shared.checkpoints.async_cut import Cut
-from trireme_shared.evaluations import evaluation_of, evaluations_before, results_count
-from trireme_shared.records import JobSpec, Mode, SlotMap
-from trireme_shared.records.checkpoints import CheckpointPart, Manifest
-from trireme_shared.records.layout import Layout
-from trireme_shared.records.step import StepRecord
+from trireme_shared.protocol.evaluations import evaluation_of, evaluations_before, results_count
+from trireme_shared.protocol.records import JobSpec, Mode, SlotMap
+from trireme_shared.protocol.records.checkpoints import CheckpointPart, Manifest
+from trireme_shared.protocol.records.layout import Layout
+from trireme_shared.protocol.records.step import StepRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trireme_shared.checkpoints.saving.part_owner import PartOwner
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.runtime import telemetry
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.errors import InvalidArgument
 
 log = telemetry.logger("checkpoints.storage")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.keys import Keys
-from trireme_shared.records.checkpoints import CheckpointCut, CheckpointLatest, CheckpointStarted
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records.checkpoints import CheckpointCut, CheckpointLatest, CheckpointStarted
 
 
 @dataclass(slots=True)

@@ -19,14 +19,14 @@ from trireme_shared.collective.members.lifeline import until_dead
 from trireme_shared.collective.members.reach import cut_off, words_s
 from trireme_shared.collective.mirror import Mirror
 from trireme_shared.collective.records import Epoch, EpochMember, LeftOut, Trouble, Unreached
-from trireme_shared.errors import PeerError, leaves
-from trireme_shared.etcd import Compare, Delete, Etcd, KeyValue, Lease, LeaseLost, Put
-from trireme_shared.etcd.lock import try_acquire
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.keys import Keys
-from trireme_shared.membership.own_key import OwnKey, may_return_s
-from trireme_shared.records.members import CommunicatorMember
-from trireme_shared.runtime import clock, ids, telemetry
+from trireme_shared.platform.etcd import Compare, Delete, Etcd, KeyValue, Lease, LeaseLost, Put
+from trireme_shared.platform.etcd.lock import try_acquire
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.membership.own_key import OwnKey, may_return_s
+from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.protocol.errors import PeerError, leaves
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records.members import CommunicatorMember
 
 SETTLE_S = 0.2  # members that start together shall be in one epoch, not in several
 SETTLE_LIMIT_S = 2.0

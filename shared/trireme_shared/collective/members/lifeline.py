@@ -14,8 +14,8 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from trireme_shared.records.members import CommunicatorMember
-from trireme_shared.runtime import clock, ids, network, telemetry
+from trireme_shared.platform.runtime import clock, ids, network, telemetry
+from trireme_shared.protocol.records.members import CommunicatorMember
 
 CONNECT_S = 2.0
 PAUSE_S = 0.5

@@ -18,13 +18,13 @@ from contextlib import suppress
 from trireme_shared.collective.members.lifeline import CONNECT_S, reaches
 from trireme_shared.collective.mirror import Mirror
 from trireme_shared.collective.records import Epoch, EpochMember, LeftOut, Unreached
-from trireme_shared.errors import PeerError
-from trireme_shared.etcd import Delete, Etcd, LeaseLost, Put
-from trireme_shared.etcd.reading import read_record
-from trireme_shared.keys import Keys
-from trireme_shared.membership.own_key import OwnKey
-from trireme_shared.records.members import CommunicatorMember
-from trireme_shared.runtime import clock, ids, telemetry
+from trireme_shared.platform.etcd import Delete, Etcd, LeaseLost, Put
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.membership.own_key import OwnKey
+from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.protocol.errors import PeerError
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records.members import CommunicatorMember
 
 LOOK_S = 0.5
 LOOK_EACH_S = 0.01  # and so long for each other member: in large groups connections are not most of the work

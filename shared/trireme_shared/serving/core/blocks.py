@@ -6,7 +6,7 @@
 A buffer that a step leaves as it was keeps its memory too, and `changed` tells since when.
 
 A step writes into the buffer of the version before, if nobody reads that: a block has exactly two, so the headers that say
-where its values lie come again every second version and are recognised (trireme_shared.wire.codec).
+where its values lie come again every second version and are recognised (trireme_shared.protocol.wire.codec).
 
 Pull of version v: `current` or `previous`; above TOO_EARLY; below GONE.
 """
@@ -21,12 +21,12 @@ from trireme_shared.blocks.accumulator import Accumulator, Node
 from trireme_shared.blocks.buffer_mean import bits_of, combine_buffers
 from trireme_shared.blocks.buffers import Buffer, BufferPool
 from trireme_shared.blocks.gradient_norm import squares_of
-from trireme_shared.errors import BadFrame
-from trireme_shared.lanes import Interval, combine
-from trireme_shared.records.job_spec import Narrow
-from trireme_shared.records.layout import Block
+from trireme_shared.protocol.errors import BadFrame
+from trireme_shared.protocol.lanes import Interval, combine
+from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.layout import Block
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.serving.core.optimizers import BlockOptimizer, Options
-from trireme_shared.wire.verdict import Verdict
 
 
 class BlockState:
@@ -76,7 +76,7 @@ class BlockState:
 
     @property
     def narrows(self) -> bool:
-        """Whether it may be sent in a narrower dtype (see trireme_shared.records.layout.Segment.travels_as)."""
+        """Whether it may be sent in a narrower dtype (see trireme_shared.protocol.records.layout.Segment.travels_as)."""
         return self._optimizer is not None and self.place.dtype == "float32"
 
     def push(

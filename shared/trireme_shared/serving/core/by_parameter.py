@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from trireme_shared.optimizers.parameter_parts import Parts, ends_of
 from trireme_shared.serving.core.direct_steps import DirectSteps, direct_steps, has_state
 from trireme_shared.serving.core.optimizers import BlockOptimizer, Options
+from trireme_shared.serving.optimizers.parameter_parts import Parts, ends_of
 
 SERIAL = 511 * 64
 """Elements of 16-bit numbers that torch computes in one thread: where it would cut more of them depends on the number of threads."""

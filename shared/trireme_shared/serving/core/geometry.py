@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from trireme_shared.errors import InvalidArgument, TooLarge
-from trireme_shared.optimizers.parameter_parts import ParameterParts, Parts
-from trireme_shared.records.layout import ALIGNMENT_BYTES, ELEMENT_BYTES, Block, Layout, Segment
+from trireme_shared.protocol.errors import InvalidArgument, TooLarge
+from trireme_shared.protocol.records.layout import ALIGNMENT_BYTES, ELEMENT_BYTES, Block, Layout, Segment
+from trireme_shared.serving.optimizers.parameter_parts import ParameterParts, Parts
 
 MAX_BLOCKS = 1 << 20
 MAX_INIT_PARTS = 8 * MAX_BLOCKS  # values, and the state of an optimizer

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trireme_shared.lanes import Interval
-from trireme_shared.records.step import (
+from trireme_shared.protocol.lanes import Interval
+from trireme_shared.protocol.records.step import (
     LanePosition,
     LaneZero,
     NodeResult,
@@ -22,7 +22,7 @@ from trireme_shared.records.step import (
     result_of,
     step_result,
 )
-from trireme_shared.wire.messages import HandedHistory, HandedNotes, PushHeader
+from trireme_shared.protocol.wire.messages import HandedHistory, HandedNotes, PushHeader
 
 KEPT = 4
 MOST_RESULTS, MOST_VALUES = 1024, 16_384  # steps whose results are kept until they are stored, and numbers in them

@@ -24,13 +24,13 @@ import torch
 
 from trireme_shared.blocks.buffers import Buffer, BufferPool, bytes_of
 from trireme_shared.blocks.narrow import DTYPES
-from trireme_shared.errors import BadFrame
-from trireme_shared.records import Mode
-from trireme_shared.records.layout import ELEMENT_BYTES, ROWS, Block
+from trireme_shared.protocol.errors import BadFrame
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.records.layout import ELEMENT_BYTES, ROWS, Block
+from trireme_shared.protocol.wire.messages import HandedHistory, HandoffPart, MovedBlock, MovedTable
 from trireme_shared.serving.core.asynchronous.saved_ledger import SavedLedger
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.table.arrivals import bits_of
-from trireme_shared.wire.messages import HandedHistory, HandoffPart, MovedBlock, MovedTable
 
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.moving import ArrivingRows, LeavingRows

@@ -12,12 +12,18 @@ from typing import Any
 import torch
 
 from trireme_shared.blocks.buffers import bytes_of
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.optimizers.classes import ALL_CLASSES, CHOICES, CLASSES, OF_WHOLE_PARAMETERS, no_whole_parameters
-from trireme_shared.optimizers.parameter_parts import is_narrow
-from trireme_shared.optimizers.state import SCALAR, kinds_of
-from trireme_shared.records.layout import OptimizerSpec
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records.layout import OptimizerSpec
 from trireme_shared.serving.core.direct_steps import DirectStep, direct_step, has_state
+from trireme_shared.serving.optimizers.classes import (
+    ALL_CLASSES,
+    CHOICES,
+    CLASSES,
+    OF_WHOLE_PARAMETERS,
+    no_whole_parameters,
+)
+from trireme_shared.serving.optimizers.parameter_parts import is_narrow
+from trireme_shared.serving.optimizers.state import SCALAR, kinds_of
 
 # the constructor fixes these; the rest may change with every step
 _FIXED = {"params", "foreach", "fused", "capturable", "differentiable", "initial_accumulator_value"}

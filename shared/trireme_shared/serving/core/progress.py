@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trireme_shared.errors import InvalidArgument, WrongOwner
-from trireme_shared.lanes import Interval, gaps, intervals
-from trireme_shared.records import Mode
+from trireme_shared.protocol.errors import InvalidArgument, WrongOwner
+from trireme_shared.protocol.lanes import Interval, gaps, intervals
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.wire.messages import PullRequest
 from trireme_shared.serving.core.blocks import BlockState
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.stores import AsyncStore
-from trireme_shared.wire.messages import PullRequest
 
 
 @dataclass(slots=True)

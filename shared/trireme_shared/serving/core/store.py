@@ -15,10 +15,12 @@ import torch
 
 from trireme_shared.blocks.buffers import Buffer, BufferPool, tensor_over
 from trireme_shared.blocks.snapshot import Snapshot
-from trireme_shared.errors import BadFrame, InvalidArgument, LayoutMismatch
-from trireme_shared.lanes import Interval
-from trireme_shared.records import Mode, SlotMap
-from trireme_shared.records.layout import ROWS, Layout
+from trireme_shared.protocol.errors import BadFrame, InvalidArgument, LayoutMismatch
+from trireme_shared.protocol.lanes import Interval
+from trireme_shared.protocol.records import Mode, SlotMap
+from trireme_shared.protocol.records.layout import ROWS, Layout
+from trireme_shared.protocol.wire.messages import EpochLedger, InitHeader, PushBlock, PushHeader, StepNorm
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.serving.core.admission import Push, Pushes, fits
 from trireme_shared.serving.core.asynchronous.in_use import ParametersInUse
 from trireme_shared.serving.core.asynchronous.saved_ledger import SavedLedger
@@ -28,8 +30,6 @@ from trireme_shared.serving.core.clipping import Clipping
 from trireme_shared.serving.core.geometry import Geometry
 from trireme_shared.serving.core.history import History
 from trireme_shared.serving.core.optimizers import Options, arguments, options_of
-from trireme_shared.wire.messages import EpochLedger, InitHeader, PushBlock, PushHeader, StepNorm
-from trireme_shared.wire.verdict import Verdict
 
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.rows import TableRows

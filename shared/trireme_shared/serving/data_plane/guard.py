@@ -13,14 +13,14 @@ from typing import Any
 
 from aiohttp import web
 
-from trireme_shared.errors import AnotherProcess, BadFrame, PeerError, TriremeError, Unauthorized
-from trireme_shared.runtime import telemetry
-from trireme_shared.runtime.http import MEANT
-from trireme_shared.security.access import CHALLENGE, Access, Asked
-from trireme_shared.security.arrivals import Arrivals
-from trireme_shared.security.tokens import Role
-from trireme_shared.wire import codec
-from trireme_shared.wire.stream import PATH
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.platform.runtime.http import MEANT
+from trireme_shared.platform.security.access import CHALLENGE, Access, Asked
+from trireme_shared.platform.security.arrivals import Arrivals
+from trireme_shared.platform.security.tokens import Role
+from trireme_shared.protocol.errors import AnotherProcess, BadFrame, PeerError, TriremeError, Unauthorized
+from trireme_shared.protocol.wire import codec
+from trireme_shared.serving.transport.stream import PATH
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 OPEN = frozenset({"/healthz", "/readyz"})

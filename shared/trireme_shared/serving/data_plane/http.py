@@ -8,7 +8,7 @@ POST /v1/handoffs         header, parts, end   ->  HandoffAnswer map
 POST /v1/ledger           LedgerQuery map      ->  LedgerAnswer map
 GET  /v1/info                                  ->  PserverInfo map (JSON if the caller accepts only that)
 
-GET  /v1/stream, Upgrade: trireme-frames/1     ->  101, pushes and pulls as frames (shared/trireme_shared/wire/stream.py)
+GET  /v1/stream, Upgrade: trireme-frames/1     ->  101, pushes and pulls as frames (shared/trireme_shared/serving/transport/stream.py)
 """
 
 from __future__ import annotations
@@ -19,20 +19,12 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from trireme_shared.errors import BadFrame, InvalidArgument
-from trireme_shared.records import Record
-from trireme_shared.security.access import Access
-from trireme_shared.security.tokens import Role
-from trireme_shared.serving.block_server import BlockServer
-from trireme_shared.serving.core.geometry import MAX_BLOCK_BYTES, MAX_BLOCKS, MAX_INIT_PARTS
-from trireme_shared.serving.data_plane.guard import asked_of
-from trireme_shared.serving.data_plane.http_frames import Incoming, TimeLimits, write_block
-from trireme_shared.serving.data_plane.lookups import found_end, ids_bytes, lookup, portion
-from trireme_shared.serving.data_plane.stream import PserverStream
-from trireme_shared.serving.pserver import Pserver
-from trireme_shared.tables.payload import MOST_BYTES
-from trireme_shared.wire import codec
-from trireme_shared.wire.messages import (
+from trireme_shared.platform.security.access import Access
+from trireme_shared.platform.security.tokens import Role
+from trireme_shared.protocol.errors import BadFrame, InvalidArgument
+from trireme_shared.protocol.records import Record
+from trireme_shared.protocol.wire import codec
+from trireme_shared.protocol.wire.messages import (
     PROTOCOL_VERSION,
     HandoffHeader,
     HandoffPart,
@@ -48,9 +40,17 @@ from trireme_shared.wire.messages import (
     PushHeader,
     TableRequest,
 )
-from trireme_shared.wire.round_robin import RoundRobin
-from trireme_shared.wire.row_memory import AnswerMemory
-from trireme_shared.wire.stream import PATH, UPGRADE, unbuffered
+from trireme_shared.serving.block_server import BlockServer
+from trireme_shared.serving.core.geometry import MAX_BLOCK_BYTES, MAX_BLOCKS, MAX_INIT_PARTS
+from trireme_shared.serving.data_plane.guard import asked_of
+from trireme_shared.serving.data_plane.http_frames import Incoming, TimeLimits, write_block
+from trireme_shared.serving.data_plane.lookups import found_end, ids_bytes, lookup, portion
+from trireme_shared.serving.data_plane.stream import PserverStream
+from trireme_shared.serving.pserver import Pserver
+from trireme_shared.serving.transport.round_robin import RoundRobin
+from trireme_shared.serving.transport.row_memory import AnswerMemory
+from trireme_shared.serving.transport.stream import PATH, UPGRADE, unbuffered
+from trireme_shared.tables.payload import MOST_BYTES
 
 PSERVER = web.AppKey("pserver", BlockServer)
 ACCESS = web.AppKey("access", Access)

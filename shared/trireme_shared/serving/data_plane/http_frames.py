@@ -10,9 +10,9 @@ from typing import Generic, TypeVar
 
 from aiohttp import StreamReader, web
 
-from trireme_shared.errors import BadFrame, DeadlineExceeded, TooLarge
-from trireme_shared.records import Record
-from trireme_shared.wire import codec
+from trireme_shared.protocol.errors import BadFrame, DeadlineExceeded, TooLarge
+from trireme_shared.protocol.records import Record
+from trireme_shared.protocol.wire import codec
 
 Header = TypeVar("Header", bound=Record)
 Item = TypeVar("Item", bound=Record)

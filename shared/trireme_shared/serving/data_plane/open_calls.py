@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from trireme_shared.blocks.buffers import Buffer
+from trireme_shared.protocol.wire import codec
 from trireme_shared.serving.core.calls import OpenPull
 from trireme_shared.serving.core.pushes import OpenPush
-from trireme_shared.wire import codec
-from trireme_shared.wire.lending import Place
+from trireme_shared.serving.transport.lending import Place
 
 
 @dataclass(slots=True)

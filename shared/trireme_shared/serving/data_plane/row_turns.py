@@ -15,13 +15,13 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING
 
-from trireme_shared.errors import NotReady, TriremeError
-from trireme_shared.runtime import clock, telemetry
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.errors import NotReady, TriremeError
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.table.arrivals import ArrivedRows
 from trireme_shared.serving.core.table.row_steps import RowsServer
 from trireme_shared.serving.data_plane.lookups import tables_in
-from trireme_shared.wire.verdict import Verdict
 
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.rows import TableRows  # loads numba

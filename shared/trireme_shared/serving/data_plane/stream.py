@@ -1,4 +1,4 @@
-"""The pserver's end of upgraded streams (shared/trireme_shared/wire/stream.py): frames go directly to a Pserver, without a task per call.
+"""The pserver's end of upgraded streams (shared/trireme_shared/serving/transport/stream.py): frames go directly to a Pserver, without a task per call.
 
 push block: kernel -> receive buffer, or the trainer's memory -> applied -> sent to the pulls that wait for it, from the cache
 pull block: values retained -> transport -> released when the kernel has them; or lent -> released when the trainer took them
@@ -11,18 +11,11 @@ from collections import deque
 from collections.abc import Callable
 
 from trireme_shared.blocks.buffers import Buffer
-from trireme_shared.errors import BadFrame, DeadlineExceeded, PeerError, TooLarge, TriremeError
-from trireme_shared.records.layout import ROWS
-from trireme_shared.runtime import clock, telemetry
-from trireme_shared.serving.block_server import BlockServer
-from trireme_shared.serving.core.pushes import OpenPush
-from trireme_shared.serving.data_plane.lookups import StreamLookups, found_end
-from trireme_shared.serving.data_plane.open_calls import Pull, Push, head_of, same_of
-from trireme_shared.serving.settling import LENT_S
-from trireme_shared.tables.payload import MOST_BYTES
-from trireme_shared.wire import codec
-from trireme_shared.wire.lending import NOTHING, Offers, Place, place_in
-from trireme_shared.wire.messages import (
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.errors import BadFrame, DeadlineExceeded, PeerError, TooLarge, TriremeError
+from trireme_shared.protocol.records.layout import ROWS
+from trireme_shared.protocol.wire import codec
+from trireme_shared.protocol.wire.messages import (
     LookupEnd,
     LookupIds,
     LookupRequest,
@@ -31,11 +24,18 @@ from trireme_shared.wire.messages import (
     PushBlock,
     PushHeader,
 )
-from trireme_shared.wire.round_robin import RoundRobin
-from trireme_shared.wire.row_memory import AnswerMemory
-from trireme_shared.wire.server_memory import ServerMemory
-from trireme_shared.wire.shared_memory import peer_of
-from trireme_shared.wire.stream import BURST_BYTES, HEAD_COST_BYTES, FrameStream
+from trireme_shared.serving.block_server import BlockServer
+from trireme_shared.serving.core.pushes import OpenPush
+from trireme_shared.serving.data_plane.lookups import StreamLookups, found_end
+from trireme_shared.serving.data_plane.open_calls import Pull, Push, head_of, same_of
+from trireme_shared.serving.settling import LENT_S
+from trireme_shared.serving.transport.lending import NOTHING, Offers, Place, place_in
+from trireme_shared.serving.transport.round_robin import RoundRobin
+from trireme_shared.serving.transport.row_memory import AnswerMemory
+from trireme_shared.serving.transport.server_memory import ServerMemory
+from trireme_shared.serving.transport.shared_memory import peer_of
+from trireme_shared.serving.transport.stream import BURST_BYTES, HEAD_COST_BYTES, FrameStream
+from trireme_shared.tables.payload import MOST_BYTES
 
 HEADER_BYTES = 16 << 20  # of a pull that names its blocks
 MAX_CALLS = 64  # open at once on one connection

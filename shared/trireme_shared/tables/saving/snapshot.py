@@ -17,7 +17,7 @@ from threading import Lock
 
 import numpy as np
 
-from trireme_shared.errors import InvalidArgument
+from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.tables.kernels import parts
 from trireme_shared.tables.kernels import saving as loops
 from trireme_shared.tables.memory import CellsOfSlots, Numbers, Words, with_places

@@ -8,7 +8,7 @@ import torch
 
 from tests.pserver_service.jobs import SGD
 from trireme_shared.blocks.buffers import BufferPool
-from trireme_shared.records.layout import Block
+from trireme_shared.protocol.records.layout import Block
 from trireme_shared.serving.core.blocks import BlockState
 from trireme_shared.serving.core.optimizers import BlockOptimizer, arguments
 

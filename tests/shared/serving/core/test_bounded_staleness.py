@@ -18,10 +18,10 @@ from tests.pserver_service.jobs import (
     pulled,
     stream,
 )
-from trireme_shared.records import Mode
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.wire.messages import PullEnd, StalenessBound
 from trireme_shared.serving.core.asynchronous.in_use import ParametersInUse
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.wire.messages import PullEnd, StalenessBound
 
 TASKS = {"fast": 0, "slow": 1, "third": 2}
 

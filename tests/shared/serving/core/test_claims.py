@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from tests.pserver_service.jobs import JOB, init_header, layout_of
-from trireme_shared.errors import StepTorn
-from trireme_shared.records import Mode
-from trireme_shared.records.step import LanePosition, LaneZero
+from trireme_shared.protocol.errors import StepTorn
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.records.step import LanePosition, LaneZero
+from trireme_shared.protocol.wire.messages import PushBlock, PushHeader
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.serving.core.stores import store_of
-from trireme_shared.wire.messages import PushBlock, PushHeader
-from trireme_shared.wire.verdict import Verdict
 
 LAYOUT = layout_of(48)  # three blocks
 OLD, NEW = LanePosition(lane=1, index=4), LanePosition(lane=1, index=5)

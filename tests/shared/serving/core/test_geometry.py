@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pserver_service.jobs import layout_of
-from trireme_shared.records.layout import Segment
+from trireme_shared.protocol.records.layout import Segment
 from trireme_shared.serving.core.geometry import Geometry
 
 segments = st.lists(

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests.pserver_service.jobs import async_header, check_invariants, initialised, item, layout_of, payload_of, stream
-from trireme_shared.errors import BadFrame
-from trireme_shared.records import Mode
-from trireme_shared.records.layout import OptimizerSpec
+from trireme_shared.protocol.errors import BadFrame
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.records.layout import OptimizerSpec
+from trireme_shared.protocol.wire.messages import EpochLedger, LedgerAnswer, LedgerQuery, PushBlock
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.serving.core.asynchronous.ledger import Ledger
-from trireme_shared.wire.messages import EpochLedger, LedgerAnswer, LedgerQuery, PushBlock
-from trireme_shared.wire.verdict import Verdict
 
 PLAIN = OptimizerSpec(name="SGD", defaults={"lr": 1.0}, groups=({},))
 

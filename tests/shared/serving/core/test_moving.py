@@ -21,15 +21,15 @@ from tests.pserver_service.jobs import (
     stream,
 )
 from trireme_shared.blocks.buffers import BufferPool
-from trireme_shared.errors import BadFrame
-from trireme_shared.records import Mode
-from trireme_shared.records.layout import Layout, OptimizerSpec
+from trireme_shared.protocol.errors import BadFrame
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.records.layout import Layout, OptimizerSpec
+from trireme_shared.protocol.wire.messages import HandoffPart, LedgerQuery
 from trireme_shared.serving.core import moving
 from trireme_shared.serving.core.asynchronous.saved_ledger import SavedLedger
 from trireme_shared.serving.core.moving import ArrivingBlocks, LeavingBlocks, adopt, forget
 from trireme_shared.serving.core.stores import store_of
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.wire.messages import HandoffPart, LedgerQuery
 
 ADAM = OptimizerSpec(name="Adam", defaults={"lr": 0.1}, groups=({},))
 LION = OptimizerSpec(name="Lion", defaults={"lr": 0.1, "betas": [0.9, 0.5]}, groups=({},))

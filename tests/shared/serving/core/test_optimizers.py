@@ -15,12 +15,12 @@ from tests.pserver_service.jobs import (
     stream,
     values_of,
 )
-from trireme_shared.errors import InvalidArgument, LayoutMismatch
-from trireme_shared.optimizers.classes import CLASSES
-from trireme_shared.records.layout import OptimizerSpec, Segment
+from trireme_shared.protocol.errors import InvalidArgument, LayoutMismatch
+from trireme_shared.protocol.records.layout import OptimizerSpec, Segment
+from trireme_shared.protocol.wire.messages import InitBlock
 from trireme_shared.serving.core.optimizers import BlockOptimizer, arguments, options_of
+from trireme_shared.serving.optimizers.classes import CLASSES
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.wire.messages import InitBlock
 
 ELEMENTS = 1003
 BLOCK_BYTES = 448  # 112 elements: not a multiple of any vector width, and a last block of 107

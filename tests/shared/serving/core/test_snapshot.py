@@ -24,10 +24,10 @@ from tests.pserver_service.jobs import (
 )
 from trireme_shared.blocks.snapshot import Snapshot
 from trireme_shared.checkpoints.schedule import Schedule, is_newer, kept_after
-from trireme_shared.records import Mode, SlotMap
-from trireme_shared.records.checkpoints import CheckpointLatest, CheckpointRef, history
-from trireme_shared.records.step import CheckpointAsked, LanePosition, LaneZero, StepRecord
-from trireme_shared.wire.messages import InitBlock
+from trireme_shared.protocol.records import Mode, SlotMap
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef, history
+from trireme_shared.protocol.records.step import CheckpointAsked, LanePosition, LaneZero, StepRecord
+from trireme_shared.protocol.wire.messages import InitBlock
 
 EVERY = Schedule(every_steps=1, every_epochs=None, epochs=9)
 

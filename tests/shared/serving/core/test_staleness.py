@@ -28,10 +28,10 @@ from tests.pserver_service.jobs import (
 from tests.shared.serving.core.test_moving import empty, hand_over
 from tests.shared.serving.table.tables import LAYOUT as TABLES
 from tests.shared.serving.table.tables import NONE, ids, pushed_rows, values_in, wanted
-from trireme_shared.optimizers.classes import CLASSES
-from trireme_shared.records import Mode
-from trireme_shared.records.layout import OptimizerSpec, Segment
-from trireme_shared.records.step import LaneZero
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.records.layout import OptimizerSpec, Segment
+from trireme_shared.protocol.records.step import LaneZero
+from trireme_shared.protocol.wire.messages import PushBlock
 from trireme_shared.serving.block_server import BlockServer
 from trireme_shared.serving.core.asynchronous import staleness
 from trireme_shared.serving.core.moving import LeavingBlocks
@@ -39,8 +39,8 @@ from trireme_shared.serving.core.optimizers import BlockOptimizer
 from trireme_shared.serving.core.pushes import OpenPush
 from trireme_shared.serving.core.stores import store_of
 from trireme_shared.serving.data_plane.lookups import found_end, lookup
+from trireme_shared.serving.optimizers.classes import CLASSES
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.wire.messages import PushBlock
 
 OPTIONS = {"SGD": {"momentum": 0.9, "weight_decay": 0.01}, "AdamW": {"weight_decay": 0.1}}
 SIZES = {0: 16, 1: 16, 2: 8}

@@ -4,12 +4,12 @@ import array
 import asyncio
 import sys
 
-from trireme_shared.records.step import LanePosition, LaneZero
-from trireme_shared.wire import codec
-from trireme_shared.wire.messages import PushHeader
-from trireme_shared.wire.shared_memory import Region
-from trireme_shared.wire.stream import FrameStream
-from trireme_shared.wire.upgrade import upgrade
+from trireme_shared.protocol.records.step import LanePosition, LaneZero
+from trireme_shared.protocol.wire import codec
+from trireme_shared.protocol.wire.messages import PushHeader
+from trireme_shared.serving.transport.shared_memory import Region
+from trireme_shared.serving.transport.stream import FrameStream
+from trireme_shared.serving.transport.upgrade import upgrade
 
 BLOCK = 1 << 18
 

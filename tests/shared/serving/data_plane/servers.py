@@ -13,17 +13,17 @@ from tests.pserver_service.jobs import JOB, init_header, layout_of, settled, str
 from trainer_agent.data_plane.http import HttpPserver
 from trainer_agent.data_plane.stream import StreamPserver
 from trireme_shared.blocks.buffers import bytes_of
-from trireme_shared.records import Mode, PserverMember
-from trireme_shared.records.layout import OptimizerSpec
-from trireme_shared.security.access import Access
-from trireme_shared.security.tokens import Tokens
+from trireme_shared.platform.security.access import Access
+from trireme_shared.platform.security.tokens import Tokens
+from trireme_shared.protocol.records import Mode, PserverMember
+from trireme_shared.protocol.records.layout import OptimizerSpec
+from trireme_shared.protocol.wire.messages import InitBlock, PushBlock
 from trireme_shared.serving.data_plane.row_turns import RowTurns
 from trireme_shared.serving.data_plane.server import make_app, serving
 from trireme_shared.serving.ports import ServerPorts
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.wire.messages import InitBlock, PushBlock
-from trireme_shared.wire.region_allocator import RegionAllocator
-from trireme_shared.wire.shared_memory import Region
+from trireme_shared.serving.transport.region_allocator import RegionAllocator
+from trireme_shared.serving.transport.shared_memory import Region
 
 TOKEN = "boat"
 PLAIN = OptimizerSpec(name="SGD", defaults={"lr": 1.0}, groups=({},))

@@ -11,9 +11,16 @@ from tests.shared.serving.data_plane.servers import SIZES, TOKEN, TRANSPORTS, Fl
 from trainer_agent.data_plane.http import HttpPserver
 from trainer_agent.data_plane.stream import StreamPserver
 from trireme_shared.blocks.buffers import bytes_of
-from trireme_shared.errors import CallerError, DeadlineExceeded, LayoutMismatch, NotReady, PeerError, StaleGeneration
-from trireme_shared.records import Mode, PserverMember
-from trireme_shared.wire.messages import LedgerAnswer, LedgerQuery, PushBlock
+from trireme_shared.protocol.errors import (
+    CallerError,
+    DeadlineExceeded,
+    LayoutMismatch,
+    NotReady,
+    PeerError,
+    StaleGeneration,
+)
+from trireme_shared.protocol.records import Mode, PserverMember
+from trireme_shared.protocol.wire.messages import LedgerAnswer, LedgerQuery, PushBlock
 
 __all__ = ["server"]
 everywhere = pytest.mark.parametrize("server", TRANSPORTS, indirect=True)

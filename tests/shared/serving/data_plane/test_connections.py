@@ -10,9 +10,9 @@ from tests.equipment.waiting import until
 from tests.pserver_service.jobs import JOB, pull_request
 from tests.shared.serving.data_plane.servers import TOKEN, accepting
 from trainer_agent.data_plane.stream import StreamPserver
-from trireme_shared.errors import DeadlineExceeded
-from trireme_shared.records import PserverMember
-from trireme_shared.security import arrivals
+from trireme_shared.platform.security import arrivals
+from trireme_shared.protocol.errors import DeadlineExceeded
+from trireme_shared.protocol.records import PserverMember
 from trireme_shared.serving.data_plane.server import ARRIVALS, make_app, serving
 from trireme_shared.serving.pserver import Pserver
 

@@ -19,14 +19,14 @@ from tests.shared.serving.data_plane.servers import SIZES, Server, gradients
 from tests.shared.serving.data_plane.streams import Raw, block, opening
 from trainer_agent.data_plane.http import HttpPserver
 from trainer_agent.data_plane.stream import StreamPserver
-from trireme_shared.errors import AnotherProcess, Forbidden, PeerError, Unauthorized
-from trireme_shared.security.tokens import Role
+from trireme_shared.platform.security.tokens import Role
+from trireme_shared.protocol.errors import AnotherProcess, Forbidden, PeerError, Unauthorized
+from trireme_shared.protocol.wire import codec
+from trireme_shared.protocol.wire.messages import HandoffHeader, LookupRequest
 from trireme_shared.serving.data_plane.guard import OPEN, READ_BY_VIEWERS
 from trireme_shared.serving.data_plane.server import make_app, serving
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.wire import codec
-from trireme_shared.wire.messages import HandoffHeader, LookupRequest
-from trireme_shared.wire.upgrade import upgrade
+from trireme_shared.serving.transport.upgrade import upgrade
 
 CALLS = {  # what a stream may be asked, by the kinds that its refusal of any other names
     "push": opening(),

@@ -16,10 +16,10 @@ from tests.pserver_service.jobs import JOB, item, layout_of, payload_of, pull_re
 from tests.shared.serving.data_plane.servers import PLAIN, SIZES, STALL_S, TOKEN, TRANSPORTS, Flat, gradients, server
 from trainer_agent.data_plane.http import HttpPserver
 from trireme_shared.blocks.buffers import bytes_of
-from trireme_shared.errors import CallerError, DeadlineExceeded, Unauthorized
+from trireme_shared.protocol.errors import CallerError, DeadlineExceeded, Unauthorized
+from trireme_shared.protocol.wire import codec
 from trireme_shared.serving.data_plane.server import make_app, serving
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.wire import codec
 
 __all__ = ["server"]
 everywhere = pytest.mark.parametrize("server", TRANSPORTS, indirect=True)

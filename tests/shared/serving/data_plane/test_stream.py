@@ -14,14 +14,14 @@ from tests.shared.serving.data_plane.servers import LAYOUT, PLAIN, SIZES, TOKEN,
 from tests.shared.serving.data_plane.streams import Raw, all_given_back, growth, over_tcp, streamed, versions
 from trainer_agent.data_plane.stream import StreamPserver
 from trireme_shared.blocks.buffers import bytes_of
-from trireme_shared.errors import DeadlineExceeded, NotReady, PeerError, StaleGeneration, Unauthorized
-from trireme_shared.records import PserverMember
+from trireme_shared.protocol.errors import DeadlineExceeded, NotReady, PeerError, StaleGeneration, Unauthorized
+from trireme_shared.protocol.records import PserverMember
 from trireme_shared.serving.core.stores import store_of
 from trireme_shared.serving.data_plane import http
 from trireme_shared.serving.data_plane.server import ARRIVALS, make_app, serving
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.wire.stream import FrameStream
-from trireme_shared.wire.upgrade import upgrade
+from trireme_shared.serving.transport.stream import FrameStream
+from trireme_shared.serving.transport.upgrade import upgrade
 
 __all__ = ["server"]
 
@@ -188,7 +188,7 @@ async def test_a_hundred_steady_steps_allocate_nothing_that_stays(server):
 @over_tcp
 async def test_what_a_stream_reads_and_sends_at_once_is_bounded_so_that_others_have_their_turn(server, monkeypatch):
     layout, at_once, most = layout_of(1 << 20, block_bytes=1 << 17, optimizer=PLAIN), {}, []
-    monkeypatch.setattr("trireme_shared.wire.stream.BURST_BYTES", 1 << 19)
+    monkeypatch.setattr("trireme_shared.serving.transport.stream.BURST_BYTES", 1 << 19)
     await server.initialise(layout)
 
     def counting(name, size_of):

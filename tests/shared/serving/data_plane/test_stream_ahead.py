@@ -10,12 +10,12 @@ from tests.pserver_service.jobs import pull_request, push_header
 from tests.shared.serving.data_plane.servers import LAYOUT, SIZES, server
 from tests.shared.serving.data_plane.streams import all_given_back, opening, over_shm, raw_stream, reference, versions
 from trireme_shared.blocks.buffers import bytes_of
-from trireme_shared.errors import PeerError
+from trireme_shared.protocol.errors import PeerError
+from trireme_shared.protocol.wire import codec
+from trireme_shared.protocol.wire.messages import PushBlock
 from trireme_shared.serving.core.pushes import OpenPush
 from trireme_shared.serving.data_plane.stream import PserverStream
-from trireme_shared.wire import codec
-from trireme_shared.wire.messages import PushBlock
-from trireme_shared.wire.shared_memory import Region
+from trireme_shared.serving.transport.shared_memory import Region
 
 __all__ = ["server"]
 

@@ -17,9 +17,9 @@ from tests.shared.serving.data_plane.streams import (
     streamed,
     versions,
 )
-from trireme_shared.errors import BadFrame, PeerError
+from trireme_shared.protocol.errors import BadFrame, PeerError
+from trireme_shared.protocol.wire import codec
 from trireme_shared.serving.data_plane import http
-from trireme_shared.wire import codec
 
 __all__ = ["server"]
 

@@ -17,15 +17,15 @@ from tests.shared.serving.data_plane.streams import over_shm, versions
 from trainer_agent.data_plane.stream import StreamPserver
 from trainer_agent.data_plane.trainer_stream import TrainerStream
 from trireme_shared.blocks.buffers import bytes_of
-from trireme_shared.errors import InvalidArgument, PeerError
-from trireme_shared.wire.messages import PushBlock
-from trireme_shared.wire.shared_memory import Region
+from trireme_shared.protocol.errors import InvalidArgument, PeerError
+from trireme_shared.protocol.wire.messages import PushBlock
+from trireme_shared.serving.transport.shared_memory import Region
 
 __all__ = ["server"]
 
 
 def unmappable(*_: Any) -> None:
-    """In place of trireme_shared.wire.lending.open_offered."""
+    """In place of trireme_shared.serving.transport.lending.open_offered."""
     raise InvalidArgument("another PID namespace")
 
 
@@ -58,7 +58,7 @@ async def test_two_pushes_send_their_gradients_if_the_pserver_cannot_map_the_mem
         moved = server.client.moved(free, stream(*blocks))
         return (await StreamPserver.push(server.client, push_header(0), moved)).applied
 
-    monkeypatch.setattr("trireme_shared.wire.lending.open_offered", unmappable)
+    monkeypatch.setattr("trireme_shared.serving.transport.lending.open_offered", unmappable)
     assert await asyncio.gather(push((0, 2), region[:size]), push((2, 4), region[size:])) == [len(SIZES)] * 2
     assert set(versions(server)) == {1}
 

@@ -29,14 +29,14 @@ from trainer_agent.data_plane.http import socket_of
 from trainer_agent.process import Connections
 from trainer_agent.settings import Settings
 from trireme_shared.blocks.buffers import bytes_of
-from trireme_shared.errors import InvalidArgument, Unauthorized
-from trireme_shared.records import PserverMember
-from trireme_shared.runtime.network import own_network
-from trireme_shared.wire import codec
-from trireme_shared.wire.messages import PushBlock
-from trireme_shared.wire.region_allocator import REGION_BYTES, RegionAllocator
-from trireme_shared.wire.shared_memory import Offer, Region, peer_of
-from trireme_shared.wire.stream import FrameStream
+from trireme_shared.platform.runtime.network import own_network
+from trireme_shared.protocol.errors import InvalidArgument, Unauthorized
+from trireme_shared.protocol.records import PserverMember
+from trireme_shared.protocol.wire import codec
+from trireme_shared.protocol.wire.messages import PushBlock
+from trireme_shared.serving.transport.region_allocator import REGION_BYTES, RegionAllocator
+from trireme_shared.serving.transport.shared_memory import Offer, Region, peer_of
+from trireme_shared.serving.transport.stream import FrameStream
 
 __all__ = ["server"]
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -72,7 +72,7 @@ async def test_memory_that_cannot_be_had_or_read_is_done_without(server, monkeyp
     def refused(*_):
         raise InvalidArgument("another PID namespace")
 
-    monkeypatch.setattr("trireme_shared.wire.lending.open_offered", refused)
+    monkeypatch.setattr("trireme_shared.serving.transport.lending.open_offered", refused)
     found = await step(server)
     assert not server.client.stream.memory.on
     assert all(torch.equal(found[k], values[k] - 1) for k in SIZES)

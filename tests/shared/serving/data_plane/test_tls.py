@@ -14,12 +14,12 @@ from tests.pserver_service.jobs import JOB, pull_request, push_header, settled
 from tests.shared.serving.data_plane.servers import SIZES, TOKEN, Flat, Server, accepting, gradients
 from trainer_agent.data_plane.http import HttpPserver
 from trainer_agent.data_plane.stream import StreamPserver
-from trireme_shared.errors import PeerError, Unauthorized
-from trireme_shared.security import authority
-from trireme_shared.security.tls import Tls
+from trireme_shared.platform.security import authority
+from trireme_shared.platform.security.tls import Tls
+from trireme_shared.protocol.errors import PeerError, Unauthorized
+from trireme_shared.protocol.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart
 from trireme_shared.serving.data_plane.server import make_app, serving
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart
 
 
 @pytest.fixture(scope="module")

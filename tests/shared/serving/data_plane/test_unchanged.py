@@ -16,13 +16,13 @@ from trainer_agent.data_plane.fleet_client import FleetClient
 from trainer_agent.data_plane.parameter_servers import ParameterServers
 from trainer_agent.data_plane.pulls import Pulls
 from trireme_shared.blocks.buffers import bytes_of
-from trireme_shared.errors import BadFrame, PeerError
-from trireme_shared.records import SlotMap
-from trireme_shared.records.layout import Segment
+from trireme_shared.protocol.errors import BadFrame, PeerError
+from trireme_shared.protocol.records import SlotMap
+from trireme_shared.protocol.records.layout import Segment
+from trireme_shared.protocol.wire.messages import PulledBlock, PullRequest, PushBlock
 from trireme_shared.serving.block_server import BlockServer
 from trireme_shared.serving.core import calls
 from trireme_shared.serving.core.stores import store_of
-from trireme_shared.wire.messages import PulledBlock, PullRequest, PushBlock
 
 __all__ = ["server"]
 everywhere = pytest.mark.parametrize("server", TRANSPORTS, indirect=True)

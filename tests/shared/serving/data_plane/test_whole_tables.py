@@ -9,13 +9,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tests.equipment.metric_names import wrong_metrics
 from tests.pserver_service.jobs import JOB, layout_of
 from tests.shared.serving.data_plane.servers import Server, server
-from trireme_shared.errors import CallerError, Gone, NotReady, WrongOwner
-from trireme_shared.records import SlotMap
-from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.errors import CallerError, Gone, NotReady, WrongOwner
+from trireme_shared.protocol.records import SlotMap
+from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.wire.messages import TableRequest
 from trireme_shared.serving.core.table import rows
 from trireme_shared.serving.data_plane.health import Collector
 from trireme_shared.tables.payload import ids_in, rows_in
-from trireme_shared.wire.messages import TableRequest
 
 __all__ = ["server"]
 IDS = np.arange(-50, 50)

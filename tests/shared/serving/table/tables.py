@@ -10,11 +10,11 @@ import torch
 
 from tests.pserver_service.jobs import JOB, PLAIN, layout_of
 from trireme_shared.blocks.buffers import bytes_of
-from trireme_shared.records.layout import ROWS, RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.records.layout import ROWS, RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.wire.messages import HandoffPart, LookupRequest, PushBlock
 from trireme_shared.serving.core.moving import ArrivingBlocks
 from trireme_shared.serving.core.table.moving import ArrivingRows
 from trireme_shared.tables.payload import joined
-from trireme_shared.wire.messages import HandoffPart, LookupRequest, PushBlock
 
 SGD = RowOptimizer(kind="sgd", lr=1.0)
 INIT = RowInit(kind="constant", scale=0.5)

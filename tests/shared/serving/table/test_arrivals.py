@@ -10,9 +10,11 @@ from tests.pserver_service.jobs import async_header, init_header
 from tests.shared.serving.table.tables import LAYOUT, NONE, SPECS, ids, pushed_rows, values_in, wanted
 from trireme_shared.checkpoints.stored import read_manifest
 from trireme_shared.checkpoints.table_rows import read_rows
-from trireme_shared.errors import CheckpointUnusable, InvalidArgument
-from trireme_shared.records import Mode
-from trireme_shared.records.step import StepRecord
+from trireme_shared.protocol.errors import CheckpointUnusable, InvalidArgument
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.records.step import StepRecord
+from trireme_shared.protocol.wire.messages import TableRequest
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.serving.block_server import BlockServer
 from trireme_shared.serving.core.pushes import OpenPush
 from trireme_shared.serving.core.stores import AsyncStore
@@ -20,8 +22,6 @@ from trireme_shared.serving.data_plane.lookups import lookup, portion
 from trireme_shared.serving.pserver import Pserver
 from trireme_shared.tables.hashing import slots_of
 from trireme_shared.tables.table import stamps_of
-from trireme_shared.wire.messages import TableRequest
-from trireme_shared.wire.verdict import Verdict
 
 JOB_LAYOUT = LAYOUT.model_copy(update={"slot_count": 128, "digest": "d1", "segments": ()})
 MINIBATCHES, COUNT = 4, 128

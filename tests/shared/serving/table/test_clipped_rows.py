@@ -11,13 +11,13 @@ from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import JOB, init_header, pull_request, pulled, push_header, stream
 from tests.shared.serving.table.tables import LAYOUT, ids, pushed_rows, values_in
 from trireme_shared.checkpoints.schedule import Schedule
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records.layout import ROWS
-from trireme_shared.records.step import NodeResult
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records.layout import ROWS
+from trireme_shared.protocol.records.step import NodeResult
+from trireme_shared.protocol.wire.messages import PullEnd, StepNorm
 from trireme_shared.serving.core.clipping import Clipping
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.wire.messages import PullEnd, StepNorm
 
 KEYS = ids(1, 2), ids(7)
 NORM = 2.5

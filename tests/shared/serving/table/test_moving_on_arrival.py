@@ -14,9 +14,11 @@ import pytest
 from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import PLAIN, async_header, init_header, layout_of
 from tests.shared.serving.table.tables import carry
-from trireme_shared.errors import BadFrame
-from trireme_shared.records import Mode, SlotMap
-from trireme_shared.records.layout import ROWS, RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.errors import BadFrame
+from trireme_shared.protocol.records import Mode, SlotMap
+from trireme_shared.protocol.records.layout import ROWS, RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.wire.messages import PushBlock
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.serving.block_server import BlockServer
 from trireme_shared.serving.core.asynchronous import ledger
 from trireme_shared.serving.core.moving import ArrivingBlocks, LeavingBlocks, adopt, forget
@@ -29,8 +31,6 @@ from trireme_shared.serving.core.table.rows import TableRows
 from trireme_shared.tables.hashing import slots_of
 from trireme_shared.tables.payload import joined
 from trireme_shared.tables.table import stamps_of
-from trireme_shared.wire.messages import PushBlock
-from trireme_shared.wire.verdict import Verdict
 
 SLOTS, MEMBERS, MINIBATCHES, TASKS, TRAINERS = 16, 3, 6, 12, 2
 ZEROS, SGD = RowInit(kind="constant", scale=0.0), RowOptimizer(kind="sgd", lr=1.0)

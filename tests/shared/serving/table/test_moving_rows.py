@@ -13,16 +13,16 @@ import pytest
 from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import PLAIN, layout_of
 from tests.shared.serving.table.tables import carry
-from trireme_shared.errors import BadFrame, NotReady
-from trireme_shared.records import SlotMap
-from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.errors import BadFrame, NotReady
+from trireme_shared.protocol.records import SlotMap
+from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.serving.core.table.moving import ArrivingRows, LeavingRows, RowPart
 from trireme_shared.serving.core.table.rows import TableRows
 from trireme_shared.tables.hashing import slots_of
 from trireme_shared.tables.saving.snapshot import to_records
 from trireme_shared.tables.sharded import ShardedTable
 from trireme_shared.tables.table import joined
-from trireme_shared.wire.verdict import Verdict
 
 SLOTS, LANES, MEMBERS = 16, 2, 3
 INIT = RowInit(kind="uniform", scale=0.5)

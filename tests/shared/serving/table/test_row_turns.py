@@ -14,10 +14,12 @@ from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import async_header, initialised, stream
 from tests.shared.serving.data_plane.servers import server
 from tests.shared.serving.table.tables import LAYOUT, NONE, ids, pushed_rows, values_in, wanted, whole_blocks
-from trireme_shared.errors import InvalidArgument, NotReady, TriremeError
-from trireme_shared.records import Mode
-from trireme_shared.records.pauses import Torn
-from trireme_shared.records.step import StepRecord
+from trireme_shared.protocol.errors import InvalidArgument, NotReady, TriremeError
+from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.records.pauses import Torn
+from trireme_shared.protocol.records.step import StepRecord
+from trireme_shared.protocol.wire.messages import LedgerQuery
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.serving.core.table import kept
 from trireme_shared.serving.data_plane import row_turns
 from trireme_shared.serving.data_plane.lookups import lookup
@@ -26,8 +28,6 @@ from trireme_shared.serving.ports import ServerPorts
 from trireme_shared.tables.hashing import slots_of
 from trireme_shared.tables.kernels import rows as row_loops
 from trireme_shared.tables.table import Table
-from trireme_shared.wire.messages import LedgerQuery
-from trireme_shared.wire.verdict import Verdict
 
 __all__ = ["server"]
 over_sockets = pytest.mark.parametrize("server", ["stream tcp", "stream unix"], indirect=True)

@@ -7,8 +7,9 @@ import pytest
 
 from tests.pserver_service.jobs import init_header, push_header
 from tests.shared.serving.table.tables import LAYOUT, NONE, SPECS, ids, ones, pushed_rows, values_in
-from trireme_shared.errors import BadFrame
-from trireme_shared.records import Mode, SlotMap
+from trireme_shared.protocol.errors import BadFrame
+from trireme_shared.protocol.records import Mode, SlotMap
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.serving.block_server import BlockServer
 from trireme_shared.serving.core.pushes import OpenPush
 from trireme_shared.serving.core.store import Store
@@ -17,7 +18,6 @@ from trireme_shared.serving.core.table.row_steps import StepsAtOnce
 from trireme_shared.serving.core.table.rows import TableRows
 from trireme_shared.serving.ports import ServerPorts
 from trireme_shared.tables.hashing import slots_of
-from trireme_shared.wire.verdict import Verdict
 
 
 def pushed(rows: TableRows, step: int, lane: int, *keys: np.ndarray, value: float = 1.0) -> Verdict:

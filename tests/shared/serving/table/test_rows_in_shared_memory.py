@@ -13,14 +13,14 @@ from tests.shared.serving.data_plane.streams import over_shm
 from tests.shared.serving.table.tables import LAYOUT, NONE, pushed_rows, wanted, whole_blocks
 from trainer_agent.data_plane.stream import StreamPserver
 from trireme_shared.blocks.reused_memory import ReceivedMemory
-from trireme_shared.records.layout import ROWS
+from trireme_shared.protocol.records.layout import ROWS
+from trireme_shared.protocol.wire.messages import PushBlock
 from trireme_shared.serving.data_plane.http import STREAMS
+from trireme_shared.serving.transport import row_memory
+from trireme_shared.serving.transport.row_memory import AnswerMemory, GradientMemory
+from trireme_shared.serving.transport.shared_memory import Region
+from trireme_shared.serving.transport.stream import FrameStream
 from trireme_shared.tables.payload import joined, rows_in
-from trireme_shared.wire import row_memory
-from trireme_shared.wire.messages import PushBlock
-from trireme_shared.wire.row_memory import AnswerMemory, GradientMemory
-from trireme_shared.wire.shared_memory import Region
-from trireme_shared.wire.stream import FrameStream
 
 __all__ = ["server"]
 MANY = np.arange(40_000, dtype=np.int64)

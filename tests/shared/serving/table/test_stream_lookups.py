@@ -15,19 +15,19 @@ from tests.pserver_service.membership.test_index import SPEC
 from tests.shared.serving.data_plane.servers import TRANSPORTS, server
 from tests.shared.serving.data_plane.streams import streamed
 from tests.shared.serving.table.tables import LAYOUT, NONE, ids, pushed_rows, step_of, values_in, wanted, whole_blocks
-from trireme_shared.errors import BadFrame, CallerError, InvalidArgument, NotReady
-from trireme_shared.etcd import Etcd
-from trireme_shared.keys import Keys
-from trireme_shared.membership.directory import Directory
-from trireme_shared.records import JobState, Mode, SlotMap, TrainerList
-from trireme_shared.records.layout import ROWS
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.membership.directory import Directory
+from trireme_shared.protocol.errors import BadFrame, CallerError, InvalidArgument, NotReady
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobState, Mode, SlotMap, TrainerList
+from trireme_shared.protocol.records.layout import ROWS
+from trireme_shared.protocol.wire.messages import LedgerQuery, PushBlock, TableRequest
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.serving.core.progress import missing_lanes
 from trireme_shared.serving.core.table import kept
 from trireme_shared.serving.core.table.rows import TableRows
 from trireme_shared.serving.data_plane import row_turns
 from trireme_shared.tables.payload import joined, rows_in
-from trireme_shared.wire.messages import LedgerQuery, PushBlock, TableRequest
-from trireme_shared.wire.verdict import Verdict
 
 __all__ = ["server"]
 everywhere = pytest.mark.parametrize("server", TRANSPORTS, indirect=True)

@@ -14,11 +14,11 @@ from tests.pserver_service.jobs import JOB, push_header, stream
 from tests.shared.serving.data_plane.servers import server
 from tests.shared.serving.data_plane.streams import opening, over_tcp, raw_stream
 from tests.shared.serving.table.tables import LAYOUT, NONE, ids, pushed_rows, step_of, values_in, wanted
-from trireme_shared.records.layout import ROWS
+from trireme_shared.protocol.records.layout import ROWS
+from trireme_shared.protocol.wire import codec
+from trireme_shared.protocol.wire.messages import LookupRequest
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.tables.payload import MOST_BYTES
-from trireme_shared.wire import codec
-from trireme_shared.wire.messages import LookupRequest
-from trireme_shared.wire.verdict import Verdict
 
 __all__ = ["server"]
 pytestmark = over_tcp

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from tests.shared.serving.table.tables import INIT, LAYOUT, SGD, wanted
 from trireme_shared.blocks.narrow import DTYPES
-from trireme_shared.errors import BadFrame
-from trireme_shared.records.layout import TableSpec
+from trireme_shared.protocol.errors import BadFrame
+from trireme_shared.protocol.records.layout import TableSpec
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.serving.core.table.rows import TableRows
 from trireme_shared.tables.payload import ids_in, joined, narrowed, rows_in
-from trireme_shared.wire.verdict import Verdict
 
 DIMS = (1, 3, 16)
 LANES = 2

@@ -13,8 +13,8 @@ from trainer_agent.model.watch.kept_model import KeptModel
 from trainer_agent.model.watch.unshared_state import FIRST_LOOKS
 from trainer_agent.script.user_module import load
 from trireme import plain
-from trireme_shared.errors import UserCodeError
-from trireme_shared.records import Phase
+from trireme_shared.protocol.errors import UserCodeError
+from trireme_shared.protocol.records import Phase
 
 MODEL = """
 class Model(nn.Module):

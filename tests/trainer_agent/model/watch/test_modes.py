@@ -10,7 +10,7 @@ from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import differing, records, spec_for, write_script
 from trainer_agent.script.user_module import load
 from trireme import plain
-from trireme_shared.errors import UserCodeError
+from trireme_shared.protocol.errors import UserCodeError
 
 FROZEN = """
 def model():

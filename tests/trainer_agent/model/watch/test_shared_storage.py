@@ -7,7 +7,7 @@ import pytest
 from tests.trainer_agent.scripts import spec_for, write_script
 from trainer_agent.script.user_module import load
 from trireme import plain
-from trireme_shared.errors import InvalidArgument
+from trireme_shared.protocol.errors import InvalidArgument
 
 MODEL = """
 def model():

@@ -12,7 +12,7 @@ from tests.trainer_agent.own_loop.scripts import write_loop
 from tests.trainer_agent.scripts import records, spec_for, write_script
 from trainer_agent.script.user_module import load
 from trireme import plain
-from trireme_shared.errors import InvalidArgument, UserCodeError
+from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
 
 OPTIMIZER = """
 def average(*_):

@@ -15,8 +15,8 @@ from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import records, spec_for, write_script
 from trainer_agent.model.watch.unshared_state import LOOK_EVERY, digest
-from trireme_shared.errors import UserCodeError
-from trireme_shared.records import Phase
+from trireme_shared.protocol.errors import UserCodeError
+from trireme_shared.protocol.records import Phase
 
 MODEL = """
 class Model(nn.Module):

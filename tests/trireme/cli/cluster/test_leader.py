@@ -10,7 +10,8 @@ import pytest
 from trireme.cli.cluster.leader import ask_leader
 from trireme.client import AsyncClient
 from trireme.pool import cluster_folder
-from trireme_shared.errors import (
+from trireme_shared.platform.membership.etcd_access import EtcdAccess
+from trireme_shared.protocol.errors import (
     Conflict,
     DeadlineExceeded,
     NotFound,
@@ -19,7 +20,6 @@ from trireme_shared.errors import (
     StorageUnreachable,
     TriremeError,
 )
-from trireme_shared.membership.etcd_access import EtcdAccess
 
 NOWHERE = "http://127.0.0.1:9"
 

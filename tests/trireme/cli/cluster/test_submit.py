@@ -14,7 +14,7 @@ from trireme.cli.cluster.submit import SubmitRequest, request_body, schedule_of,
 from trireme.cli.run import RunRequest, run_command
 from trireme.preflight import Inspection
 from trireme.settings import UsageError, from_flags, merge
-from trireme_shared.records.cluster import Scheduling
+from trireme_shared.protocol.records.cluster import Scheduling
 
 DATA = {"kind": "text_lines", "urls": ["train-*.txt", "s3://bucket/a.txt"]}
 

@@ -8,8 +8,8 @@ import pytest
 
 from trireme.cli.faults.job_probe import JobProbe
 from trireme.launch.run_folder import RUN_FILE
-from trireme_shared.errors import NotFound
-from trireme_shared.etcd.embedded import free_ports
+from trireme_shared.platform.etcd.embedded import free_ports
+from trireme_shared.protocol.errors import NotFound
 
 
 async def test_an_error_inside_a_probe_is_not_wrapped(tmp_path):

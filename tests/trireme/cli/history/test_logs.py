@@ -15,9 +15,9 @@ from trireme.cli import exit_codes
 from trireme.cli.history import kept_events
 from trireme.cli.history import logs as command
 from trireme.launch.run_folder import RUN_FILE, write_json
-from trireme_shared.errors import CursorExpired, PeerError
-from trireme_shared.events import EventRecord
-from trireme_shared.security import private_files
+from trireme_shared.platform.security import private_files
+from trireme_shared.protocol.errors import CursorExpired, PeerError
+from trireme_shared.protocol.events import EventRecord
 
 
 def logged(second: int, event: str) -> str:

@@ -22,9 +22,9 @@ from trireme.cli import exit_codes
 from trireme.cli.history import metrics as command
 from trireme.launch import resume, run_folder
 from trireme.view.series import OfStorage, Row
-from trireme_shared.errors import PeerError
-from trireme_shared.records import JobSpec, MetricBatch
-from trireme_shared.records.datasets import TextLines
+from trireme_shared.protocol.errors import PeerError
+from trireme_shared.protocol.records import JobSpec, MetricBatch
+from trireme_shared.protocol.records.datasets import TextLines
 
 STEPS = 10
 

@@ -20,8 +20,8 @@ from trireme.cli import exit_codes
 from trireme.cli.history import logs as command
 from trireme.cli.history import remote_logs
 from trireme.client import AsyncClient
-from trireme_shared.errors import NotFound, PeerError
-from trireme_shared.runtime.log_files import Line
+from trireme_shared.platform.runtime.log_files import Line
+from trireme_shared.protocol.errors import NotFound, PeerError
 
 SECONDS = "2026-01-01T00:00:{:02}.000+00:00"
 

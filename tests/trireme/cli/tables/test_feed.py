@@ -20,7 +20,7 @@ from trireme.cli import checkpoint
 from trireme.cli.export import write_checkpoint_tables
 from trireme.cli.tables import feed
 from trireme_shared.checkpoints import stored
-from trireme_shared.errors import InvalidArgument
+from trireme_shared.protocol.errors import InvalidArgument
 
 STEPS = range(2, 13)
 NAMES = [spec.name for spec in SPECS]

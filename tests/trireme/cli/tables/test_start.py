@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from trireme.cli.tables.start import memory_bytes, memory_of_tables
-from trireme_shared.records import JobSpec, Strategy
-from trireme_shared.records.datasets import TextLines
-from trireme_shared.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.records import JobSpec, Strategy
+from trireme_shared.protocol.records.datasets import TextLines
+from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
 from trireme_shared.tables.needs import needs_of
 
 SPEC = JobSpec(job="ctr", script="/s.py", dataset=TextLines("t.txt"), storage="/data", pservers=2)

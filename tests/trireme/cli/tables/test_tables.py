@@ -22,11 +22,11 @@ from trireme.cli.tables.plan import plan
 from trireme_shared.blocks.snapshot import Snapshot
 from trireme_shared.checkpoints import stored
 from trireme_shared.checkpoints.schedule import Schedule
-from trireme_shared.errors import TooLarge
-from trireme_shared.records import Phase
-from trireme_shared.records.checkpoints import CheckpointRef, Manifest
-from trireme_shared.records.layout import ROWS
-from trireme_shared.records.step import StepRecord
+from trireme_shared.protocol.errors import TooLarge
+from trireme_shared.protocol.records import Phase
+from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest
+from trireme_shared.protocol.records.layout import ROWS
+from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.tables.updates import initial_values
 
 MODEL = """

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trireme_shared.wire.messages import StalenessBound
+from trireme_shared.protocol.wire.messages import StalenessBound
 
 PATIENCE = 2.0  # times the longest time from a pull to its push
 

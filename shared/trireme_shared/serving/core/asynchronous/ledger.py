@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from trireme_shared.protocol.wire.messages import EpochLedger, LedgerAnswer, PushHeader
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.serving.core.asynchronous.saved_ledger import SavedEpoch, SavedLedger, SavedTask
-from trireme_shared.wire.messages import EpochLedger, LedgerAnswer, PushHeader
-from trireme_shared.wire.verdict import Verdict
 
 EPOCHS_IN_DETAIL = 2
 _CHUNK = 1024  # bits per entry of a sparse bitmap

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from trireme_shared.blocks.snapshot import Snapshot
-from trireme_shared.records import SlotMap
-from trireme_shared.records.step import StepRecord
-from trireme_shared.wire.messages import EpochLedger
+from trireme_shared.protocol.records import SlotMap
+from trireme_shared.protocol.records.step import StepRecord
+from trireme_shared.protocol.wire.messages import EpochLedger
 
 
 @dataclass(frozen=True, slots=True)

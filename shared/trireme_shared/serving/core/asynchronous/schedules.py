@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from trireme_shared.records.step import LaneZero, StepRecord
+from trireme_shared.protocol.records.step import LaneZero, StepRecord
 
 STATE_EVERY = 1000  # pushes; as many steps of a scheduler take milliseconds
 

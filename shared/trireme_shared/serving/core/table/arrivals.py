@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.serving.core.admission import Push
 from trireme_shared.serving.core.asynchronous.ledger import Ledger
 from trireme_shared.tables.hashing import Ids, slots_of
 from trireme_shared.tables.payload import Rows
-from trireme_shared.wire.verdict import Verdict
 
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.rows import TableRows  # loads numba

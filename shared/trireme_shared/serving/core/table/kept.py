@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.records.job_spec import SNAPSHOT_BYTES
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records.job_spec import SNAPSHOT_BYTES
 from trireme_shared.tables.saving.snapshot import TableSnapshot
 
 LIMIT_S = 30.0

@@ -16,14 +16,14 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from trireme_shared.errors import BadFrame, NotReady
-from trireme_shared.records.layout import ROWS
+from trireme_shared.protocol.errors import BadFrame, NotReady
+from trireme_shared.protocol.records.layout import ROWS
+from trireme_shared.protocol.wire.messages import HandoffPart, MovedTable
 from trireme_shared.serving.core.table.rows import TableRows
 from trireme_shared.tables.memory import Numbers
 from trireme_shared.tables.saving.snapshot import from_records, record_words, to_records
 from trireme_shared.tables.sharded import ShardedTable
 from trireme_shared.tables.table import Flags, RowsOfIds, joined
-from trireme_shared.wire.messages import HandoffPart, MovedTable
 
 Parts = Iterator[tuple[HandoffPart, memoryview]]
 Sketch = npt.NDArray[np.uint8]

@@ -14,12 +14,12 @@ from collections.abc import Collection
 
 import numpy as np
 
+from trireme_shared.protocol.wire.messages import MovedTable
 from trireme_shared.serving.core.table.moving import ArrivingRows, LeavingRows, Parts, RowPart, portions
 from trireme_shared.serving.core.table.rows import TableRows
 from trireme_shared.tables.memory import Numbers
 from trireme_shared.tables.sharded import ShardedTable
 from trireme_shared.tables.table import Flags, RowsOfIds
-from trireme_shared.wire.messages import MovedTable
 
 LEAST_NOTED = 1 << 16  # ids, from which on they are looked through for those that are there twice
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.tables.lanes import LaneRows
 from trireme_shared.tables.table import Flags
-from trireme_shared.wire.verdict import Verdict
 
 
 @dataclass(slots=True, eq=False)

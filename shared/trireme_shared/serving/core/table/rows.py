@@ -17,12 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from trireme_shared.errors import InvalidArgument
-from trireme_shared.lanes import Interval
-from trireme_shared.records import SlotMap
-from trireme_shared.records.job_spec import Narrow
-from trireme_shared.records.layout import Layout, schedule_factor
-from trireme_shared.records.step import LaneZero
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.lanes import Interval
+from trireme_shared.protocol.records import SlotMap
+from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.layout import Layout, schedule_factor
+from trireme_shared.protocol.records.step import LaneZero
+from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.serving.core.asynchronous.staleness import divisor
 from trireme_shared.serving.core.table.kept import KeptRows
 from trireme_shared.serving.core.table.part import RowsPart
@@ -34,7 +35,6 @@ from trireme_shared.tables.payload import joined as payload_of
 from trireme_shared.tables.saving.snapshot import TableSnapshot, new_lock, record_words
 from trireme_shared.tables.sharded import ShardedTable
 from trireme_shared.tables.table import Flags, RowsOfIds, joined, living
-from trireme_shared.wire.verdict import Verdict
 
 LOCK_S = 0.001  # that the event loop waits for the lock
 PORTION_BYTES = 4 << 20  # of a whole table in one answer: milliseconds

@@ -1,0 +1,90 @@
+"""Reading values in etcd, which any program, another version of this program or a person may have written.
+
+`read_record`: for members, requests and information. A value that cannot be read is skipped.
+`must_read`, `understood`: for the job itself. A guess could lose records, so an error names the key and ends the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from trireme_shared.platform.etcd.client import Etcd
+from trireme_shared.platform.etcd.errors import Compacted
+from trireme_shared.platform.etcd.results import KeyValue
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.errors import NotFound, NotReady, StateUnreadable
+from trireme_shared.protocol.records.record import Record
+
+SHOWN_BYTES = 100
+PAGE = 500
+READS = 5
+
+log = telemetry.logger("reading")
+
+T = TypeVar("T", bound=Record)
+
+
+def read_record(kind: type[T], key: str, value: bytes | None) -> T | None:
+    """None: there is no value, or it is not such a record (this is logged)."""
+    if value is None:
+        return None
+    try:
+        return kind.model_validate_json(value)
+    except ValidationError as error:
+        log.warning("value_unreadable", key=key, bytes=len(value), cause=str(error))
+        return None
+
+
+def read_number(key: str, value: bytes | None) -> int | None:
+    """None: there is no value, or it is not decimal text (this is logged)."""
+    if value is None:
+        return None
+    try:
+        return int(value)
+    except ValueError:
+        log.warning("value_unreadable", key=key, value=value[:SHOWN_BYTES], cause="not an integer")
+        return None
+
+
+def must_read(kind: type[T], key: str, value: bytes) -> T:
+    """Raises StateUnreadable."""
+    with understood(key, value):
+        return kind.model_validate_json(value)
+
+
+@contextmanager
+def understood(key: str, value: bytes) -> Iterator[None]:
+    """Use it around code that parses a value of the job itself. Raises StateUnreadable if the code fails."""
+    try:
+        yield
+    except (ValueError, LookupError, NotFound) as error:
+        msg = f"{key} in etcd cannot be understood: {value[:SHOWN_BYTES]!r}: {error}"
+        hint = "was it written by another version of Trireme, or by hand? Put its old value back, or start a new job"
+        raise StateUnreadable(msg, hint=hint, key=key) from error
+
+
+async def read_below(etcd: Etcd, prefix: str, page: int = PAGE) -> tuple[dict[str, KeyValue], int]:
+    """The keys and their revision. `prefix` ends with `/`. Raises PeerError."""
+    for _ in range(READS):
+        try:
+            return await _read_pages(etcd, prefix, page)
+        except Compacted as error:  # its history was deleted between two pages
+            log.warning("reading_begins_again", cause=error.message)
+    raise NotReady(f"etcd deleted the history of {prefix} {READS} times while it was read; try again")
+
+
+async def _read_pages(etcd: Etcd, prefix: str, page_size: int) -> tuple[dict[str, KeyValue], int]:
+    """Raises Compacted."""
+    found: dict[str, KeyValue] = {}
+    first, end, revision = prefix, prefix[:-1] + "0", 0  # "0" follows "/"
+    while True:
+        page = await etcd.range(first, end, limit=page_size, revision=revision)
+        revision = revision or page.revision
+        found.update((kv.key, kv) for kv in page.kvs)
+        if not page.more:
+            return found, revision
+        first = page.kvs[-1].key + "\0"

@@ -1,0 +1,109 @@
+"""What every service process does the same way: signals, uvloop, reports of errors that end it.
+
+start -> main(stopping) -> ready(), settled() ... SIGTERM/SIGINT -> stopping is set -> main drains and returns its exit code
+                            not over after `drain_s` -> cancelled        a second signal -> exit at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import resource
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from trireme_shared.platform.runtime import scheduling, telemetry
+from trireme_shared.protocol.errors import TriremeError, leaves
+
+DRAIN_SECONDS = 20.0
+OPEN_FILES = 1 << 16  # enough for every reader, and small enough for programs that close all numbers up to the limit
+LEASE_LOST, INTERRUPTED = 75, 130  # exit codes; 75: the process lost its place in the job, start it again
+EXIT_CODES = {"SCRIPT_CHANGED": 76}  # of errors by which a launcher can tell the user what to do
+READY_FILE = "TRIREME_READY_FILE"
+
+log = telemetry.logger("service")
+
+
+def run(main: Callable[[asyncio.Event], Awaitable[int]], drain_s: float = DRAIN_SECONDS) -> int:
+    """Run a service to its end and return the process exit code. A TriremeError is logged as one line."""
+    telemetry.unfailing_output()
+    allow_open_files()
+    scheduling.serve_soon()
+    try:
+        import uvloop  # noqa: PLC0415  not on every platform
+
+        factory: Callable[[], asyncio.AbstractEventLoop] | None = uvloop.new_event_loop
+    except ImportError:
+        factory = None
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(_guarded(main, drain_s))
+
+
+def allow_open_files() -> None:
+    """Raise this process's soft limit of open files to the hard one, at most OPEN_FILES. Processes that it starts inherit that."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # a sandbox may forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def ready(url: str = "") -> None:
+    """Call it once start-up can no longer fail. Tells the launcher, if one has set TRIREME_READY_FILE: it creates that file, with
+    the process and the address (`url`) at which that answers for its health."""
+    if path := os.environ.get(READY_FILE):
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            file.write(f"{os.getpid()} {url}\n")
+
+
+def health_url(ready_file: Path, pid: int) -> str:
+    """What process `pid` has said there; "": nothing yet."""
+    try:
+        said, _, url = ready_file.read_text(encoding="utf-8").strip().partition(" ")
+    except FileNotFoundError:
+        return ""
+    return url if said == str(pid) else ""
+
+
+def settled() -> None:
+    """Call it after start-up: objects made so far stay alive, and a garbage collection of them would block the loop for 0.1 s."""
+    gc.freeze()
+
+
+async def _guarded(main: Callable[[asyncio.Event], Awaitable[int]], drain_s: float) -> int:
+    loop, stopping = asyncio.get_running_loop(), asyncio.Event()
+    work = asyncio.ensure_future(main(stopping))
+
+    def on_signal(name: str) -> None:
+        if stopping.is_set():
+            log.info("stopped_at_once", signal=name)
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)  # a normal exit would wait for threads that compute or write
+        log.info("stopping", signal=name)
+        stopping.set()
+        loop.call_later(drain_s, work.cancel)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number.name)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        return INTERRUPTED
+    except TriremeError as error:
+        _report(error)
+        return EXIT_CODES.get(error.code, 1)
+    except ExceptionGroup as group:
+        expected, rest = group.split(TriremeError)
+        if rest is not None or expected is None:
+            raise
+        for leaf in leaves(expected):
+            _report(leaf)
+        return 1
+
+
+def _report(error: TriremeError) -> None:
+    log.error("stopped_by_error", code=error.code, message=error.message, hint=error.hint)

@@ -1,0 +1,99 @@
+"""Logs as events with bound fields: `log.info("task_requeued", task=7, attempt=3, cause="…")`. JSON lines unless stderr is a terminal."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from contextlib import suppress
+from typing import Any, TextIO, cast
+
+import structlog
+
+from trireme_shared.platform.runtime import clock
+
+
+class _Unfailing:
+    """A text stream whose writes never raise: a log on a full disk must not end what is logged."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+
+class Tally:
+    """How often something happened that others cause: a line for each would let them fill the disk."""
+
+    def __init__(self) -> None:
+        self._count, self._told_at = 0, -math.inf
+
+    def add(self) -> None:
+        self._count += 1
+
+    def due(self, every_s: float) -> int:
+        """How many to tell of now, since the last time; 0: none, or the last time was not `every_s` seconds ago."""
+        now = clock.monotonic()
+        if not self._count or now - self._told_at < every_s:
+            return 0
+        count, self._count, self._told_at = self._count, 0, now
+        return count
+
+
+def unfailing_output() -> None:
+    """From now on a `print`, of a user's script for example, raises nothing if it cannot be written: a full disk is no error of
+    the script."""
+    sys.stdout, sys.stderr = cast("TextIO", _Unfailing(sys.stdout)), cast("TextIO", _Unfailing(sys.stderr))
+
+
+def configure(*, level: str = "INFO", json: bool | None = None, **bound: Any) -> None:
+    """Log to stderr from now on; `bound` (service, member, …) goes into every line. `json` None: unless stderr is a terminal."""
+    as_json = (not sys.stderr.isatty()) if json is None else json
+    threshold = logging.getLevelNamesMapping()[level.upper()]
+    structlog.configure(
+        processors=[
+            lambda _logger, _method, event: {**bound, **event},  # a context variable would not be there in threads
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info if as_json else structlog.dev.set_exc_info,
+            structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(threshold),
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _Unfailing(sys.stderr))),
+        cache_logger_on_first_use=False,
+    )
+    logging.basicConfig(level=max(threshold, logging.WARNING), stream=sys.stderr, force=True)
+    # a traceback for each request that is no HTTP: peers could fill the disk; errors of ours are told by the guard of the routes
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
+
+
+def only_warnings() -> None:
+    """Of a library in somebody else's program: warnings to stderr, as long as nobody has configured logs."""
+    if not structlog.is_configured():
+        structlog.configure(
+            processors=[
+                structlog.processors.add_log_level,
+                structlog.processors.TimeStamper(fmt="iso", utc=True),
+                structlog.processors.format_exc_info,
+                structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "event"]),
+            ],
+            wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+            logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _Unfailing(sys.stderr))),
+            cache_logger_on_first_use=False,
+        )
+
+
+def logger(room: str) -> structlog.stdlib.BoundLogger:
+    """The logger of one module; `room`, its short name, is in each line."""
+    bound: structlog.stdlib.BoundLogger = structlog.get_logger(room=room)  # lazy: follows a later `configure`
+    return bound

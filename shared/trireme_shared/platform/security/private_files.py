@@ -1,0 +1,79 @@
+"""Folders and files that only this user can read, from the moment they exist.
+
+    make_folder(DATA_DIR/job)   missing levels are made with 0700; one of ours that others may enter is closed
+    open_private(path, "ab")    a new file gets 0600
+
+What lies below a private folder is safe whatever its own mode is. Root reads everything, and so do processes of the same user.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import IO, Any
+
+from trireme_shared.protocol.errors import InvalidArgument
+
+FOLDER_MODE, FILE_MODE = 0o700, 0o600
+OPEN_TO_OTHERS = 0o077
+
+
+def make_folder(folder: Path) -> None:
+    """`folder` and the missing ones above it, for this user alone. An existing one is closed if it is ours; one of another user is
+    taken as it is (root may work in a user's folder). Raises OSError."""
+    make_missing(folder)
+    found = folder.stat()
+    if found.st_uid == os.geteuid() and found.st_mode & OPEN_TO_OTHERS:
+        folder.chmod(stat.S_IMODE(found.st_mode) & ~OPEN_TO_OTHERS)
+
+
+def make_missing(folder: Path) -> None:
+    """As `make_folder`, but what exists already keeps its mode. Raises OSError."""
+    if folder.is_dir():
+        return
+    make_missing(folder.parent)
+    folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
+
+
+def make_own_folder(folder: Path) -> None:
+    """For a place that other users can guess, such as one below /tmp: if one of them was there first, nothing may be written or run
+    there. Raises InvalidArgument, OSError."""
+    make_missing(folder)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        msg = f"{folder} can be written by others, and code would be run from there"
+        raise InvalidArgument(msg, hint="remove it, or name a folder of your own")
+    make_folder(folder)
+
+
+def open_private(path: Path, mode: str) -> IO[Any]:
+    """As `open`; a file that does not exist yet is made with 0600. Unbuffered in binary modes. Raises OSError."""
+    binary = "b" in mode
+    return open(path, mode, 0 if binary else -1, None if binary else "utf-8", opener=_opener)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Not atomic. Raises OSError."""
+    with open_private(path, "w") as file:
+        file.write(text)
+
+
+def replace(path: Path, content: bytes, mode: int = FILE_MODE) -> None:
+    """The file appears complete, is on disk, and never had wider permissions than `mode`. One writer at a time. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _opener(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)

@@ -1,0 +1,348 @@
+"""Files by URL: local paths and whatever fsspec opens (s3://, gs://, memory://, …). Everything here blocks.
+
+expand(glob) -> files      open_read(url)      write_atomic(url): all or nothing, under a name others may read at once
+
+Errors are OSErrors with a message for the user: FileNotFoundError and PermissionError if a retry cannot help, ConnectionError if
+the store cannot be reached.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from trireme_shared.platform.runtime import ids
+from trireme_shared.platform.security import private_files
+from trireme_shared.platform.storage import object_store
+from trireme_shared.platform.storage.direct_file import DirectFile
+from trireme_shared.platform.storage.trouble import trouble_of
+from trireme_shared.protocol.errors import DatasetError, InvalidArgument, PeerError
+
+TEMPORARY = ".tmp"
+_MAGIC = frozenset("*?[")
+_STORES = ("s3://", "s3a://", "gs://", "gcs://", "az://", "abfs://", "abfss://", "oss://")
+_FILE_ERRORS = (OSError, ValueError, EOFError, KeyError, TypeError, NotImplementedError, ImportError, InvalidArgument)
+
+
+def is_glob(url: str) -> bool:
+    return not _MAGIC.isdisjoint(url)
+
+
+def local_path(url: str) -> Path | None:
+    """The path a local URL (`a/b`, `file:///a/b`) means; None for any other."""
+    filesystem, path = _resolve(url)
+    return Path(path) if isinstance(filesystem, LocalFileSystem) else None
+
+
+def absolute(url: str) -> str:
+    """`url` with a local path made absolute (globs stay globs), so that it means the same in every working directory."""
+    path = local_path(url)
+    return str(path) if path is not None else url
+
+
+def join(url: str, *names: str) -> str:
+    """`url` with names below it."""
+    return "/".join((url.rstrip("/"), *names)) if url.strip("/") else "/" + "/".join(names)
+
+
+def expand(url: str) -> list[str]:
+    """The files of a path, URL or glob, sorted. A name that exists literally is not taken as a glob.
+
+    Raises InvalidArgument for an unknown protocol, OSError if the place cannot be listed.
+    """
+    filesystem, path = _resolve(url)
+    with _explaining(url):
+        if _is_file(filesystem, path):
+            found = [path]
+        elif is_glob(path):
+            found = sorted(
+                str(name) for name, info in filesystem.glob(path, detail=True).items() if info["type"] == "file"
+            )
+        else:
+            found = []
+    if isinstance(filesystem, LocalFileSystem):
+        return found
+    return [with_path(url, path, str(name)) for name in found]
+
+
+def expand_some(url: str, hint: str) -> list[str]:
+    """As `expand`. Raises DatasetError if the place cannot be listed and, with `hint`, if there is no file."""
+    with reading(url, "a place of files"):
+        found = expand(url)
+    if not found:
+        what = "matches no file" if is_glob(url) else "does not exist"
+        raise DatasetError(f"{url} {what}", hint=hint, url=url)
+    return found
+
+
+def _is_file(filesystem: Any, path: str) -> bool:
+    """`isfile` of fsspec takes every error, missing credentials too, for a missing file; `info` of HTTP takes a silent server for one."""
+    try:
+        return bool(filesystem.info(path)["type"] == "file")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if (trouble := trouble_of(error, path)) is not None:
+            raise trouble from error
+        return False
+
+
+def exists(url: str) -> bool:
+    filesystem, path = _resolve(url)
+    with _explaining(url):
+        return bool(filesystem.exists(path))
+
+
+def size(url: str) -> int:
+    """Bytes of a file. Raises FileNotFoundError."""
+    filesystem, path = _resolve(url)
+    with _explaining(url):
+        found = filesystem.size(path)
+    if found is None:
+        raise OSError(f"the server of {url} does not say how many bytes the file has")
+    return int(found)
+
+
+def stamp(url: str) -> str:
+    """Changes whenever the file is written again; "" if the storage cannot say, or the file is not there."""
+    try:
+        filesystem, path = _resolve(url)
+        with _explaining(url):
+            found = filesystem.info(path)
+    except (OSError, InvalidArgument):
+        return ""
+    changed = next((str(found[name]) for name in ("ETag", "mtime", "LastModified", "created") if found.get(name)), "")
+    return f"{found.get('size')} {changed}" if changed else ""
+
+
+def size_and_tag(url: str) -> tuple[int, str]:
+    """Bytes of a file, and the ETag of an object of a store ("": any other file; servers of one file by HTTP may each have their own).
+    Raises OSError."""
+    filesystem, path = _resolve(url)
+    with _explaining(url):
+        found = filesystem.info(path)
+    if found["type"] != "file":
+        raise IsADirectoryError(f"{url} is no file")
+    tag = found.get("ETag") or found.get("etag") if url.startswith(_STORES) else None
+    return int(found["size"]) if found["size"] is not None else size(url), str(tag or "").strip('"')
+
+
+@contextmanager
+def open_read(url: str) -> Iterator[BinaryIO]:
+    """The file, seekable, for reading. Raises OSError, InvalidArgument."""
+    filesystem, path = _resolve(url)
+    with _explaining(url), filesystem.open(path, "rb") as file:
+        yield cast("BinaryIO", file)
+
+
+def read_bytes(url: str) -> bytes:
+    with open_read(url) as file:
+        return file.read()
+
+
+@contextmanager
+def write_atomic(url: str) -> Iterator[BinaryIO]:
+    """A file to write into. It appears under `url`, complete, when the block ends without an exception; else not at all.
+
+    Local: temp name in the same folder (past the page cache), fsync, rename, fsync of the folder. S3: one upload, completed or aborted.
+    Elsewhere: written locally, then put as one file.
+    """
+    filesystem, name = _resolve(url)
+    if object_store.is_s3(url):
+        with _explaining(url), object_store.write(filesystem, name) as file:
+            yield file
+        return
+    if not isinstance(filesystem, LocalFileSystem):
+        with tempfile.TemporaryDirectory(prefix="trireme-") as folder:
+            local = Path(folder) / "object"
+            with local.open("wb") as file:
+                yield file
+            filesystem.makedirs(filesystem._parent(name), exist_ok=True)  # noqa: SLF001  fsspec has no public name for it
+            filesystem.put_file(str(local), name)
+        return
+    path = Path(name)
+    private_files.make_missing(path.parent)
+    temporary = path.with_name(f".{path.name}.{ids.new_id()}{TEMPORARY}")
+    try:
+        with DirectFile(temporary) as file:
+            yield cast("BinaryIO", file)
+            file.finish()
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def write_bytes(url: str, content: bytes | memoryview) -> None:
+    """`content` under `url`, all or nothing."""
+    filesystem, name = _resolve(url)
+    if object_store.is_s3(url):
+        with _explaining(url):
+            filesystem.pipe_file(name, bytes(content))
+        return
+    with write_atomic(url) as file:
+        file.write(content)
+
+
+def names(url: str) -> list[str]:
+    """The names directly in a folder, sorted; empty if the folder does not exist. Raises OSError."""
+    filesystem, path = _resolve(url)
+    try:
+        with _explaining(url):
+            found = filesystem.ls(path, detail=False)
+    except object_store.NoBucket:
+        raise
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted({str(name).rstrip("/").rsplit("/", 1)[-1] for name in found})
+
+
+def below(url: str) -> list[str]:
+    """Names of all files in a folder and its folders, relative to it, in no order. Raises OSError."""
+    filesystem, path = _resolve(url)
+    if isinstance(filesystem, LocalFileSystem):
+        root = Path(path)
+        if not root.is_dir():
+            raise FileNotFoundError(f"{url} is no folder")
+        return [
+            os.path.relpath(os.path.join(folder, name), path)  # noqa: PTH118  a Path for each of a million files is slow
+            for folder, _, found in os.walk(path)
+            for name in found
+        ]
+    with _explaining(url):
+        start = len(path.rstrip("/")) + 1
+        return [str(name)[start:] for name in filesystem.find(path)]
+
+
+def remove_file(url: str) -> None:
+    """A missing file is no error. Raises OSError."""
+    filesystem, path = _resolve(url)
+    with _explaining(url), contextlib.suppress(FileNotFoundError):
+        filesystem.rm_file(path)
+
+
+def remove_tree(url: str) -> None:
+    """The folder and everything in it, unfinished uploads too. A missing folder is no error. Raises OSError."""
+    filesystem, path = _resolve(url)
+    if object_store.is_s3(url):
+        with _explaining(url):
+            object_store.remove_tree(filesystem, path)
+        return
+    with contextlib.suppress(FileNotFoundError):
+        filesystem.rm(path, recursive=True)
+
+
+def sweep(url: str) -> int:
+    """Remove unfinished files of dead writers below the folder; nothing may be writing there. Returns how many.
+
+    Raises OSError.
+    """
+    filesystem, path = _resolve(url)
+    if object_store.is_s3(url):
+        with _explaining(url):
+            return object_store.abort_uploads(filesystem, path)
+    if not isinstance(filesystem, LocalFileSystem):
+        return 0
+    left = list(Path(path).rglob(f".*{TEMPORARY}"))
+    for temporary in left:
+        temporary.unlink(missing_ok=True)
+    return len(left)
+
+
+def check_writable(url: str) -> None:
+    """Write a small file below the folder, read it and delete it. Raises OSError, InvalidArgument with the reason of a failure."""
+    probe = join(url, f"probe-{ids.new_id()}")
+    content = probe.encode()
+    write_bytes(probe, content)
+    found = read_bytes(probe)
+    remove_file(probe)
+    if found != content:
+        raise OSError(f"{probe} was written with {len(content)} bytes and read with {len(found)}")
+
+
+@contextmanager
+def reading(url: str, kind: str) -> Iterator[None]:
+    """Turns errors inside the block into a DatasetError that names the file and the format; ResourceExhausted and StorageUnreachable
+    if the machine or the storage is to blame (shared/trireme_shared/platform/storage/trouble.py)."""
+    try:
+        yield
+    except (DatasetError, PeerError):
+        raise
+    except FileNotFoundError as error:
+        if (trouble := trouble_of(error, url)) is not None:
+            raise trouble from error
+        msg = f"{url} does not exist (any more)"
+        raise DatasetError(msg, hint="check the path; every member of the job must see the file", url=url) from error
+    except _FILE_ERRORS as error:
+        if (trouble := trouble_of(error, url)) is not None:
+            raise trouble from error
+        msg = f"{url} cannot be read as {kind}: {' '.join(str(error).split()) or type(error).__name__}"
+        raise DatasetError(
+            msg, hint="check the file, its permissions and the reader that dataset() returns", url=url
+        ) from error
+
+
+def is_empty(url: str) -> bool:
+    """Whether a file has no bytes at all: then it has no records, whatever the format. Raises DatasetError."""
+    with reading(url, "a file"):
+        return size(url) == 0
+
+
+@contextmanager
+def _explaining(url: str) -> Iterator[None]:
+    """Turns errors of an object store's client into an OSError with a message for the user."""
+    try:
+        yield
+    except Exception as error:
+        if explained := object_store.explained(error, url):
+            raise explained from error
+        raise
+
+
+def _resolve(url: str) -> tuple[Any, str]:
+    if object_store.is_s3(url):
+        filesystem = object_store.filesystem()
+        return filesystem, str(filesystem._strip_protocol(url))  # noqa: SLF001  fsspec has no public name for it
+    try:
+        filesystem, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        msg = f"no way to open {url}: {error}"
+        raise InvalidArgument(msg, hint="install the fsspec package of that protocol, or copy the files") from error
+    return filesystem, str(path)
+
+
+def with_path(url: str, stripped: str, found: str) -> str:
+    """`url`, whose path fsspec calls `stripped`, with the path `found` instead. Everything else is kept: host, user, account, branch,
+    and the other links of a chain (`simplecache::...`).
+
+    The path is where both end alike: `hdfs://name:8020/data/*` and `/data/*`; `s3://bucket/*` and `bucket/*`; for http both are whole.
+    """
+    links = url.split("::")
+    place = next((number for number, link in enumerate(links) if "://" in link), None)
+    if place is None or found == stripped:
+        return url
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(links[place]), reversed(stripped), strict=False))
+    tail = "".join(letter for letter, _ in alike)[::-1]
+    # what only the stripped path has: the container of abfs://container@account/...
+    before = stripped[: len(stripped) - len(tail)]
+    if not found.startswith(before):
+        msg = f"{url} gives {found}, which is not below it"
+        raise InvalidArgument(msg, hint="give the files by another URL")
+    links[place] = links[place][: len(links[place]) - len(tail)] + found[len(before) :]
+    return "::".join(links)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

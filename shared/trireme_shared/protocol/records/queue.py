@@ -1,0 +1,181 @@
+"""The task queues in etcd: pending and requeued tasks, never the dataset."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Mapping
+from typing import Self
+
+from pydantic import ConfigDict, Field
+
+from trireme_shared.protocol.records.record import Record
+
+
+class TaskMeta(Record):
+    """`digest`: of the file table; `tasks`: tasks of one epoch. `task_records`, `evaluation_task_records`: records of a task, so a table
+    that is lost is cut again as it was; 0: the job was begun by a version that had 16 minibatches. `balanced`: lanes get equal shares;
+    that version dealt the tasks as they came."""
+
+    epoch: int
+    digest: str
+    seed: int
+    tasks: int
+    evaluation_tasks: int = 0
+    evaluation_digest: str = ""
+    task_records: int = 0
+    evaluation_task_records: int = 0
+    balanced: bool = False
+
+
+class EpochPlan(Record):
+    """What an epoch of the job is made of; trainers tell the script. `records`: those of all tasks, without `left_out`, which drop_last
+    leaves out. `steps`: synchronous: updates of the model, the same number in each epoch; None: it differs by epoch, in a job that an earlier version
+    began. Asynchronous: pushes, if one trainer did all of them. Discarded tasks make fewer."""
+
+    records: int
+    left_out: int = 0
+    tasks: int
+    task_records: int
+    steps: int | None = None
+
+
+class Attempt(Record):
+    """One trainer that works on a task. `request`: the idempotency key that acquired it."""
+
+    attempt: int
+    trainer: str
+    request: str = ""
+
+
+class PendingTask(Record):
+    """`remaining_s`: seconds to the deadline at the time of writing. `request`: the idempotency key that acquired the task.
+    `others`: earlier attempts that may still finish it, because it was late and was given twice."""
+
+    attempt: int
+    trainer: str
+    stream: str
+    epoch: int
+    index: int
+    remaining_s: float
+    failures: int = 0
+    request: str = ""
+    others: tuple[Attempt, ...] = ()
+
+    @property
+    def attempts(self) -> tuple[Attempt, ...]:
+        """Who may report about it, the newest first."""
+        return Attempt(attempt=self.attempt, trainer=self.trainer, request=self.request), *self.others
+
+    def is_at(self, trainer: str) -> bool:
+        return any(each.trainer == trainer for each in self.attempts)
+
+    def find(self, attempt: int, trainer: str) -> Attempt | None:
+        """The attempt of that number, if it is that trainer's and may still report."""
+        return next((each for each in self.attempts if (each.attempt, each.trainer) == (attempt, trainer)), None)
+
+    def without(self, lost: Collection[str]) -> PendingTask | None:
+        """Without the earlier attempts of these trainers; None if the newest is theirs: whatever came before it may have given up."""
+        if self.trainer in lost:
+            return None
+        return self.with_fields(others=tuple(each for each in self.others if each.trainer not in lost))
+
+
+class RequeuedTask(Record):
+    attempts: int
+    failures: int
+    cause: str
+    stream: str
+    epoch: int
+    index: int
+
+
+class DiscardedTask(Record):
+    attempts: int
+    failures: int
+    cause: str
+    epoch: int
+    stream: str
+    index: int
+
+
+Parts = tuple[float, ...]
+
+
+class EvaluationSums(Record):
+    """Sums over the finished evaluation tasks; written in the transaction that finishes a task, so each counts once.
+
+    `parts`: numbers whose exact sum is that of the tasks' values, so `sums` has the same bits in whatever order tasks end; of sums that one
+    float cannot hold."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants")
+
+    sums: dict[str, float] = Field(default_factory=dict)
+    finished: int = 0
+    parts: dict[str, Parts] = Field(default_factory=dict)
+
+    def plus(self, sums: Mapping[str, float]) -> Self:
+        """With one more task. Values that are not finite are added as floats."""
+        parts = dict(self.parts)
+        for name, value in sums.items():
+            parts[name] = exact_parts(parts.get(name) or (self.sums.get(name, 0.0),), value)
+        totals = {name: total_of(values) for name, values in parts.items()}
+        several = {name: values for name, values in parts.items() if len(values) > 1}
+        return self.with_fields(sums={**self.sums, **totals}, parts=several, finished=self.finished + 1)
+
+
+class ValidationSums(EvaluationSums):
+    """Of the evaluation that runs while the job trains."""
+
+
+def exact_parts(parts: Parts, value: float) -> Parts:
+    """Numbers that do not overlap, with the exact sum of `parts` and `value`: as math.fsum does it (Shewchuk, "Adaptive Precision
+    Floating-Point Arithmetic"). A sum that is not finite is one number."""
+    if not math.isfinite(value) or not all(map(math.isfinite, parts)):
+        return (sum(parts, value),)
+    found: list[float] = []
+    for each in parts:
+        large, small = (value, each) if abs(value) >= abs(each) else (each, value)
+        value = large + small
+        if rest := small - (value - large):
+            found.append(rest)
+    return (*found, value) if math.isfinite(value) else (value,)
+
+
+def total_of(parts: Parts) -> float:
+    """Their sum, rounded once."""
+    return math.fsum(parts) if all(map(math.isfinite, parts)) else sum(parts)
+
+
+class Deaths(Record):
+    """Processes that died in a row at one place of a task: at a minibatch, or (-1) while its records were read. `trainers`: their ids, each
+    once; `cause`: how the last one died, for people."""
+
+    epoch: int
+    task_id: str
+    minibatch: int
+    trainers: tuple[str, ...]
+    cause: str
+
+
+class FailureCounts(Record):
+    """Failures of the user's code so far. `seen`: digest of an error -> how often, for the first few errors. `deaths`: of each
+    task at which processes died, and that no trainer has completed since, the last place; the last ones."""
+
+    total: int = 0
+    seen: dict[str, int] = Field(default_factory=dict)
+    deaths: tuple[Deaths, ...] = ()
+
+    def has_died_at(self, epoch: int, task_id: str) -> bool:
+        """Whether a process died at that task since a trainer completed it."""
+        return any((each.epoch, each.task_id) == (epoch, task_id) for each in self.deaths)
+
+    def without(self, epoch: int, task_id: str) -> Self:
+        """A trainer has got past all of that task: whatever died there did so by chance."""
+        left = tuple(each for each in self.deaths if (each.epoch, each.task_id) != (epoch, task_id))
+        return self.with_fields(deaths=left)
+
+
+def error_digest(error_type: str, message: str) -> str:
+    """A short name for an error, however long its message."""
+    return hashlib.sha256(f"{error_type}\0{message}".encode()).hexdigest()[:16]
