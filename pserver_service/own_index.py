@@ -116,7 +116,7 @@ class OwnIndex(OwnKey[PserverMember]):
         found = await self._etcd.get(key)
         if found is None or not (self._fits is None or self._fits(must_read(JobState, key, found.value))):
             return None
-        self.record = self.record.model_copy(update={"since": self._claimed})
+        self.record = self.record.with_fields(since=self._claimed)
         return [self._is_free(), Compare.mod(key, "==", found.mod_revision)]
 
     def follow(self) -> None:

@@ -124,8 +124,7 @@ class Rollback(StateFollower):
                 self._pserver.restore(store, state.timeline, state.checkpoint)
                 self._follower.follow()  # the slot map may be newer
             except CheckpointUnusable as error:
-                why = {"error": error.message, "superseded": isinstance(error, _Superseded)}
-                restored = restored.model_copy(update=why)
+                restored = restored.with_fields(error=error.message, superseded=isinstance(error, _Superseded))
             except PeerError as error:
                 log.warning("restore_delayed", index=self._pserver.index, cause=str(error))
                 await asyncio.sleep(ids.jitter(PAUSE_S))

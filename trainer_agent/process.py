@@ -310,7 +310,7 @@ class Connections(AbstractAsyncContextManager["Connections"]):
     def _port(self, member: PserverMember) -> HttpPserver:
         token, stall_s, transport = self._settings.own_token, self._stall_s, self._settings.transport
         if transport in {"tcp", "http"}:
-            member = member.model_copy(update={"uds": ""})
+            member = member.with_fields(uds="")
         elif transport != "auto" and not socket_of(member):
             raise InvalidArgument(
                 f"TRIREME_TRANSPORT is {transport}, but {member.name} on {member.host} has no UNIX socket that is open "

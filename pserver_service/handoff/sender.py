@@ -142,7 +142,7 @@ class HandOver:
         handed = self._handed(moving)
         frozen_s, paused_s = _seconds_since(moving.frozen_at), _seconds_since(self._pserver.refused_at)
         longest = max(handed.longest_pause_s, round(paused_s, 6))
-        done = handed.model_copy(update={"forgotten": handed.forgotten + 1, "longest_pause_s": longest})
+        done = handed.with_fields(forgotten=handed.forgotten + 1, longest_pause_s=longest)
         self._own_index.set(handed=done)
         log.info(
             "group_moved",
@@ -173,8 +173,8 @@ class HandOver:
         self._pserver.hands_over = True
         await self._send(moving, moving.blocks.rest, whole=True)
         handed = self._handed(moving)
-        update = {"groups": (*handed.groups, moving.group.number), "bytes": handed.bytes + moving.bytes, "failed": ""}
-        self._own_index.set(handed=handed.model_copy(update=update))
+        groups = (*handed.groups, moving.group.number)
+        self._own_index.set(handed=handed.with_fields(groups=groups, bytes=handed.bytes + moving.bytes, failed=""))
 
     async def _until_even(self, moving: _Moving) -> None:
         """A step that has begun becomes whole, or the job goes back to a checkpoint and the migration is over."""
@@ -224,7 +224,7 @@ class HandOver:
             if not told and clock.monotonic() - began > FAILED_S:
                 told = True
                 msg = f"pserver-{self._pserver.index} could not hand group {moving.group.number} over: {cause}"
-                self._own_index.set(handed=self._handed(moving).model_copy(update={"failed": msg}))
+                self._own_index.set(handed=self._handed(moving).with_fields(failed=msg))
             await asyncio.sleep(ids.jitter(PAUSE_S))
 
     def _port(self, moving: _Moving) -> HandoffPort | None:
@@ -252,8 +252,9 @@ class HandOver:
             ledger = ledger_text.to_text(moving.blocks.ledger(), [moved.block for moved in blocks])
         history = moving.store.history.handed()
         tables, rows_version = moving.blocks.described_tables()
-        fields = {"whole": True, "blocks": blocks, "history": history, "ledger": ledger}
-        return header.model_copy(update={**fields, "tables": tables, "rows_version": rows_version})
+        return header.with_fields(
+            whole=True, blocks=blocks, history=history, ledger=ledger, tables=tables, rows_version=rows_version
+        )
 
 
 def _rows(store: Store, group: Group) -> LeavingRows | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,6 @@ from tests.tidy.sources import (
 )
 
 MAX_LINES = 600
-MAX_MODULES = 14
 
 ARROWS = {
     "trireme_shared": {"trireme_shared"},
@@ -156,12 +154,6 @@ def test_no_folders_import_each_other_in_a_circle():
 def room(module: str) -> str:
     """The folder below the package that a module is in; a module that lies beside the folders is a room of its own."""
     return ".".join(module.split(".")[: 3 if inside(module, "trireme_shared.platform") else 2])
-
-
-def test_a_folder_holds_no_more_modules_than_a_newcomer_reads():
-    counts = Counter(path.parent for path in SOURCES if path.name != "__init__.py")
-    crowded = {str(folder.relative_to(ROOT)): count for folder, count in counts.items() if count > MAX_MODULES}
-    assert not crowded, f"more than {MAX_MODULES} modules: {crowded}"
 
 
 def test_no_private_name_crosses_a_folder():

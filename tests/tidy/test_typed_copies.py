@@ -16,9 +16,6 @@ UNCHECKED = (  # files and folders where `model_copy` may stand; the list may on
     "trireme/pool/place_keys.py",
     "shared/trireme_shared/protocol/between_runs.py",  # the names of fields are a table
     "master_service/trackers/wandb_run.py",  # no record of ours
-    "shared/trireme_shared/serving/",
-    "pserver_service/",
-    "trainer_agent/",
 )
 
 PROGRAM = """

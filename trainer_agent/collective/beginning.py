@@ -84,7 +84,7 @@ async def _publish(directory: Directory, etcd: Etcd, trainer: str, compute: Comp
     keys = directory.keys
     if await etcd.get(keys.init_done) is not None:
         return  # only this trainer's view is late
-    layout = compute.layout.model_copy(update={"values": digest})
+    layout = compute.layout.with_fields(values=digest)
     mine = [Compare.value(keys.init_lock, "==", trainer.encode()), Compare.create(keys.layout, "==", 0)]
     if not (
         await etcd.txn(mine, [Put(keys.layout, layout.to_bytes()), Put(keys.init_done, trainer.encode())])

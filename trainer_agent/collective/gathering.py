@@ -204,7 +204,7 @@ class MeanGradients:
                 async with asyncio.timeout(ANSWER_S):
                     info = await self.fleet.port(place).info()
                 if info.ready and info.generation == group.generation and info.timeline == self.server.timeline:
-                    return info.model_copy(update={"index": place})
+                    return info.with_fields(index=place)
             except NotReady:
                 await self.view.learn_addresses(group)
             except (PeerError, TimeoutError) as error:
@@ -377,5 +377,5 @@ def with_norm(record: StepRecord, norm: float) -> StepRecord:
     """Of a job that clips: as parameter servers know it."""
     result = record.result
     if result is not None:
-        result = result.model_copy(update={"grad_norm": norm if math.isfinite(norm) else None})
-    return record.model_copy(update={"grad_norm": norm, "result": result})
+        result = result.with_fields(grad_norm=norm if math.isfinite(norm) else None)
+    return record.with_fields(grad_norm=norm, result=result)

@@ -62,7 +62,7 @@ class SharePull(OpenPull):
         assert isinstance(store, MeanStore)
         if store.rows is None:
             return found
-        return found.model_copy(update={"row_means": store.rows.small_means(found.record.version, slots)})
+        return found.with_fields(row_means=store.rows.small_means(found.record.version, slots))
 
 
 class ShareServer(BlockServer):

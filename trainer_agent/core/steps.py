@@ -61,7 +61,7 @@ def agreed(records: Iterable[StepRecord | None]) -> StepRecord | None:
     first = found[0]
     if first.lane_zero is None or all(record.asked == first.asked for record in found):
         return first
-    return first.model_copy(update={"lane_zero": first.lane_zero.model_copy(update={"asked": None})})
+    return first.with_fields(lane_zero=first.lane_zero.with_fields(asked=None))
 
 
 def nodes_to_compute(missing: Sequence[int]) -> list[Interval]:

@@ -104,7 +104,7 @@ class Outbox:
         found = []
         for block, payload in items:
             result = results.pop(block.lanes, None)
-            found.append((block if result is None else block.model_copy(update={"result": result}), payload))
+            found.append((block if result is None else block.with_fields(result=result), payload))
         return cls.of(found, rows)
 
     async def started(self) -> bool:
@@ -162,7 +162,7 @@ class Outboxes(dict[int, Outbox]):
         """A finished block of `lanes`, which have `count` records together."""
         item = _head(block, lanes, count, self._dtypes[block], self._versions.get(block))
         if result is not None:
-            item = item.model_copy(update={"result": result})
+            item = item.with_fields(result=result)
         self[self.owners[block]].add(item, payload)
 
     def add_rows(self, lane: int, pushed: PushedRows, parts: Mapping[int, RowPart]) -> None:

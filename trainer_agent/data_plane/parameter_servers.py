@@ -143,7 +143,7 @@ class ParameterServers:
         """By pserver index, without pservers that gave no answer for `skip_after_s`."""
 
         async def ask(routes: Routes, index: int) -> tuple[int, LedgerAnswer | None]:
-            question = query.model_copy(update={"slots": routes.version})
+            question = query.with_fields(slots=routes.version)
             try:
                 return index, await self.fleet.ask(index, lambda port: port.ledger(question), skip_after_s, routes)
             except Unanswered:

@@ -206,7 +206,7 @@ class Pulls:
 
     async def let_go(self, bound: StalenessBound) -> None:
         """This trainer computes with none of the parameters that it pulled within a bound. Raises PeerError, StaleGeneration."""
-        none = bound.model_copy(update={"versions": None})
+        none = bound.with_fields(versions=None)
         request = PullRequest(**self._fleet.envelope(), blocks=(), bound=none)
         await self._fleet.port(self._asked_for_bound).pull(request, lambda _: NOTHING)
 

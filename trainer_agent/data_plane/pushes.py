@@ -190,7 +190,7 @@ class Pushes:
         such data already (the job will go back to a checkpoint), StaleGeneration."""
 
         async def ask(routes: Routes, index: int) -> object:
-            claim = header.model_copy(update={"slots": routes.version})
+            claim = header.with_fields(slots=routes.version)
             return await self._fleet.ask(index, lambda port: port.push(claim, _nothing()), routes=routes)
 
         await self._fleet.ask_all(ask)

@@ -118,5 +118,5 @@ class Joiner:
             generation = self._exchange.fleet.generation
             asked = checkpoint_asked(request, generation, step, version.asked, self.timeline)
             before = BeforeStep(ends_epoch(version.positions), self._evaluator.plateau_value(version))
-            self._lane_zero = step, self._compute.begin_step(before).model_copy(update={"asked": asked})
+            self._lane_zero = step, self._compute.begin_step(before).with_fields(asked=asked)
         return self._lane_zero[1]

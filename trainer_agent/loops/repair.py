@@ -156,7 +156,7 @@ class StepRepair:
             return
         positions = tuple(work.portions[lane].after for lane in skipped)
         lane_zero = header.lane_zero if 0 in skipped else None
-        claim = header.model_copy(update={"claim": True, "positions": positions, "lane_zero": lane_zero})
+        claim = header.with_fields(claim=True, positions=positions, lane_zero=lane_zero)
         try:
             await self._exchange.claim(claim)
         except StepTorn as error:

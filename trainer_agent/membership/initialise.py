@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Sequence
+from typing import Literal, cast
 
 from trainer_agent.data_plane.fleet_client import Connect
 from trainer_agent.data_plane.routing import Routes, route
@@ -75,7 +76,7 @@ def followed(spec: JobSpec, layout: Layout | None) -> JobSpec:
     """With the job's kind of device for `auto`, if it is known already."""
     if spec.device != "auto" or spec.mode is Mode.ASYNC or layout is None or not layout.device:
         return spec
-    return spec.model_copy(update={"device": layout.device})
+    return spec.with_fields(device=cast("Literal['cpu', 'cuda']", layout.device))
 
 
 def _different_tables(mine: Sequence[TableSpec], job: Sequence[TableSpec]) -> str:

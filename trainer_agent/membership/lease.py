@@ -41,7 +41,7 @@ class Membership(OwnKey[TrainerMember]):
 
     def _say_doubt(self, *, doubted: bool) -> None:
         assert self.record.holds is not None
-        self.set(holds=self.record.holds.model_copy(update={"doubted": doubted}))
+        self.set(holds=self.record.holds.with_fields(doubted=doubted))
 
     @property
     def lease_id(self) -> int:

@@ -107,7 +107,7 @@ class PauseResponder:
         """The checkpoint that was answered, "" if the answer was not written."""
         await self._flush()
         try:
-            await self._membership.write(paused=self._position().model_copy(update={"uuid": saving.uuid}))
+            await self._membership.write(paused=self._position().with_fields(uuid=saving.uuid))
         except (PeerError, LeaseLost) as error:
             log.warning("etcd_away", cause=str(error))
             await asyncio.sleep(ids.jitter(PAUSE_S))

@@ -285,11 +285,9 @@ class _Builder:
 
     def segments(self, optimizer: OptimizerSpec) -> tuple[Segment, ...]:
         return tuple(
-            kind.model_copy(
-                update={
-                    "elements": filled,
-                    "parameters": tuple(self._sizes[kind]) if rounds_by_parameter(optimizer, kind) else (),
-                }
+            kind.with_fields(
+                elements=filled,
+                parameters=tuple(self._sizes[kind]) if rounds_by_parameter(optimizer, kind) else (),
             )
             for kind, filled in self._filled.items()
         )

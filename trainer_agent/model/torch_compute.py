@@ -85,9 +85,10 @@ class TorchCompute:
         self.optimizer = optimizers.for_job(drawing(spec.seed, user.call, "optimizer", self.model), spec)
         laid_out = plan(self.model, self.optimizer, spec.block_bytes, spec.slot_count, self._device.type)
         self.tables = TrainedTables(self.model, spec)
-        more: dict[str, Any] = {"initial": self.started.digest, "tables": self.tables.specs}
-        more["constants"] = constants_of(self.model, laid_out)
-        self.plan: Plan = replace(laid_out, layout=laid_out.layout.model_copy(update=more))
+        layout = laid_out.layout.with_fields(
+            initial=self.started.digest, tables=self.tables.specs, constants=constants_of(self.model, laid_out)
+        )
+        self.plan: Plan = replace(laid_out, layout=layout)
         self.places = self.plan.parameters
         scheduler = drawing(spec.seed, user.call, "scheduler", self.optimizer) if user.has("scheduler") else None
         self._schedule = Schedule(scheduler, spec, user.guard)

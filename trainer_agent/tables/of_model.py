@@ -34,7 +34,7 @@ def tables_of(model: nn.Module, job_seed: int) -> tuple[TableSpec, ...]:
             raise InvalidArgument(msg, hint="give one of them another name, or both the same settings")
     if len(found) > MOST_TABLES:
         raise InvalidArgument(f"the model has {len(found)} tables, at most {MOST_TABLES} are possible")
-    return tuple(found[name].model_copy(update={"seed": table_seed(job_seed, name)}) for name in sorted(found))
+    return tuple(found[name].with_fields(seed=table_seed(job_seed, name)) for name in sorted(found))
 
 
 class ModelTables:

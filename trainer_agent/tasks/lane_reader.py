@@ -132,7 +132,7 @@ class LaneReader:
             case "end":
                 raise TrainingOver
             case _:
-                return position.model_copy(update={"offset": 0, "exhausted": True})
+                return position.with_fields(offset=0, exhausted=True)
 
     async def _ahead(self, position: LanePosition) -> LoadedTask | None:
         """None if anything fails: then `at` asks again, and gets the error."""
@@ -155,17 +155,14 @@ def portion_of(source: TaskSource, before: LanePosition, position: LanePosition,
     records = source.minibatch(loaded, position.offset // source.spec.minibatch_size)
     offset = position.offset + len(records)
     finishes = offset >= len(loaded.shard)
-    if finishes:
-        after = _after_task(position, loaded.task.stream_length)
-    else:
-        after = position.model_copy(update={"offset": offset})
+    after = _after_task(position, loaded.task.stream_length) if finishes else position.with_fields(offset=offset)
     return Portion(before, after, records, loaded.task, finishes, position.index != before.index)
 
 
 def _after_task(position: LanePosition, stream_length: int) -> LanePosition:
     """Where the lane stands behind the task at `position`."""
     index = position.index + 1
-    return position.model_copy(update={"index": index, "offset": 0, "exhausted": index >= stream_length})
+    return position.with_fields(index=index, offset=0, exhausted=index >= stream_length)
 
 
 def is_due(loaded: LoadedTask | None, position: LanePosition) -> LoadedTask | None:

@@ -55,13 +55,12 @@ class MetricBuffer:
             self.since = now
         known = self.steps.get(share.step)
         if known and known.timeline == share.timeline:
-            summed = {
-                "loss_sum": known.loss_sum + share.loss_sum,
-                "records": known.records + share.records,
-                "skipped": known.skipped + share.skipped,
-                "metrics": _summed(known.metrics, share.metrics),
-            }
-            share = share.model_copy(update=summed)
+            share = share.with_fields(
+                loss_sum=known.loss_sum + share.loss_sum,
+                records=known.records + share.records,
+                skipped=known.skipped + share.skipped,
+                metrics=_summed(known.metrics, share.metrics),
+            )
         self.steps[share.step] = share
         if len(self.steps) > KEPT_STEPS:
             del self.steps[next(iter(self.steps))]
@@ -173,7 +172,7 @@ class Reports:
         """This trainer owns lane 0, and the step that made this version is done. `grad_norm`: of its gradient, if this trainer knows it."""
         result = record.result
         if result is not None and result.grad_norm is None and grad_norm is not None and math.isfinite(grad_norm):
-            result = result.model_copy(update={"grad_norm": grad_norm})
+            result = result.with_fields(grad_norm=grad_norm)
         if not self.steps.active:
             self._whole_since = clock.monotonic()
         self.steps.add(result, record.version - 1, timeline)

@@ -254,7 +254,7 @@ class TaskSource:
 
     async def complete(self, task: Task, done: CompleteTask, following: TakeNext | None = None) -> Task | None:
         """`task` is done. With `following`: the next task if the master has one at once; else `acquire` that request."""
-        report = done.model_copy(update={"next": following})
+        report = done.with_fields(next=following)
         try:
             what = f"completing task {task.task_id}"
             return (await retry(lambda: self._master.complete_task(task.task_id, report), what)).next

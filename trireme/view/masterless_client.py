@@ -99,8 +99,8 @@ class MasterlessClient:
         if seconds <= 0 or records <= 0 or stalled or Phase(view.phase).final:
             return view
         left = progress.records_total - progress.records_done
-        rates = {"records_per_s": round(records / seconds, 3), "eta_s": round(left * seconds / records, 3)}
-        return view.model_copy(update={"progress": progress.model_copy(update=rates)})
+        rate, eta_s = round(records / seconds, 3), round(left * seconds / records, 3)
+        return view.with_fields(progress=progress.with_fields(records_per_s=rate, eta_s=eta_s))
 
     async def explain_job(self, _: str) -> Explanation:
         """Does what AsyncClient does. The job is watched for WATCHED_S, because nobody else knows when it last made progress."""

@@ -43,7 +43,7 @@ def test_all_loops_that_tables_call_are_there_after_the_first_use():
     assert len(names) > 15
     told = subprocess.run(
         [sys.executable, "-c", LACKING.format(names=names)],
-        cwd=TABLES.parents[1],
+        cwd=TABLES.parents[2],
         capture_output=True,
         text=True,
         timeout=200,

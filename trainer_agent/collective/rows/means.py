@@ -56,9 +56,8 @@ class MeanRows(TableRows):
     """By version: `shares` of the own slots in the present generation, `whole` of all slots. It has no rows: its tables stay empty."""
 
     def __init__(self, layout: Layout, lanes: int, version: int) -> None:
-        without = {"max_rows": None, "admit_after": 1, "evict_after_steps": None}
-        tables = tuple(spec.model_copy(update=without) for spec in layout.tables)
-        super().__init__(layout.model_copy(update={"tables": tables}), lanes, version)
+        tables = tuple(spec.with_fields(max_rows=None, admit_after=1, evict_after_steps=None) for spec in layout.tables)
+        super().__init__(layout.with_fields(tables=tables), lanes, version)
         self.shares: dict[int, RowMeans] = {}
         self.whole: dict[int, RowMeans] = {}
 

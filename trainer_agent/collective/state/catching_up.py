@@ -190,7 +190,7 @@ class CatchingUp:
             except (PeerError, StaleGeneration, BadFrame) as error:
                 problem = error
             else:
-                self._record = portion.head.record.model_copy(update={"results": ()})
+                self._record = portion.head.record.with_fields(results=())
                 self._compare(self._record)
                 self._first_version = self._record.version
                 self._follow.begin(portion.head.record, self._timeline)

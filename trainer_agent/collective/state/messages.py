@@ -65,4 +65,4 @@ class Portion:
     parts: Sequence[tuple[StatePart, memoryview]]
 
     def with_pause(self, pause_s: float) -> Portion:
-        return replace(self, head=self.head.model_copy(update={"pause_s": pause_s}))
+        return replace(self, head=self.head.with_fields(pause_s=pause_s))

@@ -86,8 +86,8 @@ class Restorer:
                     ref = await self._kept(state.checkpoint)
                     await self._load(ref, state)
                 except CheckpointUnusable as error:
-                    why = {"error": error.message, "superseded": isinstance(error, _Superseded)}
-                    self._own_key.set(holds=holds.model_copy(update=why), waits="")
+                    unusable = holds.with_fields(error=error.message, superseded=isinstance(error, _Superseded))
+                    self._own_key.set(holds=unusable, waits="")
                     return
                 except PeerError as error:
                     log.warning("restore_delayed", cause=str(error))
@@ -103,7 +103,7 @@ class Restorer:
                 version = self._replica.version
                 log.info("restored", timeline=state.timeline, checkpoint=state.checkpoint, version=version)
                 self._began()
-                self._own_key.set(holds=holds.model_copy(update={"version": ref.step}), waits="")
+                self._own_key.set(holds=holds.with_fields(version=ref.step), waits="")
                 return
 
     async def _load(self, ref: CheckpointRef, state: JobState) -> None:

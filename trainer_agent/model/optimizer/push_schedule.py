@@ -40,7 +40,7 @@ class PushSchedule:
             if self._begun == number:
                 self._options = LaneZero(options=state.options)
                 if told // STATE_EVERY < number // STATE_EVERY:
-                    return state.model_copy(update={"number": number})
+                    return state.with_fields(number=number)
             elif self._begun % STEPS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         return self._options

@@ -110,7 +110,7 @@ class History:
     def __init__(self, first: StepRecord, lanes: int = 1) -> None:
         self.results = Results([*first.results, *((first.result,) if first.result is not None else ())])
         self._lanes, self.kept = lanes, KEPT
-        self._records = {first.version: first.model_copy(update={"results": ()})}
+        self._records = {first.version: first.with_fields(results=())}
         self._notes: dict[int, Notes] = {}
         self._first: dict[int, dict[int, str]] = {}  # by step, of the steps of `_records`
         self.claims = 0
@@ -205,7 +205,7 @@ class History:
 
     def take_record(self, record: StepRecord) -> None:
         """Know a version that was made elsewhere; it replaces what is known of it."""
-        self._records[record.version] = record.model_copy(update={"results": ()})
+        self._records[record.version] = record.with_fields(results=())
         self._notes.pop(record.version - 1, None)
         if record.result is not None:
             self.results.put(record.result)
@@ -240,7 +240,7 @@ class History:
 
     def saved(self, record: StepRecord) -> StepRecord:
         """With the results before it that may not be stored yet, as a checkpoint holds it."""
-        return record.model_copy(update={"results": self.results.of(0, record.version - 1)})
+        return record.with_fields(results=self.results.of(0, record.version - 1))
 
     def handed(self) -> HandedHistory:
         """What another parameter server needs to know as well when it gets blocks of this one."""

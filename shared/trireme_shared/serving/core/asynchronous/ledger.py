@@ -77,7 +77,7 @@ class Ledger:
         detail = self.detail_of(push.epoch)
         if detail is None:
             counts = self._old.get(push.epoch) or _counts_of(push.epoch, EpochDetail([]))
-            self._old[push.epoch] = counts.model_copy(update={"duplicates": counts.duplicates + 1})
+            self._old[push.epoch] = counts.with_fields(duplicates=counts.duplicates + 1)
             return Verdict.DUPLICATE
         if detail.is_closed(task):
             detail.duplicates += 1
@@ -152,7 +152,7 @@ class Ledger:
             )
             for epoch, entry in saved.epochs.items()
         }
-        old = saved.old if stays else tuple(entry.model_copy(update={"duplicates": 0}) for entry in saved.old)
+        old = saved.old if stays else tuple(entry.with_fields(duplicates=0) for entry in saved.old)
         return SavedLedger(epochs, old, tuple(bits for bits in groups if bits))
 
     @classmethod

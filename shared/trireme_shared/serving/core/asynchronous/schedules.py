@@ -37,7 +37,7 @@ class ScheduleStates:
 
     def saved(self, record: StepRecord) -> StepRecord:
         """With these states, as a checkpoint has it."""
-        return record.model_copy(update={"schedules": self.kept})
+        return record.with_fields(schedules=self.kept)
 
 
 def newest_at(states: Iterable[LaneZero], number: int) -> LaneZero | None:

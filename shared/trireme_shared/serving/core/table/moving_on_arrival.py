@@ -78,7 +78,7 @@ class LeavingOnArrival(LeavingRows):
             yield from self._sketches(number, table)
 
     def described(self) -> tuple[MovedTable, ...]:
-        return tuple(moved.model_copy(update={"before": False}) for moved in super().described())
+        return tuple(moved.with_fields(before=False) for moved in super().described())
 
     def release(self) -> None:
         for changed in self._changed:
