@@ -72,14 +72,7 @@ class ClusterMaster:
     _deletions: dict[str, asyncio.Task[ClusterJob]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.candidate = Candidate(
-            self.etcd,
-            name=self.name,
-            url=self.url,
-            network=self.network,
-            probe=self.probe,
-            taking_over="taking the cluster over",
-        )
+        self.candidate = Candidate(self.name, "taking the cluster over")
 
     @property
     def current_term(self) -> ClusterTerm | None:
@@ -96,7 +89,10 @@ class ClusterMaster:
         await stand(self.etcd, self.ttl_s, stopping, self._lead)
 
     async def _lead(self, lease: Lease) -> None:
-        async with self.candidate.elected(self.keys.lock, lease) as lock:
+        election = self.candidate.elected(
+            self.etcd, self.keys.lock, lease, self.probe, url=self.url, network=self.network
+        )
+        async with election as lock:
             try:
                 start = await take_over(self.etcd, self.keys, lock, self.url)
                 term = self.candidate.current = ClusterTerm(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from master_service.control.task_service import Probe
@@ -31,14 +31,8 @@ T = TypeVar("T", bound=Led)
 
 @dataclass(eq=False, slots=True)
 class Candidate(Generic[T]):
-    etcd: Etcd
-    _: KW_ONLY
     #: Name of the process, for people.
     name: str
-    #: Where its REST API is served.
-    url: str
-    network: str
-    probe: Probe
     #: What a takeover does, for callers that have to ask again.
     taking_over: str
     #: The term that it leads; None before it has taken over, and on a standby.
@@ -49,12 +43,15 @@ class Candidate(Generic[T]):
     _leading: bool = field(init=False, default=False)
 
     @asynccontextmanager
-    async def elected(self, key: str, lease: Lease) -> AsyncIterator[HeldLock]:
-        """Wait for the lock `key` under `lease`, and hold it. At the end this process leads nothing. Raises LeaseLost."""
-        me = MasterLock(master=self.name, url=self.url, lease=lease.id, network=self.network)
+    async def elected(
+        self, etcd: Etcd, key: str, lease: Lease, probe: Probe, *, url: str, network: str
+    ) -> AsyncIterator[HeldLock]:
+        """Wait for the lock `key` under `lease`, and hold it. At the end this process leads nothing. `url`, `network`: where its REST API
+        is served. Raises LeaseLost."""
+        me = MasterLock(master=self.name, url=url, lease=lease.id, network=network)
         try:
-            number = await campaign(self.etcd, key, me, lease, self.probe, self._note_leader)
-            self._leading, self._leader, self.since = True, self.url, clock.monotonic()
+            number = await campaign(etcd, key, me, lease, probe, self._note_leader)
+            self._leading, self._leader, self.since = True, url, clock.monotonic()
             yield HeldLock(key, number, lease)
         finally:
             self.current, self._leading, self._leader = None, False, ""

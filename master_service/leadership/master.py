@@ -37,14 +37,7 @@ class Master(TaskService):
     setback: PeerError | LeaseLost | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.candidate = Candidate(
-            self.etcd,
-            name=self.name,
-            url=self.url,
-            network=self.network,
-            probe=self.probe,
-            taking_over="taking over the job (counting the dataset, reading the queues)",
-        )
+        self.candidate = Candidate(self.name, "taking over the job (counting the dataset, reading the queues)")
 
     @property
     def current_term(self) -> Term | None:
@@ -67,7 +60,10 @@ class Master(TaskService):
     async def lead(self, lease: Lease) -> None:
         """Wait for the job's lock, take the job over and lead it until cancelled, or the lock is lost (raises LockLost, in an
         ExceptionGroup). Raises what `take_over` raises."""
-        async with self.candidate.elected(self.keys.master_lock, lease) as lock:
+        election = self.candidate.elected(
+            self.etcd, self.keys.master_lock, lease, self.probe, url=self.url, network=self.network
+        )
+        async with election as lock:
             try:
                 address = MasterAddress(url=self.url, term=lock.term)
                 first = Put(self.keys.master_address, address.to_bytes(), lease.id)
