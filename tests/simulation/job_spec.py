@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.simulation.checkpoint_checker import STORAGE
 from tests.simulation.compute import BLOCK_BYTES
-from tests.simulation.plans import SLOWEST_S, Plan
-from trireme_shared.protocol.records import JobSpec, Mode, Strategy
+from tests.simulation.plans import Plan
+from trireme_shared.protocol.records import JobSpec, Mode
 from trireme_shared.protocol.records.datasets import Custom
 
 LEASE_TTL_S = 5.0
@@ -45,7 +45,7 @@ def spec_of(plan: Plan) -> JobSpec:
         lease_ttl_s=LEASE_TTL_S,
         stragglers="on" if plan.stragglers else "off",
         task_timeout_floor_s=TASK_FLOOR_S,
-        task_timeout_ceiling_s=TASK_CEILING_S + _longest_step_s(plan),
+        task_timeout_ceiling_s=TASK_CEILING_S,
         max_task_failures=MAX_TASK_FAILURES,
         checkpoint_every_steps=plan.checkpoint_every,
         keep_checkpoints=plan.keep_checkpoints,
@@ -59,8 +59,3 @@ def spec_of(plan: Plan) -> JobSpec:
         checkpoint_kind="independent" if plan.independent else "coordinated",
         **({"lanes": job.lanes, "rebalance_s": plan.rebalance_s} if job.mode is Mode.SYNC else {}),
     )
-
-
-def _longest_step_s(plan: Plan) -> float:
-    """Collective: of one trainer that computes all lanes. If it is taken to hang, the job goes back to a checkpoint, again and again."""
-    return 1.5 * plan.job.lanes * SLOWEST_S if plan.strategy is Strategy.COLLECTIVE else 0.0

@@ -49,6 +49,7 @@ REGRESSIONS = {
     (Mode.ASYNC, 3191): "the same",
     (Mode.SYNC, 4): "trainers of a job begun again with other numbers waited for as many pservers as before",
     (Mode.SYNC, 47): "a pserver of a job begun again with fewer kept an index that is not wanted any more",
+    (Mode.SYNC, 81): "the only trainer was evicted in every step: its lanes together took longer than a minibatch may",
     (Mode.SYNC, 133): "a block that arrived as a pull timed out was announced but not taken",
 }
 

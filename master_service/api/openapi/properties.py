@@ -135,7 +135,7 @@ PROPERTIES = {
     "stream": "The lane of synchronous training that the task belongs to, from 0.",
     "stream_length": "Number of tasks of the stream in this epoch.",
     "task_id": "Id of the task: `17`, `evaluate-3`, `export-0`.",
-    "task_timeout_ceiling_s": "A silent attempt is given to another trainer after at most so many seconds.",
+    "task_timeout_ceiling_s": "A silent attempt is given to another trainer after at most so many seconds for each lane of the trainer with the most.",
     "task_timeout_floor_s": "A silent attempt is given to another trainer after at least so many seconds.",
     "text": "Text of the script.",
     "threads_per_trainer": "Number of threads of each trainer.",

@@ -2,7 +2,8 @@
 
 A silence is the time between two signs of life of one attempt: dispatch, each progress report, completion. That the first minibatch of a lane's task is
 handed out tells nothing: its step is still to come. A trainer computes its lanes one after the other, so silences count for each of its lanes: who gets
-the lanes of others may be silent for longer.
+the lanes of others may be silent for longer. The ceiling is that of a minibatch, and all wait for the trainer with the most lanes, so everybody's counts
+for each of those. Otherwise a trainer that is left alone with many lanes would be evicted in every step, for ever, although no minibatch takes that long.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ class Deadlines:
         insort(self._ordered, silence_s)
 
     def allowed_s(self, trainer: str = "") -> float:
-        """At that trainer. The ceiling until ENOUGH silences were observed: a first batch may compile, download, warm up."""
-        count = len(self._ordered)
+        """At that trainer. The longest until ENOUGH silences were observed: a first batch may compile, download, warm up."""
+        count, longest_s = len(self._ordered), self.ceiling_s * max(1, self.trainers.most_lanes)
         if count < ENOUGH:
-            return self.ceiling_s
+            return longest_s
         high = self._ordered[min(count - 1, int(QUANTILE * count))]
-        return min(self.ceiling_s, max(self.floor_s, FACTOR * high * self._lanes_of(trainer)))
+        return min(longest_s, max(self.floor_s, FACTOR * high * self._lanes_of(trainer)))
 
     def is_over(self, held: Pending, now: float) -> bool:
         """Whether that task has been silent for too long, also if its trainer has got more lanes since the deadline was set."""

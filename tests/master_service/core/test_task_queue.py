@@ -287,6 +287,21 @@ def test_who_gets_the_lanes_of_others_may_be_silent_for_longer(lanes: TaskQueue)
     assert lanes.overdue(1.0 + 41.0) == ["0"]
 
 
+@pytest.mark.parametrize(("names", "shares"), [(("t2",), ()), (("t1", "t2"), ()), (("t1", "t2"), ((2, 1), (1, 1)))])
+def test_the_ceiling_counts_for_each_lane_of_the_trainer_with_the_most(lanes: TaskQueue, names, shares) -> None:
+    """No minibatch hangs, though a step of the trainer that has the lanes of others takes longer than the ceiling. Who waits for it is silent, too."""
+    lanes.deadlines.trainers = TrainerList(generation=1, lanes=1 + len(names), names=names, shares=shares)
+    take_lane(lanes, "r1", 1, 0, trainer="t2")
+    taken = next(iter(lanes.pending))
+    assert lanes.overdue(199.0) == []
+    assert lanes.overdue(201.0) == [taken]
+    for _ in range(20):
+        lanes.deadlines.observe(180.0, "t2")
+    lanes.sign_of_life(taken, 1, 150.0)
+    assert lanes.overdue(150.0 + 199.0) == []
+    assert lanes.overdue(150.0 + 201.0) == [taken]
+
+
 def test_ids_of_other_kinds_and_beyond_the_end_do_not_exist(queue: TaskQueue) -> None:
     for task_id in ("3", "-1", "evaluate-0", "01", "", "x", "٣", "9" * 100):
         with pytest.raises(NotFound):

@@ -56,6 +56,13 @@ class TrainerList(Record):
             return self._ends[place - 1] if place else 0, self._ends[place]
         return share_of(self.lanes, self.owner_count, place)
 
+    @property
+    def most_lanes(self) -> int:
+        """How many lanes the trainer with the most has; 0 if nobody has any."""
+        if self.shares:
+            return max(lanes for lanes, _ in self.shares)
+        return -(-self.lanes // self.owner_count) if self.owner_count else 0
+
     def place_of(self, lane: int) -> int:
         """The place of the owner of `lane`."""
         return bisect_right(self._ends, lane) if self.shares else place_of(self.lanes, self.owner_count, lane)
