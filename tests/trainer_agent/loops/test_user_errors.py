@@ -71,7 +71,7 @@ async def test_a_model_that_cannot_be_written_fails_the_job_with_the_place_and_t
 
 
 async def test_what_a_machine_lacks_for_long_ends_the_trainer_with_the_cause_and_no_task_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer_agent.waiting.retry.FIRST_S", 0.001)
+    monkeypatch.setattr("trainer_agent.waiting.FIRST_S", 0.001)
     monkeypatch.setattr("trainer_agent.tasks.source.READ_LIMIT_S", 0.01)
     items = """
         import errno

@@ -88,12 +88,12 @@ async def test_a_master_that_leaves_in_the_middle_of_an_answer_costs_no_event_an
 )
 async def test_what_makes_a_job_another_one_than_was_asked_for_is_shown(name):
     class Told(Master):
-        async def events(self, after):
-            told = {"event_id": 1, "event_time": clock.timestamp(), "name": name, "message": "look", "fields": {}}
-            return {"events": [told] if not after else [], "next_after": 1}
+        async def list_events(self, _, *, after):
+            told = EventRecord(event_id=1, event_time=clock.timestamp(), name=name, message="look", fields={})
+            return EventPage(events=() if after else (told,), next_after=1, oldest=1, newest=1)
 
-        async def task_summary(self):
-            return {"total": 2, "task_records": 64}
+        async def get_task_summary(self, _):
+            return TaskSummary.model_construct(total=2, task_records=64)
 
     screen = Screen()
     reporter = ProgressReporter(JobSpec.model_construct(mode=Mode.SYNC, trainers=1, records_per_task=64), screen)
