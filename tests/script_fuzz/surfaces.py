@@ -173,18 +173,21 @@ SURFACES: dict[str, Callable[[Script], Outcome]] = {
 
 
 PARTS = (
-    ("python script.py", "functions, parameter servers", "loop, collective"),
-    ("python loop.py", "functions, collective", "loop, parameter servers"),
-    ("python script.py", "functions, asynchronous", "loop, asynchronous"),
+    ("python script.py", "functions, parameter servers"),
+    ("python loop.py", "loop, collective"),
+    ("python script.py", "functions, collective"),
+    ("python loop.py", "loop, parameter servers"),
+    ("python script.py", "functions, asynchronous"),
+    ("python loop.py", "loop, asynchronous"),
 )
 
 
 def surfaces_of(script: Script, part: int | None = None) -> dict[str, Callable[[Script], Outcome]]:
     """Those that the script has. `part`: the number of a part of them, to save time; any integer."""
-    names = SURFACES if part is None else PARTS[part % len(PARTS)]
-    if not script.has_functions:
-        names = [name for name in names if "loop" in name]
-    return {name: SURFACES[name] for name in names}
+    parts = PARTS if part is not None else (tuple(SURFACES),)
+    has = [[name for name in names if script.has_functions or "loop" in name] for names in parts]
+    has = [names for names in has if names]
+    return {name: SURFACES[name] for name in has[(part or 0) % len(has)]}
 
 
 def _outcome(train: Callable[[], Outcome]) -> Outcome:
