@@ -1,16 +1,16 @@
-"""Ablations: one function of the product is another one for a while."""
+"""Ablations: a function of the product, or a number, is another one for a while."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     original = vars(owner)[name]  # a static method stays one
-    setattr(owner, name, function)
+    setattr(owner, name, value)
     try:
         yield
     finally:
