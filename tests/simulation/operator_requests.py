@@ -71,6 +71,10 @@ async def _ask(cluster: SimulatedCluster, request: OperatorRequest) -> None:
         except (Conflict, NotFound) as error:
             cluster.say(f"refused: {error}")
             known = ("about to go back", "being resized already")
+            if request.kind is RequestKind.RESIZE and not request.members[0]:
+                known += (
+                    "this Idempotency-Key asked for",
+                )  # the job got parameter servers between two attempts: see _resize
             rightly = (
                 any(text in error.message for text in known) or cluster.plan.independent or cluster.state.phase.final
             )

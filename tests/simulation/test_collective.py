@@ -69,7 +69,7 @@ def test_every_promise_is_kept_with_other_settings_and_requests(seeds):
     "seeds",
     [
         pytest.param(range(FEW), id="few"),
-        pytest.param((50048, 50303, 56035), id="mended"),
+        pytest.param((50048, 50303, 56035, 82014), id="mended"),
         pytest.param(range(FEW, MANY), id="many", marks=[pytest.mark.soak, pytest.mark.timeout(1200)]),
     ],
 )

@@ -156,6 +156,9 @@ def advance(job: Job, operation: Operation, stamp: str) -> Decision[None]:
     if state.phase.final:
         reason = f"the job is {state.phase}: {state.reason}"
         return _end(job, operation, ResizePhase.FAILED, reason, stamp, Conflict.code)
+    if (resize.pservers == 0) != (spec.strategy is JobStrategy.COLLECTIVE):
+        reason = f"the job was started again as {spec.strategy} with {both_in_words(spec.trainers, spec.pservers)}"
+        return _map_as_it_is(job) + _end(job, operation, ResizePhase.FAILED, reason, stamp, Conflict.code)
     if resize.phase is ResizePhase.PLANNED:
         return _begin(job, operation) if state.phase is Phase.RUNNING and job.members.init_done else Decision(None)
     if (spec.trainers, spec.pservers) != (resize.trainers, resize.pservers):
