@@ -155,8 +155,9 @@ class Masters:
             if url.startswith(MASTERLESS):
                 msg = f"{without_user(url)} is a masterless job: no master can answer this"
                 raise InvalidArgument(msg, hint="see docs/masterless.md for the commands that work")
-            if not url.startswith(("http://", "https://")) or httpx.URL(url).path not in ("", "/"):
-                raise InvalidArgument(f"{url!r} is no address of a master; write http://HOST:PORT")
+            if not url.startswith(("http://", "https://")) or "/v1/" in f"{httpx.URL(url).path}/":
+                msg = f"{url!r} is no address of a master; write http://HOST:PORT, with the path of a proxy before /v1 if there is one"
+                raise InvalidArgument(msg)
         self._given = tuple(given)
         self.url = self._given[0]
 

@@ -248,6 +248,21 @@ def test_what_is_no_address_of_a_master_is_refused(urls: str):
         Client(urls)
 
 
+def test_a_proxy_may_give_the_master_a_path():
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        return httpx.Response(200, json=OPERATION)
+
+    async def main() -> None:
+        async with client_of(answer, "http://a/clusters/one/") as client:
+            await client.get_operation("j", "o")
+        assert asked == ["/clusters/one/v1/jobs/j/operations/o"]
+
+    run_virtually(main)
+
+
 def test_the_token_comes_from_the_environment_and_is_never_shown(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRIREME_TOKEN", "topsecret")
     given = []
