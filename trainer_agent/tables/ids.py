@@ -32,7 +32,7 @@ def integers(what: str, value: object) -> torch.Tensor:
         msg = f"{what}: got {type(value).__name__}; give a tensor of integers (torch.tensor(ids), trireme.nn.ids_of(texts))"
         raise InvalidArgument(msg)
     if value.dtype not in INTEGERS:
-        msg = f"{what}: got a tensor of {value.dtype}; ids are int64 or int32, and .long() converts, if it holds whole numbers"
+        msg = f"{what}: got a tensor of {value.dtype}; ids are int64, int32, uint64 or uint32, and .long() converts, if it holds whole numbers"
         raise InvalidArgument(msg)
     if value.dtype == torch.uint64:
         return value.detach().view(torch.int64)

@@ -121,7 +121,12 @@ FEW = 'self.user = trireme.nn.Embedding("user", 3, max_rows=1024)'
 @pytest.mark.parametrize(
     ("layers", "ids", "code", "message"),
     [
-        (ONE, "x[:, 0]", 1, "InvalidArgument: table user: got a tensor of torch.float32; ids are int64 or int32"),
+        (
+            ONE,
+            "x[:, 0]",
+            1,
+            "InvalidArgument: table user: got a tensor of torch.float32; ids are int64, int32, uint64 or uint32",
+        ),
         (ONE, "ids[:, 0].tolist()", 1, "InvalidArgument: table user: got list; give a tensor of integers"),
         (
             BAG,

@@ -176,7 +176,7 @@ BAG_2, BAG_1 = torch.tensor([[3, 4]]), torch.tensor([3, 4])
     ("kind", "arguments", "message"),
     [
         ("Embedding", ([3],), r"got list; give a tensor of integers"),
-        ("Embedding", (torch.tensor([3.0]),), r"got a tensor of torch.float32; ids are int64 or int32"),
+        ("Embedding", (torch.tensor([3.0]),), r"got a tensor of torch.float32; ids are int64, int32, uint64 or uint32"),
         ("Embedding", (torch.tensor([True]),), r"got a tensor of torch.bool"),
         ("EmbeddingBag", (BAG_1,), r"ids of shape \(2,\) without offsets; bags are \(bags, ids\)"),
         ("EmbeddingBag", (BAG_2, torch.tensor([0])), r"ids of shape \(1, 2\) with offsets"),
@@ -267,7 +267,7 @@ def test_ids_of_texts_are_those_that_are_documented() -> None:
         ({"users": torch.tensor([1])}, "names the table 'users', and the model's tables are tag, user"),
         (
             {"user": torch.tensor([1.0])},
-            "ids(batch) of table user: got a tensor of torch.float32; ids are int64 or int32",
+            "ids(batch) of table user: got a tensor of torch.float32; ids are int64, int32, uint64 or uint32",
         ),
         ({"user": [1, 2]}, "ids(batch) of table user: got list; give a tensor of integers"),
         (torch.tensor([1]), "ids(batch) returned Tensor; it returns a dict"),
