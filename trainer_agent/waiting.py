@@ -33,7 +33,7 @@ def backoff_s(failures: int) -> float:
 
 
 class Backoff:
-    """For one operation: `await failed(error)` after each failure. It sleeps, and raises DeadlineExceeded once failures have
+    """Pauses between the tries of one operation: `await failed(error)` after each failure. It sleeps, and raises DeadlineExceeded once failures have
     followed each other for `limit_s`."""
 
     def __init__(self, what: str, limit_s: float = LIMIT_S) -> None:
@@ -160,7 +160,8 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 async def to_its_end(work: Awaitable[T]) -> T:
-    """What it returns. If cancelled, that is raised when the work has ended: a thread, for example, that writes to memory of others."""
+    """Await `work` to completion even if the caller is cancelled, then re-raise the cancellation: the work may be a thread that writes to the
+    caller's memory."""
     working = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(working)

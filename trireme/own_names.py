@@ -38,7 +38,7 @@ class BesideUsers:
 
 
 def make_room() -> None:
-    """Once in a process: also for modules of the user that are imported already."""
+    """Install the finder, once in a process; it serves modules of the user that are imported already, too."""
     if BesideUsers in sys.meta_path:
         return
     sys.meta_path.insert(0, BesideUsers)

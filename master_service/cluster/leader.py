@@ -148,7 +148,7 @@ class ClusterMaster:
         self.term  # noqa: B018  raises
 
     def check_ready(self) -> bool:
-        """As Candidate's."""
+        """The term that this process leads. Raises as Candidate.term."""
         return self.candidate.check_ready()
 
     def leads(self, name: str) -> bool:

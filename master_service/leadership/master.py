@@ -92,7 +92,7 @@ class Master(TaskService):
         self.term  # noqa: B018  raises
 
     def check_ready(self) -> bool:
-        """As Candidate's."""
+        """The term that this process leads. Raises as Candidate.term."""
         return self.candidate.check_ready()
 
     def masters(self) -> tuple[Master]:

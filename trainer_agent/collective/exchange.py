@@ -85,7 +85,7 @@ class CollectiveGroup:
         self.means.begin(self.replica.record, self.replica.timeline)
 
     async def run(self) -> None:
-        """Form the group of each generation. Until cancelled."""
+        """Form the group of each generation, until cancelled."""
         means = self.means
         while True:
             following, group = means.view.next_group, means.view.group
@@ -189,7 +189,7 @@ class CollectiveGroup:
         return self.replica.record
 
     async def _step_and_use(self, version: int) -> None:
-        """That version is in use afterwards, unless one as new is, or none any more."""
+        """Step until that version is in use, unless one as new is, or none any more."""
         while self.replica.version is not None and self.replica.version < version:
             await self.pull(self.replica.version + 1)
             await self.use_next()
@@ -210,7 +210,7 @@ class CollectiveGroup:
         return True
 
     async def step_to(self, version: int) -> None:
-        """Of a trainer without lanes: the next version, of which all mean gradients are there, is in use then."""
+        """Step a trainer without lanes to the next version, of which all mean gradients are there, and put it into use."""
         await self.pull(version)
         async with self.swapping:
             self._swap()
@@ -236,7 +236,7 @@ class CollectiveGroup:
                 self.replica.stepping = False
 
     async def settle(self, version: int) -> None:
-        """Until all trainers of the generation have it: whoever is left has it then."""
+        """Returns once all trainers of the generation have the version: any one that is left has it then."""
         while True:
             group = await self.means.formed()
             infos = await self.means.while_it_lasts(group, self.means.versions_in(group))

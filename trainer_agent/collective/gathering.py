@@ -264,7 +264,7 @@ class MeanGradients:
         return self.view.group.trainers if self.view.group is not None else None
 
     async def wait(self, version: int) -> None:
-        """Until it has all mean gradients of that version. Raises Gone."""
+        """Returns once this trainer has all mean gradients of that version. Raises Gone."""
         await self.gather_to(version)
 
     def take(self, version: int) -> Step:

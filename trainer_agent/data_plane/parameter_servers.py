@@ -140,7 +140,7 @@ class ParameterServers:
     # ------------------------------------------------------------ asynchronous
 
     async def ledgers(self, query: LedgerQuery, skip_after_s: float | None = None) -> dict[int, LedgerAnswer]:
-        """By pserver index, without pservers that gave no answer for `skip_after_s`."""
+        """Ask all parameter servers for their ledgers. The answers are by index; a parameter server that gave none for `skip_after_s` is missing."""
 
         async def ask(routes: Routes, index: int) -> tuple[int, LedgerAnswer | None]:
             question = query.with_fields(slots=routes.version)

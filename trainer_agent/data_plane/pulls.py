@@ -190,7 +190,7 @@ class Pulls:
         return Pull(version, into, None if exact else self._narrow, skip_after_s, within)
 
     def use(self, pull: Pull) -> None:
-        """What that pull brought is in use from now on."""
+        """The values of that pull are in use from now on."""
         self._known = pull.named
         if self.versions is not None:
             self.versions |= pull.versions
@@ -372,7 +372,7 @@ class Pulls:
         return record
 
     def _take_results(self, found: Sequence[StepResult] | None) -> None:
-        """Of those that were found, the ones that begin with the first step."""
+        """Keep the results that begin with the earliest step."""
         if found and (not self.results or found[0].step < self.results[0].step):
             self.results = tuple(found)
 

@@ -87,7 +87,7 @@ class RowRouter:
         return GradientMemory()
 
     def split_ids(self, routes: Routes, ids: Sequence[Ids]) -> dict[int, list[Chosen]]:
-        """By index of each parameter server that owns slots: which ids of each table are its own."""
+        """Return which ids of each table every parameter server owns, by its index."""
         everyone = sorted(set(routes.slots))
         if len(everyone) == 1:
             return {everyone[0]: [ALL for _ in ids]}

@@ -41,6 +41,8 @@ class RowReader(Protocol):
 
 
 class StepExchange(Protocol):
+    """The loop of one trainer has one StepExchange."""
+
     #: who serves which blocks
     fleet: FleetClient
     #: who owns which rows of embedding tables
@@ -58,8 +60,8 @@ class StepExchange(Protocol):
     # ------------------------------------------------------------ versions
 
     def joined(self, timeline: int, known: StepRecord | None) -> AbstractAsyncContextManager[StepRecord]:
-        """Around this trainer's steps: gives the version in use, which is `known` if that still holds, and nobody else changes the parameters
-        until the block ends. Raises Gone: no version can be joined; StaleGeneration."""
+        """Give the version in use to this trainer's steps, which are made in the block. It is `known` if that still holds. Nobody else changes the
+        parameters until the block ends. Raises Gone: no version can be joined; StaleGeneration."""
         ...
 
     async def pull(

@@ -36,7 +36,7 @@ HeaderOf = Callable[[LaneWork], PushHeader]
 
 
 class LaneHelper:
-    """Of one synchronous loop. `work`: the last lane of another trainer that it computed."""
+    """A synchronous loop has one LaneHelper. `work`: the last lane of another trainer that it computed."""
 
     def __init__(self, context: LoopContext, pusher: LanePusher) -> None:
         self._spec, self._directory, self._exchange = context.spec, context.directory, context.exchange

@@ -91,7 +91,7 @@ class Joiner:
 
     @asynccontextmanager
     async def joined(self) -> AsyncIterator[StepRecord]:
-        """Around steps: gives the version in use, see StepExchange.joined."""
+        """Give the version in use, as StepExchange.joined does; steps are made in the block."""
         async with self._exchange.joined(self.timeline, self._version) as record:
             if record is not self._version:
                 if record.lane_zero is not None:

@@ -33,7 +33,7 @@ FRESH_S = 10.0
 
 
 class LanePusher:
-    """Of one synchronous loop. Use it within `fetching_ahead`."""
+    """A synchronous loop has one LanePusher, and uses it within `fetching_ahead`."""
 
     def __init__(self, context: LoopContext, readers: LaneReaders) -> None:
         self._compute, self._exchange, self._reports = context.compute, context.exchange, context.reports
@@ -49,7 +49,7 @@ class LanePusher:
 
     @asynccontextmanager
     async def fetching_ahead(self) -> AsyncIterator[None]:
-        """Around all steps: in this block tasks and rows are fetched before they are needed."""
+        """Fetch tasks and rows before they are needed, as long as the block runs; all steps run in it."""
         async with SingleErrorGroup() as self._prefetching:
             yield
             self._readers.keep((0, 0))
@@ -78,7 +78,7 @@ class LanePusher:
         return set(verdicts.values()) <= {Verdict.ACKNOWLEDGED}
 
     def refill(self, work: LaneWork) -> None:
-        """What is computed is put into outboxes by the owners of blocks in the present generation."""
+        """Put what is computed into outboxes once more, by the owners of blocks in the present generation."""
         boxes = Outboxes(self._exchange.fleet.routes, self._dtypes)
         for node in nodes_to_compute(work.lanes):
             sink = self._sink(work, boxes, node)
@@ -175,7 +175,7 @@ class Pace:
 
     @contextmanager
     def lane(self, counts: bool) -> Iterator[None]:
-        """Around forward and backward of one lane, which `counts` if it has records. Without records, or if it is given up before
+        """Measure forward and backward of one lane, which `counts` if it has records. Without records, or if it is given up before
         its end, a whole one would have taken longer."""
         self._since = since = clock.monotonic()
         ended = False

@@ -38,7 +38,7 @@ log = telemetry.logger("repair")
 
 
 class StepRepair:
-    """Of one synchronous loop."""
+    """A synchronous loop has one StepRepair."""
 
     def __init__(
         self, context: LoopContext, readers: LaneReaders, joiner: Joiner, pusher: LanePusher, helper: LaneHelper

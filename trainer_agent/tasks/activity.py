@@ -27,13 +27,13 @@ class LanePace(NamedTuple):
 
 
 class Holder(Protocol):
-    """Whoever works on tasks."""
+    """A part of a trainer that works on tasks."""
 
     def held(self) -> Sequence[Held]: ...
 
 
 class Loop(Holder, Protocol):
-    """Whoever computes."""
+    """A part of a trainer that computes."""
 
     @property
     def busy(self) -> bool:
@@ -44,7 +44,7 @@ class Loop(Holder, Protocol):
 class TrainingLoop(Loop, Protocol):
     @property
     def waits_for(self) -> str:
-        """What it waits for before its next minibatch, as a sentence; "": for nothing."""
+        """A sentence: what the loop waits for before its next minibatch; "" if it waits for nothing."""
         ...
 
     @property
@@ -53,7 +53,7 @@ class TrainingLoop(Loop, Protocol):
 
 @dataclass
 class Activity:
-    """Of one trainer."""
+    """A trainer has one Activity."""
 
     #: the training loop that was begun last
     training: TrainingLoop | None = None
@@ -88,5 +88,5 @@ class Activity:
 
 
 def progress_every_s(task_timeout_floor_s: float) -> float:
-    """Several times before a task may be late."""
+    """Return how many seconds apart progress is reported: several reports come before a task may be late."""
     return max(LEAST_PROGRESS_S, min(PROGRESS_S, task_timeout_floor_s / 4))

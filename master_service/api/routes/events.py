@@ -90,7 +90,7 @@ class JobEvents:
         self._jobs, self._job = jobs, job
 
     async def page(self, after: int, limit: int, wait_s: float) -> EventPage:
-        """As EventSource. Raises NotFound as well."""
+        """See EventSource. Raises NotFound, too."""
         deadline = clock.monotonic() + wait_s
         while True:
             left_s = max(0.0, deadline - clock.monotonic())
@@ -129,7 +129,7 @@ class ClusterEvents:
         self._cluster = cluster
 
     async def page(self, after: int, limit: int, wait_s: float) -> EventPage:
-        """As EventSource."""
+        """See EventSource."""
         term = self._cluster.term
         await self._cluster.events.beyond(after, wait_s)
         self._cluster.check_leading()

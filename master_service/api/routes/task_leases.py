@@ -26,12 +26,12 @@ from trireme_shared.protocol.records import (
 
 router = APIRouter(prefix="/task-leases", tags=["task leases"])
 Reporting = Callable[[Master, str, Any], Awaitable[Record | None]]
+#: the body of each report and the method that takes it, by the end of the report's path
 REPORTS: dict[str, tuple[type[Record], Reporting]] = {
     "progress": (TaskProgress, Master.report_progress),
     "complete": (CompleteTask, Master.complete_task),
     "fail": (FailTask, Master.fail_task),
 }
-"""By the end of the path: the body of a report, and what takes it."""
 
 
 def acquired(master: Master, ask: AcquireTask, receive: Receive) -> Awaitable[TaskAnswer]:

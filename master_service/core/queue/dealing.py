@@ -95,7 +95,7 @@ class Dealing:
     seed: int
     epoch: int
     _within: dict[int, EpochOrder] = field(init=False, repr=False, compare=False, default_factory=dict)
-    """By class, as they are needed: the keys of each cost several hashes."""
+    """The permutations of each class are made when they are needed, because the keys of one cost several hashes."""
     _rows: EpochOrder | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -33,7 +33,7 @@ class ScriptFolder:
         return f"<ScriptFolder {self._path}: {', '.join(sorted(self.names))}>"
 
     def prepare(self, module: ModuleType) -> None:
-        """To be called before `module`, of this folder, is executed: what it imports is looked for in the folder first."""
+        """Look for what `module` imports in this folder first: call it before a module of the folder is executed."""
         if self.names:
             vars(module)["__builtins__"] = self._builtins
 

@@ -114,7 +114,7 @@ class BlockServer:
 
     @property
     def rows_in_memory(self) -> TableRows | None:
-        """Of embedding tables, for metrics."""
+        """The rows of embedding tables, for metrics; None: there are none."""
         return self.store.rows if self.store is not None else None
 
     @property
@@ -123,7 +123,7 @@ class BlockServer:
         return spec.snapshot_bytes if spec is not None else None
 
     async def prepare_tables(self, layout: Layout) -> None:
-        """To be awaited before rows of tables of that layout are made here."""
+        """Get ready for rows of tables of that layout: await this before they are made here."""
         await self._ports.prepare_tables(layout)
 
     # ------------------------------------------------------------ what it serves

@@ -15,7 +15,7 @@ LENT_S = 0.02
 
 
 async def settled(pushing: OpenPush, changed: asyncio.Event, limit_s: float) -> bool:
-    """Until nothing of the push is `waiting`; False: something did not move for `limit_s`. `changed` is set when less of it waits."""
+    """Wait until nothing of the push is `waiting`. Return False if something did not move for `limit_s`. `changed` is set when less of it waits."""
     with suppress(TimeoutError):
         async with asyncio.timeout(LENT_S):
             while pushing.waiting:

@@ -19,7 +19,7 @@ Sampled = tuple[torch.Tensor, ...] | list[int]
 
 
 class Samples:
-    """Of a vector with the parameters in use, or of the parameters `named` wherever they lie: their bits as integers."""
+    """Reads the bits of those numbers as integers, from a vector with the parameters in use or from the parameters `named`, wherever they lie."""
 
     def __init__(self, plan: Plan, named: Mapping[str, torch.Tensor]) -> None:
         indices: dict[int, list[int]] = {}

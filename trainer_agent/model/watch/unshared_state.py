@@ -165,7 +165,7 @@ def _addresses(parameters: list[nn.Parameter]) -> list[int]:
 
 
 def _buffer(module: nn.Module, name: str) -> object:
-    """What the module calls so: a buffer, or what the script has put in its place."""
+    """Return what the module has under that name: a buffer, or what the script has put in its place."""
     found = module._buffers.get(name)  # noqa: SLF001  a tenth of the time of getattr
     return getattr(module, name, None) if found is None else found
 
