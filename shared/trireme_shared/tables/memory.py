@@ -96,10 +96,6 @@ class Rows:
         self.reserve(rows)
         yield from self._touched.until(self._needed(rows))
 
-    def has_room(self, rows: int) -> bool:
-        """Whether the memory of so many more is there; it has been reserved."""
-        return self._touched.are_there(self._needed(rows))
-
     def _needed(self, rows: int) -> int:
         return self.next + max(0, rows - self.free_count)
 
