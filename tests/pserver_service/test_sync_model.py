@@ -28,7 +28,7 @@ from tests.pserver_service.jobs import (
 from trireme_shared.blocks.accumulator import Accumulator, Node
 from trireme_shared.protocol.errors import StaleGeneration
 from trireme_shared.protocol.lanes import aligned_intervals, combine
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import Verdict
 from trireme_shared.serving.core.blocks import BlockState
 from trireme_shared.serving.pserver import Pserver
 

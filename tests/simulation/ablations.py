@@ -24,8 +24,7 @@ from trireme_shared.blocks.buffers import Buffer
 from trireme_shared.checkpoints import schedule, stored
 from trireme_shared.protocol.records import StepMetrics
 from trireme_shared.protocol.records.layout import ROWS
-from trireme_shared.protocol.wire.messages import PushHeader
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import PushHeader, Verdict
 from trireme_shared.serving.block_server import BlockServer
 from trireme_shared.serving.core.asynchronous.ledger import Ledger
 from trireme_shared.serving.core.blocks import BlockState

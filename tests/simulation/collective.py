@@ -23,8 +23,7 @@ from trainer_agent.collective.state.messages import Portion, StateRequest
 from trireme_shared.protocol.errors import AnotherProcess
 from trireme_shared.protocol.records import Dispatch, Exchange, Mode, Phase, SlotMap, Strategy, TrainerMember
 from trireme_shared.protocol.records.step import StepRecord
-from trireme_shared.protocol.wire.messages import PushBlock, PushHeader
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import PushBlock, PushHeader, Verdict
 from trireme_shared.serving.core.pushes import OpenPush
 from trireme_shared.serving.core.store import Store
 

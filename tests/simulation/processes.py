@@ -24,8 +24,7 @@ from trireme_shared.platform.runtime import ids
 from trireme_shared.platform.runtime.service import LEASE_LOST
 from trireme_shared.protocol.records import Dispatch, TrainerMember
 from trireme_shared.protocol.records.layout import ROWS
-from trireme_shared.protocol.wire.messages import PushBlock, PushHeader
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import PushBlock, PushHeader, Verdict
 from trireme_shared.serving.core.pushes import OpenPush
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.table.row_steps import RowsServer, StepsAtOnce

@@ -27,8 +27,7 @@ from trireme_shared.blocks.buffers import Buffer, BufferPool
 from trireme_shared.protocol.records import Mode, SlotMap
 from trireme_shared.protocol.records.layout import Block, Layout
 from trireme_shared.protocol.records.step import StepRecord
-from trireme_shared.protocol.wire.messages import MOST_STATED, InitHeader, PushBlock
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import MOST_STATED, InitHeader, PushBlock, Verdict
 from trireme_shared.serving.core.admission import Push, StepPushes
 from trireme_shared.serving.core.blocks import BlockState
 from trireme_shared.serving.core.optimizers import Options

@@ -13,8 +13,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-from trireme_shared.blocks.buffers import Buffer, BufferPool
-from trireme_shared.blocks.reused_memory import ReceivedMemory
+from trireme_shared.blocks.buffers import Buffer, BufferPool, ReceivedMemory
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.platform.runtime.waiting import event_within
@@ -33,8 +32,8 @@ from trireme_shared.protocol.wire.messages import (
     PushHeader,
     TableEnd,
     TableRequest,
+    Verdict,
 )
-from trireme_shared.protocol.wire.verdict import Verdict
 from trireme_shared.serving.core.calls import OpenPull, Payload
 from trireme_shared.serving.core.progress import Counters, check_pull
 from trireme_shared.serving.core.pushes import OpenPush

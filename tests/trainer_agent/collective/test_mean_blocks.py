@@ -18,8 +18,7 @@ from trireme_shared.blocks.buffers import Buffer, BufferPool, bytes_of
 from trireme_shared.protocol.records import SlotMap
 from trireme_shared.protocol.records.layout import Segment
 from trireme_shared.protocol.records.step import LanePosition, NodeResult, StepRecord
-from trireme_shared.protocol.wire.messages import MOST_STATED, PushBlock
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import MOST_STATED, PushBlock, Verdict
 from trireme_shared.serving.ports import ServerPorts
 from trireme_shared.serving.transport.region_allocator import RegionAllocator
 

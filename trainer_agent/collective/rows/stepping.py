@@ -19,7 +19,7 @@ from trireme_shared.platform.runtime.waiting import event_within
 from trireme_shared.protocol.errors import Gone, InvalidArgument
 from trireme_shared.protocol.records.layout import Layout
 from trireme_shared.protocol.records.step import LaneZero
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import Verdict
 from trireme_shared.serving.core.table.rows import TableRows
 from trireme_shared.tables.memory import Floats, Numbers
 from trireme_shared.tables.table import joined, living

@@ -9,6 +9,7 @@ table         TableRequest(version, table, first)     ->    ids and rows of some
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Literal
 
 from pydantic import Field
@@ -18,6 +19,22 @@ from trireme_shared.protocol.records import Mode, Record
 from trireme_shared.protocol.records.job_spec import Narrow
 from trireme_shared.protocol.records.layout import MOST_TABLES, Layout
 from trireme_shared.protocol.records.step import LanePosition, LaneZero, NodeResult, StepRecord, StepResult
+
+
+class Verdict(StrEnum):
+    """The result of pushing or pulling a block: applied, duplicate, or a code of trireme_shared.protocol.errors."""
+
+    APPLIED = "APPLIED"
+    DUPLICATE = "DUPLICATE"
+    TOO_EARLY = "TOO_EARLY"
+    GONE = "GONE"
+    STALE_GENERATION = "STALE_GENERATION"
+    STALE_ATTEMPT = "STALE_ATTEMPT"
+    WRONG_OWNER = "WRONG_OWNER"
+    MOVING = "MOVING"
+    LAYOUT_MISMATCH = "LAYOUT_MISMATCH"
+    BAD_FRAME = "BAD_FRAME"
+
 
 PROTOCOL_VERSION = 1
 KNOWN_CHARACTERS = 300

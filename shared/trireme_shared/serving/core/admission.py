@@ -18,8 +18,7 @@ from trireme_shared.protocol.lanes import Interval, is_aligned
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.layout import ELEMENT_BYTES, Block, Layout
 from trireme_shared.protocol.records.step import LanePosition, NodeResult
-from trireme_shared.protocol.wire.messages import InitHeader, PushBlock, PushHeader
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import InitHeader, PushBlock, PushHeader, Verdict
 from trireme_shared.serving.core.asynchronous.ledger import Ledger
 from trireme_shared.serving.core.asynchronous.schedules import ScheduleStates
 from trireme_shared.serving.core.asynchronous.staleness import slowed

@@ -25,7 +25,7 @@ from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.lanes import Interval, combine
 from trireme_shared.protocol.records.job_spec import Narrow
 from trireme_shared.protocol.records.layout import Block
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import Verdict
 from trireme_shared.serving.core.optimizers import BlockOptimizer, Options
 
 

@@ -10,14 +10,12 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from trireme_shared.blocks.buffers import Buffer
-from trireme_shared.blocks.reused_memory import ReceivedMemory
+from trireme_shared.blocks.buffers import Buffer, ReceivedMemory
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.job_spec import Narrow
 from trireme_shared.protocol.records.layout import ROWS
 from trireme_shared.protocol.records.step import StepRecord
-from trireme_shared.protocol.wire.messages import PullEnd, PullRequest
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import PullEnd, PullRequest, Verdict
 from trireme_shared.serving.core.progress import Counters, is_same, known_of, moment_of, squares_at
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.table.row_steps import RowSteps

@@ -13,8 +13,7 @@ from trireme_shared.blocks.buffers import Buffer, tensor_over
 from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.layout import ROWS
-from trireme_shared.protocol.wire.messages import PushAnswer, PushBlock, PushHeader, Refusal
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import PushAnswer, PushBlock, PushHeader, Refusal, Verdict
 from trireme_shared.serving.core.calls import CallServer, Payload
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.stores import AsyncStore

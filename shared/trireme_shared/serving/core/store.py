@@ -19,8 +19,7 @@ from trireme_shared.protocol.errors import BadFrame, InvalidArgument, LayoutMism
 from trireme_shared.protocol.lanes import Interval
 from trireme_shared.protocol.records import Mode, SlotMap
 from trireme_shared.protocol.records.layout import ROWS, Layout
-from trireme_shared.protocol.wire.messages import EpochLedger, InitHeader, PushBlock, PushHeader, StepNorm
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import EpochLedger, InitHeader, PushBlock, PushHeader, StepNorm, Verdict
 from trireme_shared.serving.core.admission import Push, Pushes, fits
 from trireme_shared.serving.core.asynchronous.in_use import ParametersInUse
 from trireme_shared.serving.core.asynchronous.saved_ledger import SavedLedger

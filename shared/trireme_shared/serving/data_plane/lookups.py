@@ -15,8 +15,7 @@ from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.runtime.waiting import event_within
 from trireme_shared.protocol.errors import BadFrame, Gone, InvalidArgument, NotReady, TooLarge, TriremeError
 from trireme_shared.protocol.records import Mode
-from trireme_shared.protocol.wire.messages import LookupEnd, LookupRequest, TableEnd, TableRequest
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import LookupEnd, LookupRequest, TableEnd, TableRequest, Verdict
 from trireme_shared.serving.block_server import BlockServer
 from trireme_shared.serving.core.store import Store
 from trireme_shared.tables.payload import MOST_BYTES, ids_in, size_of

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.errors import NotReady, TriremeError
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import Verdict
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.table.arrivals import ArrivedRows
 from trireme_shared.serving.core.table.row_steps import RowsServer

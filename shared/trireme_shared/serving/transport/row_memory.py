@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from trireme_shared.blocks.buffers import Buffer, BufferPool, Home
-from trireme_shared.blocks.reused_memory import LEAST_BYTES, ReusedMemory, rounded
+from trireme_shared.blocks.buffers import LEAST_BYTES, Buffer, BufferPool, Home, ReusedMemory, rounded
 from trireme_shared.serving.transport.region_allocator import RegionAllocator, new_region
 from trireme_shared.serving.transport.shared_memory import Region
 

@@ -9,8 +9,7 @@ from tests.pserver_service.jobs import JOB, init_header, layout_of
 from trireme_shared.protocol.errors import StepTorn
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.step import LanePosition, LaneZero
-from trireme_shared.protocol.wire.messages import PushBlock, PushHeader
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import PushBlock, PushHeader, Verdict
 from trireme_shared.serving.core.stores import store_of
 
 LAYOUT = layout_of(48)  # three blocks

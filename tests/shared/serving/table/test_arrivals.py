@@ -13,8 +13,7 @@ from trireme_shared.checkpoints.table_rows import read_rows
 from trireme_shared.protocol.errors import CheckpointUnusable, InvalidArgument
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.step import StepRecord
-from trireme_shared.protocol.wire.messages import TableRequest
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import TableRequest, Verdict
 from trireme_shared.serving.block_server import BlockServer
 from trireme_shared.serving.core.pushes import OpenPush
 from trireme_shared.serving.core.stores import AsyncStore

@@ -17,8 +17,7 @@ from tests.shared.serving.table.tables import carry
 from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.records import Mode, SlotMap
 from trireme_shared.protocol.records.layout import ROWS, RowInit, RowOptimizer, TableSpec
-from trireme_shared.protocol.wire.messages import PushBlock
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import PushBlock, Verdict
 from trireme_shared.serving.block_server import BlockServer
 from trireme_shared.serving.core.asynchronous import ledger
 from trireme_shared.serving.core.moving import ArrivingBlocks, LeavingBlocks, adopt, forget

@@ -16,7 +16,7 @@ from tests.shared.serving.table.tables import carry
 from trireme_shared.protocol.errors import BadFrame, NotReady
 from trireme_shared.protocol.records import SlotMap
 from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import Verdict
 from trireme_shared.serving.core.table.moving import ArrivingRows, LeavingRows, RowPart
 from trireme_shared.serving.core.table.rows import TableRows
 from trireme_shared.tables.hashing import slots_of

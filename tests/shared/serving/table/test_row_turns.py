@@ -18,8 +18,7 @@ from trireme_shared.protocol.errors import InvalidArgument, NotReady, TriremeErr
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.pauses import Torn
 from trireme_shared.protocol.records.step import StepRecord
-from trireme_shared.protocol.wire.messages import LedgerQuery
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import LedgerQuery, Verdict
 from trireme_shared.serving.core.table import kept
 from trireme_shared.serving.data_plane import row_turns
 from trireme_shared.serving.data_plane.lookups import lookup

@@ -9,7 +9,7 @@ from tests.pserver_service.jobs import init_header, push_header
 from tests.shared.serving.table.tables import LAYOUT, NONE, SPECS, ids, ones, pushed_rows, values_in
 from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.records import Mode, SlotMap
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import Verdict
 from trireme_shared.serving.block_server import BlockServer
 from trireme_shared.serving.core.pushes import OpenPush
 from trireme_shared.serving.core.store import Store

@@ -12,7 +12,7 @@ from tests.shared.serving.data_plane.servers import server
 from tests.shared.serving.data_plane.streams import over_shm
 from tests.shared.serving.table.tables import LAYOUT, NONE, pushed_rows, wanted, whole_blocks
 from trainer_agent.data_plane.stream import StreamPserver
-from trireme_shared.blocks.reused_memory import ReceivedMemory
+from trireme_shared.blocks.buffers import ReceivedMemory
 from trireme_shared.protocol.records.layout import ROWS
 from trireme_shared.protocol.wire.messages import PushBlock
 from trireme_shared.serving.data_plane.http import STREAMS

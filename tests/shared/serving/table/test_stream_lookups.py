@@ -21,8 +21,7 @@ from trireme_shared.protocol.errors import BadFrame, CallerError, InvalidArgumen
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import JobState, Mode, SlotMap, TrainerList
 from trireme_shared.protocol.records.layout import ROWS
-from trireme_shared.protocol.wire.messages import LedgerQuery, PushBlock, TableRequest
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import LedgerQuery, PushBlock, TableRequest, Verdict
 from trireme_shared.serving.core.progress import missing_lanes
 from trireme_shared.serving.core.table import kept
 from trireme_shared.serving.core.table.rows import TableRows

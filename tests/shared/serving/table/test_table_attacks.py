@@ -16,8 +16,7 @@ from tests.shared.serving.data_plane.streams import opening, over_tcp, raw_strea
 from tests.shared.serving.table.tables import LAYOUT, NONE, ids, pushed_rows, step_of, values_in, wanted
 from trireme_shared.protocol.records.layout import ROWS
 from trireme_shared.protocol.wire import codec
-from trireme_shared.protocol.wire.messages import LookupRequest
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import LookupRequest, Verdict
 from trireme_shared.tables.payload import MOST_BYTES
 
 __all__ = ["server"]

@@ -15,7 +15,7 @@ from tests.shared.serving.table.tables import INIT, LAYOUT, SGD, wanted
 from trireme_shared.blocks.narrow import DTYPES
 from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.records.layout import TableSpec
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import Verdict
 from trireme_shared.serving.core.table.rows import TableRows
 from trireme_shared.tables.payload import ids_in, joined, narrowed, rows_in
 

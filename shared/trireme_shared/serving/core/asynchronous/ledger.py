@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trireme_shared.protocol.wire.messages import EpochLedger, LedgerAnswer, PushHeader
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import EpochLedger, LedgerAnswer, PushHeader, Verdict
 from trireme_shared.serving.core.asynchronous.saved_ledger import SavedEpoch, SavedLedger, SavedTask
 
 EPOCHS_IN_DETAIL = 2

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import Verdict
 from trireme_shared.serving.core.admission import Push
 from trireme_shared.serving.core.asynchronous.ledger import Ledger
 from trireme_shared.tables.hashing import Ids, slots_of

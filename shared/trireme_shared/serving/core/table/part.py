@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import Verdict
 from trireme_shared.tables.lanes import LaneRows
 from trireme_shared.tables.table import Flags
 

@@ -23,7 +23,7 @@ from trireme_shared.protocol.records import SlotMap
 from trireme_shared.protocol.records.job_spec import Narrow
 from trireme_shared.protocol.records.layout import Layout, schedule_factor
 from trireme_shared.protocol.records.step import LaneZero
-from trireme_shared.protocol.wire.verdict import Verdict
+from trireme_shared.protocol.wire.messages import Verdict
 from trireme_shared.serving.core.asynchronous.staleness import divisor
 from trireme_shared.serving.core.table.kept import KeptRows
 from trireme_shared.serving.core.table.part import RowsPart
