@@ -54,10 +54,9 @@ class PserverProcess:
     def start(self) -> int:
         from trireme_shared.serving.data_plane.row_turns import RowTurns
         from trireme_shared.serving.data_plane.server import make_app, serving
-        from trireme_shared.serving.ports import ServerPorts
+        from trireme_shared.serving.ports import ServerPorts, compile_in_thread
         from trireme_shared.serving.pserver import Pserver
-        from trireme_shared.serving.table_loops import compile_in_thread
-        from trireme_shared.serving.transport.region_allocator import RegionAllocator
+        from trireme_shared.serving.transport.shared_memory import RegionAllocator
 
         async def serve(ready: asyncio.Future, stop: asyncio.Event) -> None:
             ports = ServerPorts(RegionAllocator, 60.0, RowTurns, compile_in_thread)  # as the service does

@@ -55,10 +55,9 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     from trireme_shared.protocol.records import PserverMember  # noqa: PLC0415
     from trireme_shared.serving.data_plane.row_turns import RowTurns  # noqa: PLC0415
     from trireme_shared.serving.data_plane.server import make_app, serving, socket_path  # noqa: PLC0415
-    from trireme_shared.serving.ports import ServerPorts  # noqa: PLC0415
+    from trireme_shared.serving.ports import ServerPorts, compile_in_thread  # noqa: PLC0415
     from trireme_shared.serving.pserver import Pserver  # noqa: PLC0415
-    from trireme_shared.serving.table_loops import compile_in_thread  # noqa: PLC0415
-    from trireme_shared.serving.transport.region_allocator import RegionAllocator  # noqa: PLC0415
+    from trireme_shared.serving.transport.shared_memory import RegionAllocator  # noqa: PLC0415
 
     torch.set_num_threads(settings.threads)
     optimizers_without_compiler()

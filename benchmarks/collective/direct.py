@@ -48,7 +48,7 @@ class DirectMember:
         from trainer_agent.collective.server import ShareServer
         from trireme_shared.serving.data_plane.server import make_app, serving
         from trireme_shared.serving.ports import ServerPorts
-        from trireme_shared.serving.transport.region_allocator import RegionAllocator
+        from trireme_shared.serving.transport.shared_memory import RegionAllocator
 
         self._server = ShareServer(JOB, _name(self._place), ServerPorts(RegionAllocator))
         listening = serving(make_app(self._server), "127.0.0.1", 0, self._uds)

@@ -96,7 +96,7 @@ class Server:
         from trainer_agent.data_plane.stream import StreamPserver
         from trireme_shared.protocol.records import PserverMember
         from trireme_shared.protocol.records.layout import Layout, OptimizerSpec, Segment
-        from trireme_shared.serving.transport.row_memory import GradientMemory
+        from trireme_shared.serving.transport.shared_memory import GradientMemory
 
         self.name = kind
         self._data, self._version = data, 0

@@ -20,8 +20,7 @@ import aiohttp
 from trireme_shared.protocol.errors import TriremeError
 from trireme_shared.protocol.records import PserverMember
 from trireme_shared.protocol.wire import codec
-from trireme_shared.serving.transport.stream import FrameStream
-from trireme_shared.serving.transport.upgrade import upgrade
+from trireme_shared.serving.transport.stream import FrameStream, upgrade
 
 Answers = Counter[str]
 ANSWER_S, BOMB_S = 10.0, 3.0

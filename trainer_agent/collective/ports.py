@@ -29,9 +29,8 @@ from trireme_shared.checkpoints.background import Background, Offload
 from trireme_shared.protocol.errors import PeerError
 from trireme_shared.protocol.records import Exchange, JobSpec, Strategy, TrainerMember
 from trireme_shared.serving.data_plane.server import make_app, serving, socket_path
-from trireme_shared.serving.ports import ServerPorts
-from trireme_shared.serving.table_loops import compile_in_thread
-from trireme_shared.serving.transport.region_allocator import RegionAllocator
+from trireme_shared.serving.ports import ServerPorts, compile_in_thread
+from trireme_shared.serving.transport.shared_memory import RegionAllocator
 
 SWITCH_S = 0.001
 

@@ -9,8 +9,15 @@ import sys
 
 from trireme_shared.platform.runtime import telemetry
 from trireme_shared.protocol.errors import BadFrame, TriremeError
-from trireme_shared.serving.transport.lending import Borrower, Lender, Offers, Place
-from trireme_shared.serving.transport.shared_memory import ALIGNMENT_BYTES, Region, place_of
+from trireme_shared.serving.transport.shared_memory import (
+    ALIGNMENT_BYTES,
+    Borrower,
+    Lender,
+    Offers,
+    Place,
+    Region,
+    place_of,
+)
 
 log = telemetry.logger("trainer_memory")
 

@@ -23,7 +23,7 @@ from trireme_shared.protocol.records.job_spec import Narrow, Nonfinite, Transpor
 from trireme_shared.protocol.records.layout import ELEMENT_BYTES
 from trireme_shared.protocol.records.step import StepRecord, StepResult
 from trireme_shared.protocol.wire.messages import PulledBlock, PullEnd, PullRequest, RowMeansPart, StalenessBound
-from trireme_shared.serving.transport.lending import NOTHING
+from trireme_shared.serving.transport.shared_memory import NOTHING
 
 PULL_WAIT_S = 10.0
 BOUND_WAIT_S = 1.0  # then a parameter server is asked again: who was waited for may be dead

@@ -33,7 +33,7 @@ from trireme_shared.protocol.errors import (
 from trireme_shared.protocol.records.job_spec import Narrow, Transported
 from trireme_shared.protocol.records.layout import Layout
 from trireme_shared.protocol.wire.messages import LookupEnd, LookupRequest, TableEnd, TableRequest
-from trireme_shared.serving.transport.row_memory import GradientMemory
+from trireme_shared.serving.transport.shared_memory import GradientMemory
 from trireme_shared.tables.hashing import Ids, slots_of_tables
 from trireme_shared.tables.payload import ids_in, joined, rows_in, size_of
 

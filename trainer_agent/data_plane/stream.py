@@ -31,8 +31,8 @@ from trireme_shared.protocol.wire.messages import (
     PushBlock,
     PushHeader,
 )
-from trireme_shared.serving.transport.lending import Place
-from trireme_shared.serving.transport.upgrade import UpgradeRefused, upgrade
+from trireme_shared.serving.transport.shared_memory import Place
+from trireme_shared.serving.transport.stream import UpgradeRefused, upgrade
 
 CONNECT_S = 2.0
 

@@ -17,8 +17,7 @@ from trireme_shared.protocol.errors import BadFrame, CallerError, DeadlineExceed
 from trireme_shared.protocol.records import Record
 from trireme_shared.protocol.wire import codec
 from trireme_shared.protocol.wire.messages import LookupIds, PulledBlock
-from trireme_shared.serving.transport.lending import NOTHING, Offers, Place, place_in
-from trireme_shared.serving.transport.shared_memory import Region, peer_of
+from trireme_shared.serving.transport.shared_memory import NOTHING, Offers, Place, Region, peer_of, place_in
 from trireme_shared.serving.transport.stream import HEAD_COST_BYTES, HEADS, FrameStream
 from trireme_shared.tables.payload import MOST_BYTES
 

@@ -4,6 +4,9 @@
                   | narrowed(dtype): a second buffer, cast once for all readers, until the values change
 
 A reader that uses a buffer across an `await` (a pull that is being sent) retains it, so nothing overwrites it meanwhile.
+
+Payloads of rows have ReusedMemory: it serves again as soon as nobody refers to it. New memory costs page faults where it is
+written first: those of a large page take up to 20 ms each, in the event loop.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ import torch
 
 from trireme_shared.blocks.narrow import DTYPES, cast_into
 
+LEAST_BYTES = 256 << 10  # smaller payloads have memory of their own, and go through streams: that is as fast
+MOST_BYTES = 256 << 20  # of one ReceivedMemory
+M = TypeVar("M", bound=Sized)
 Home = tuple[Any, int]
 """The memory that a buffer was cut from, and its offset there: other processes need both to read it in place."""
 Allocate = Callable[[int], tuple[torch.Tensor, Home | None]]
@@ -170,11 +176,6 @@ def _silence() -> None:
 
 def _private(size: int) -> tuple[torch.Tensor, None]:
     return torch.empty(size, dtype=torch.uint8), None
-
-
-LEAST_BYTES = 256 << 10  # smaller payloads have memory of their own, and go through streams: that is as fast
-MOST_BYTES = 256 << 20  # of one ReceivedMemory
-M = TypeVar("M", bound=Sized)
 
 
 def rounded(size: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from trireme_shared.blocks.buffers import Buffer, BufferPool, ReceivedMemory
@@ -41,11 +42,16 @@ from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.table.arrivals import ArrivedRows
 from trireme_shared.serving.core.table.row_steps import RowSteps
 from trireme_shared.serving.ports import OwnPlace, ServerPorts
-from trireme_shared.serving.settling import settled
-from trireme_shared.serving.transport.lending import NOTHING
+from trireme_shared.serving.transport.shared_memory import NOTHING
+from trireme_shared.serving.transport.stream import BURST_BYTES
 
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.rows import TableRows  # loads numba
+
+# From a push's end until its blocks are copied, which may wait for their siblings in the memory of their sender. Trainers
+# that are about equally fast need no copies; a faster one has to know that its lanes are acknowledged before it computes
+# those of others.
+LENT_S = 0.02
 
 log = telemetry.logger("pserver")
 
@@ -228,7 +234,7 @@ class BlockServer:
                 # the memory of rows that wait is somebody else's from the next block on
                 pushing.apply(item, memoryview(payload).toreadonly() if item.block == ROWS else payload)
                 await asyncio.sleep(0)
-            if not await settled(pushing, changed, self._ports.max_wait_s):
+            if not await _settled(pushing, changed, self._ports.max_wait_s):
                 msg = f"rows of a push have waited for {self._ports.max_wait_s:g} s at pserver-{self.index}: push again"
                 raise NotReady(msg)
         finally:
@@ -394,3 +400,19 @@ class BlockServer:
         if mine > version:
             msg = f"slot map {version} is old: pserver-{self.index} has {mine}; read the slot map again"
             raise WrongOwner(msg, slots=mine)
+
+
+async def _settled(pushing: OpenPush, changed: asyncio.Event, limit_s: float) -> bool:
+    """Wait until nothing of the push is `waiting`. Return False if something did not move for `limit_s`. `changed` is set when less of it waits."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LENT_S):
+            while pushing.waiting:
+                changed.clear()
+                await changed.wait()
+    while pushing.keep_some(BURST_BYTES):  # noqa: ASYNC110  other tasks have their turns
+        await asyncio.sleep(0)
+    while pushing.waiting:
+        changed.clear()
+        if not await event_within(changed, limit_s):
+            return False
+    return True

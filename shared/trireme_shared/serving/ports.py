@@ -1,22 +1,42 @@
 """What a server of blocks is given: by its process at construction, and by the process as a member of its job
-later."""
+later. The loops of embedding tables are compiled before rows are made in it (tables/first_use.py)."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trireme_shared.blocks.buffers import Allocate
 from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.runtime.service import settled
 from trireme_shared.protocol.records.layout import Layout
 from trireme_shared.protocol.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart, InitHeader
 from trireme_shared.serving.core.calls import Payload
 from trireme_shared.serving.core.table.row_steps import RowsServer, RowSteps, StepsAtOnce
-from trireme_shared.serving.table_loops import compile_when_used
 
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.rows import TableRows  # loads numba
+
+
+async def compile_in_thread(layout: Layout) -> None:
+    """In a thread of the same priority: it has the interpreter's lock for much of the time."""
+    if layout.tables:
+        await asyncio.to_thread(_compile)
+
+
+async def compile_when_used(_layout: Layout) -> None:
+    """Where nobody waits for the event loop meanwhile."""
+
+
+def _compile() -> None:
+    from trireme_shared.tables.first_use import compile_loops  # noqa: PLC0415  numba takes a second to be loaded
+
+    compile_loops()
+    gc.collect()
+    settled()  # numba's objects, too
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from trireme_shared.protocol.records.layout import Segment
 from trireme_shared.protocol.records.step import LanePosition, NodeResult, StepRecord
 from trireme_shared.protocol.wire.messages import MOST_STATED, PushBlock, Verdict
 from trireme_shared.serving.ports import ServerPorts
-from trireme_shared.serving.transport.region_allocator import RegionAllocator
+from trireme_shared.serving.transport.shared_memory import RegionAllocator
 
 LANES = 2
 LAYOUT = layout_of(

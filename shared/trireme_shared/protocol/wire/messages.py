@@ -20,6 +20,10 @@ from trireme_shared.protocol.records.job_spec import Narrow
 from trireme_shared.protocol.records.layout import MOST_TABLES, Layout
 from trireme_shared.protocol.records.step import LanePosition, LaneZero, NodeResult, StepRecord, StepResult
 
+PROTOCOL_VERSION = 1
+KNOWN_CHARACTERS = 300
+MOST_STATED = 256  # versions of which a trainer of a collective job says what they are made of
+
 
 class Verdict(StrEnum):
     """The result of pushing or pulling a block: applied, duplicate, or a code of trireme_shared.protocol.errors."""
@@ -34,11 +38,6 @@ class Verdict(StrEnum):
     MOVING = "MOVING"
     LAYOUT_MISMATCH = "LAYOUT_MISMATCH"
     BAD_FRAME = "BAD_FRAME"
-
-
-PROTOCOL_VERSION = 1
-KNOWN_CHARACTERS = 300
-MOST_STATED = 256  # versions of which a trainer of a collective job says what they are made of
 
 
 class MessageHeader(Record):

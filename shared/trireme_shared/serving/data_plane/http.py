@@ -45,10 +45,9 @@ from trireme_shared.serving.core.geometry import MAX_BLOCK_BYTES, MAX_BLOCKS, MA
 from trireme_shared.serving.data_plane.guard import asked_of
 from trireme_shared.serving.data_plane.http_frames import Incoming, TimeLimits, write_block
 from trireme_shared.serving.data_plane.lookups import found_end, ids_bytes, lookup, portion
-from trireme_shared.serving.data_plane.stream import PserverStream
+from trireme_shared.serving.data_plane.stream import PserverStream, RoundRobin
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.serving.transport.round_robin import RoundRobin
-from trireme_shared.serving.transport.row_memory import AnswerMemory
+from trireme_shared.serving.transport.shared_memory import AnswerMemory
 from trireme_shared.serving.transport.stream import PATH, UPGRADE, unbuffered
 from trireme_shared.tables.payload import MOST_BYTES
 

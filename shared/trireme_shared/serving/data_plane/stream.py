@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 
 from trireme_shared.blocks.buffers import Buffer
 from trireme_shared.platform.runtime import clock, telemetry
@@ -24,16 +26,19 @@ from trireme_shared.protocol.wire.messages import (
     PushBlock,
     PushHeader,
 )
-from trireme_shared.serving.block_server import BlockServer
+from trireme_shared.serving.block_server import LENT_S, BlockServer
+from trireme_shared.serving.core.calls import OpenPull
 from trireme_shared.serving.core.pushes import OpenPush
 from trireme_shared.serving.data_plane.lookups import StreamLookups, found_end
-from trireme_shared.serving.data_plane.open_calls import Pull, Push, head_of, same_of
-from trireme_shared.serving.settling import LENT_S
-from trireme_shared.serving.transport.lending import NOTHING, Offers, Place, place_in
-from trireme_shared.serving.transport.round_robin import RoundRobin
-from trireme_shared.serving.transport.row_memory import AnswerMemory
-from trireme_shared.serving.transport.server_memory import ServerMemory
-from trireme_shared.serving.transport.shared_memory import peer_of
+from trireme_shared.serving.transport.shared_memory import (
+    NOTHING,
+    AnswerMemory,
+    Offers,
+    Place,
+    ServerMemory,
+    peer_of,
+    place_in,
+)
 from trireme_shared.serving.transport.stream import BURST_BYTES, HEAD_COST_BYTES, FrameStream
 from trireme_shared.tables.payload import MOST_BYTES
 
@@ -43,6 +48,78 @@ MAX_AHEAD = 4096  # references read on one connection whose payloads are not app
 UNUSED_S = 3600.0  # for a connection without a call: trainers keep it open while they compute
 
 log = telemetry.logger("pserver.stream")
+
+
+@dataclass(slots=True)
+class _Push:
+    """A push that is open on a stream."""
+
+    number: int
+    #: None: it is refused, and its blocks are skipped
+    pushing: OpenPush | None = None
+    #: where the next block is received
+    memory: Buffer | None = None
+    #: how many blocks it may still bring
+    blocks_left: int = 0
+    #: how many of its blocks are not applied yet
+    ahead: int = 0
+    #: no more blocks will come
+    ended: bool = False
+    #: copies soon what waits in the sender's memory
+    keeping: asyncio.Handle | None = None
+
+    def close(self) -> None:
+        if self.memory is not None:
+            self.memory.release()
+            self.memory = None
+        if self.pushing is not None:
+            self.pushing.close()
+        if self.keeping is not None:
+            self.keeping.cancel()
+
+
+@dataclass(slots=True)
+class _Pull:
+    """A pull that is open on a stream."""
+
+    pulling: OpenPull
+    expiry: asyncio.TimerHandle
+    queued: bool = True
+    expired: bool = False
+
+
+@lru_cache(maxsize=codec.KNOWN_HEADERS)
+def _head_of(number: int, block: int, dtype: str | None, size: int, at: Place | None = None) -> bytes:
+    """The header of a block that a pull gets. It is the same in every step, so it is made once."""
+    fields: codec.Fields = {"id": number, "block": block}
+    return codec.encode_block(fields | ({"dtype": dtype} if dtype else {}) | ({"at": at} if at else {}), size)
+
+
+@lru_cache(maxsize=codec.KNOWN_HEADERS)
+def _same_of(number: int, block: int) -> bytes:
+    """All of a block that a pull need not get again."""
+    return codec.encode_block({"id": number, "block": block, "same": True}, 0)
+
+
+class RoundRobin:
+    """Calls what was asked for in order, one call in each turn of the event loop. Work that is not finished asks again."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def __repr__(self) -> str:
+        return f"<RoundRobin: {len(self._waiting)} wait>"
+
+    def ask(self, work: Callable[[], None]) -> None:
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._next)
+        self._waiting.append(work)
+
+    def _next(self) -> None:
+        work = self._waiting.popleft()
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._next)
+        work()
 
 
 class PserverStream(FrameStream):
@@ -63,14 +140,14 @@ class PserverStream(FrameStream):
         self._pserver, self._turns, self._lost = pserver, turns, over
         self._stall_s, self._idle_s = stall_s, idle_s
         self._check_token = check_token
-        self._pushes: dict[int, Push] = {}
-        self._pulls: dict[int, Pull] = {}
+        self._pushes: dict[int, _Push] = {}
+        self._pulls: dict[int, _Pull] = {}
         self._due: deque[int] = deque()  # pulls that have something to send
         self._sent: list[Buffer] = []  # values the transport may still refer to
         self._item: PushBlock | None = None
-        self._push: Push | None = None  # the push whose payload is being read
+        self._push: _Push | None = None  # the push whose payload is being read
         self._referred: memoryview | None = None  # its payload, if it lies in the trainer's memory
-        self._ahead: deque[tuple[Push, PushBlock, memoryview]] = deque()  # such payloads that are not applied yet
+        self._ahead: deque[tuple[_Push, PushBlock, memoryview]] = deque()  # such payloads that are not applied yet
         self._lookups = StreamLookups(pserver, self._send_rows, self._refuse, lambda: self._is_writable)
         self._memory = ServerMemory(
             lambda: peer_of(self.transport and self.transport.get_extra_info("socket")), answers
@@ -180,7 +257,7 @@ class PserverStream(FrameStream):
         self.send_head(head)
 
     def _begin_push(self, number: int, header: PushHeader) -> None:
-        push = self._pushes[number] = Push(number)
+        push = self._pushes[number] = _Push(number)
         try:
             push.memory, push.blocks_left = self._pserver.memory_for(header)
             push.pushing = self._pserver.begin_push(header, lambda: self._end_push(push) if push.ended else None)
@@ -188,7 +265,7 @@ class PserverStream(FrameStream):
             push.close()
             self._refuse(number, error)
 
-    def _end_push(self, push: Push) -> None:
+    def _end_push(self, push: _Push) -> None:
         push.ended = True
         if push.ahead or self._pushes.get(push.number) is not push:
             return
@@ -204,7 +281,7 @@ class PserverStream(FrameStream):
             except TriremeError as error:
                 self._refuse(push.number, error)
 
-    def _keep(self, push: Push, pushing: OpenPush) -> None:
+    def _keep(self, push: _Push, pushing: OpenPush) -> None:
         """Copy what waits in the trainer's memory; the push is answered behind the last of it."""
         if pushing.keep_some(BURST_BYTES):
             push.keeping = asyncio.get_running_loop().call_soon(self._keep, push, pushing)
@@ -220,13 +297,13 @@ class PserverStream(FrameStream):
             return
         wait_s = pulling.deadline - clock.monotonic()
         expiry = asyncio.get_running_loop().call_later(wait_s, self._expired, number)
-        self._pulls[number] = Pull(pulling, expiry)
+        self._pulls[number] = _Pull(pulling, expiry)
         self._due.append(number)
         self.on_writable()
 
     # ------------------------------------------------------------ shared memory
 
-    def apply_later(self, push: Push, item: PushBlock, payload: memoryview) -> None:
+    def apply_later(self, push: _Push, item: PushBlock, payload: memoryview) -> None:
         """References are read ahead of applying their blocks, so the frames behind them are read in time."""
         if not self._ahead:
             self._turns.ask(self._apply_some)
@@ -305,16 +382,16 @@ class PserverStream(FrameStream):
                 self._due.append(number)
                 block, _, buffer = found
                 if buffer is None:
-                    self.send_head(same_of(number, block))
+                    self.send_head(_same_of(number, block))
                     continue
                 size, dtype = buffer.view.nbytes, pull.pulling.narrow(block)
                 lent = self._memory.lend(number, buffer)
                 if lent is None:
                     self._sent.append(buffer)
-                    self.send(head_of(number, block, dtype, size), buffer.view)
+                    self.send(_head_of(number, block, dtype, size), buffer.view)
                     self._release()
                 else:
-                    self._refer(lent[0], head_of(number, block, dtype, 0, lent[1]))
+                    self._refer(lent[0], _head_of(number, block, dtype, 0, lent[1]))
 
     def _arrived(self, number: int) -> None:
         """A block that a pull waits for has its version (called in the middle of a push)."""

@@ -1,6 +1,13 @@
 """Memory that one process writes and others on the host may read: its owner has a Region, a reader has a Mapped.
+Nobody writes into another's memory.
 
     Region.create --offer--> {fd, name, size} over a UNIX stream --open_offered--> Mapped: the kernel allows reading only
+    Lender:   region --number--> offered once, forgotten when it is gone       Borrower:  [number, offset, size] --> bytes
+
+    who         writes here, cut from few large regions         lends it until                           reads at the peer
+    server      values of blocks (RegionAllocator),             the trainer took the block or            gradients
+                rows that were looked up (AnswerMemory)         the rows (ServerMemory)
+    trainer     gradients of rows (GradientMemory), of blocks   its push is answered                     values, rows
 
 The memory is an anonymous memfd. It has no name in a file system, so nothing can be guessed, and nothing has to be unlinked
 however its owner ends. It is sealed: it can neither shrink nor grow, so no reader can hit its end (SIGBUS), and only the owner's
@@ -17,18 +24,34 @@ import socket
 import stat
 import struct
 import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from trireme_shared.platform.runtime import ids
-from trireme_shared.protocol.errors import InvalidArgument, Unauthorized
+import torch
+
+from trireme_shared.blocks.buffers import LEAST_BYTES, Buffer, BufferPool, Home, ReusedMemory, rounded
+from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.protocol.errors import BadFrame, InvalidArgument, TooLarge, Unauthorized
 from trireme_shared.protocol.records.record import Record
 
 ALIGNMENT_BYTES = 64
 PAGE_BYTES = mmap.PAGESIZE
+REGION_BYTES = 64 << 20  # of a region of blocks at least, and a quarter of what there is
+MOST_BYTES = 256 << 20  # of a process, for rows that others read in place; what is beyond goes through the stream
+MAX_MEMORIES = 256  # of one peer
+WINDOW_BYTES = 8 << 20  # lent to one peer at most: it copies while we compute
+MAX_LENT = 1024  # blocks
+NOTHING = memoryview(bytearray())  # the payload of a block that refers to memory
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, Linux 5.1
 _CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED: pid, uid, gid
+
+Place = tuple[int, int, int]
+"""Number of a memory, offset, size in bytes."""
+
+log = telemetry.logger("wire.regions")
 
 
 class Offer(Record):
@@ -152,3 +175,278 @@ def _check(fd: int, offer: Offer, at_most: int) -> None:
 
 def _address(memory: Any) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+# ---------------------------------------------------------------- memory that is cut from regions
+
+
+def new_region(size: int) -> Region | None:
+    """None where there is no sealed memfd; the log says why."""
+    try:
+        return Region.create(size)
+    except OSError as error:
+        log.info("memory_not_shared", cause=f"{type(error).__name__}: {error}")
+        return None
+
+
+class RegionAllocator:
+    """Of one pool; private memory where regions cannot be made. Block by block malloc would take a fifth more than it gives."""
+
+    def __init__(self) -> None:
+        self._region: Region | None = None
+        self._used = self._total = 0
+        self._possible = True
+
+    def __call__(self, size: int) -> tuple[torch.Tensor, Home | None]:
+        size_there = -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if self._region is None or self._used + size_there > len(self._region):
+            self._begin(max(size_there, REGION_BYTES, self._total // 4))
+        if self._region is None or not size:
+            return torch.empty(size, dtype=torch.uint8), None
+        region, offset = self._region, self._used
+        self._used += size_there
+        return torch.frombuffer(region, dtype=torch.uint8, count=size, offset=offset), (region, offset)
+
+    def _begin(self, size: int) -> None:
+        self._region, self._used = None, 0
+        if not self._possible:
+            return
+        self._region = new_region(size)
+        self._possible = self._region is not None
+        self._total += size
+
+
+class AnswerMemory:
+    """Copies of rows that lookups found at one server, lent until they are taken. Sizes are rounded up to powers
+    of two, so that few kinds of memory serve all."""
+
+    def __init__(self) -> None:
+        self._regions = RegionAllocator()
+        self._pool = BufferPool(self._allocated)
+
+    def __repr__(self) -> str:
+        return f"<AnswerMemory {self._pool!r}>"
+
+    @property
+    def bytes(self) -> int:
+        return self._pool.allocated_bytes
+
+    @property
+    def lent_bytes(self) -> int:
+        return self._pool.allocated_bytes - self._pool.free_bytes
+
+    def copied(self, payload: memoryview) -> Buffer | None:
+        """A buffer that begins with a copy of the payload, for the caller to release. None: it has to be sent."""
+        if payload.nbytes < LEAST_BYTES:
+            return None
+        kind = "float32", rounded(payload.nbytes) // 4
+        if not self._pool.has_free(*kind) and self._pool.allocated_bytes + 4 * kind[1] > MOST_BYTES:
+            return None
+        try:
+            buffer = self._pool.take(*kind)
+        except OSError:  # there is none that others may read: a copy would be sent like the payload
+            return None
+        buffer.view[: payload.nbytes] = payload
+        return buffer
+
+    def _allocated(self, size: int) -> tuple[torch.Tensor, Home]:
+        """Raises OSError."""
+        memory, home = self._regions(size)
+        if home is None:
+            raise OSError("there is no sealed memfd")
+        return memory, home
+
+
+class GradientMemory(ReusedMemory[Region]):
+    """Gradients of one trainer's rows, in regions that its parameter servers read until nobody refers to them any
+    more. Private memory where there is no other."""
+
+    def __init__(self) -> None:
+        super().__init__(MOST_BYTES)
+        self._possible = True
+
+    def _free(self, size: int) -> Region | None:
+        self._all = [region for region in self._all if not region.lost]  # somebody may read them still
+        return super()._free(size)
+
+    def _made(self, size: int) -> Region | None:
+        made = new_region(size) if self._possible else None
+        self._possible = made is not None
+        return made
+
+
+# ---------------------------------------------------------------- what the two ends of one UNIX stream share
+
+
+class Offers(Record):
+    """New memories of the sender, and numbers that it does not use any more."""
+
+    offers: tuple[Offer, ...] = ()
+    forget: tuple[int, ...] = ()
+
+
+class Lender:
+    """Our regions that the peer was told of."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref[Region]] = {}
+        self._numbers: weakref.WeakKeyDictionary[Region, int] = weakref.WeakKeyDictionary()
+        self._next = 0
+
+    def number(self, region: Region) -> int | None:
+        """None: the peer does not know it."""
+        return self._numbers.get(region)
+
+    def offers(self, regions: Iterable[Region]) -> Offers:
+        """What the peer must be told before a frame refers to these regions."""
+        new = tuple(self._offer(region) for region in regions if region not in self._numbers)
+        return Offers(offers=new, forget=self._gone() if new else ())
+
+    def _offer(self, region: Region) -> Offer:
+        number, self._next = self._next, self._next + 1
+        self._numbers[region], self._known[number] = number, weakref.ref(region)
+        return region.offer(number)
+
+    def _gone(self) -> tuple[int, ...]:
+        """Numbers that the peer can forget: the regions do not exist any more."""
+        dead = tuple(number for number, region in self._known.items() if region() is None)
+        for number in dead:
+            del self._known[number]
+        return dead
+
+
+class Borrower:
+    """The memory of one peer."""
+
+    def __init__(self, peer: int) -> None:
+        self._peer = peer
+        self._mapped: dict[int, Mapped] = {}
+
+    def __repr__(self) -> str:
+        return f"<Borrower of process {self._peer}: {len(self._mapped)} memories>"
+
+    def learn(self, offers: Offers, at_most: int) -> None:
+        """Map the peer's new regions, of `at_most` bytes each. Raises InvalidArgument, TooLarge: the rest stay unknown."""
+        for number in offers.forget:
+            self._mapped.pop(number, None)  # its last view unmaps it
+        for offer in offers.offers:
+            if offer.memory in self._mapped or len(self._mapped) >= MAX_MEMORIES:
+                msg = f"memory {offer.memory} is known already, or one of more than {MAX_MEMORIES}"
+                raise TooLarge(msg)
+            self._mapped[offer.memory] = open_offered(offer, self._peer, at_most)
+
+    def payload(self, place: Place, sent: int) -> memoryview:
+        """The bytes there, read only, of a block that has `sent` bytes of its own. Raises BadFrame, InvalidArgument."""
+        number, offset, size = place
+        mapped = self._mapped.get(number)
+        if mapped is None:
+            msg = f"memory {number} was never offered: it is one of {sorted(self._mapped)[:10]}"
+            raise BadFrame(msg)
+        if sent:
+            msg = f"a block refers to memory and has {sent} bytes of its own: expected only one of both"
+            raise BadFrame(msg)
+        return mapped.part(offset, size)
+
+
+def place_in(header: dict[str, Any]) -> Place | None:
+    """Where a block's header says that its payload lies; None: the payload follows. Raises BadFrame."""
+    at = header.pop("at", None)
+    if at is None:
+        return None
+    if not isinstance(at, list) or len(at) != 3 or not all(type(number) is int for number in at):
+        msg = f"a reference is {str(at)[:80]}: expected [memory, offset, size]"
+        raise BadFrame(msg)
+    return at[0], at[1], at[2]
+
+
+class ServerMemory:
+    """The server's end of one connection: blocks are read where they lie here, gradients where they lie at the
+    peer. A buffer that the peer was referred to is retained until it says that it took the block. `peer` gives the process at its other end, or raises why memory cannot be shared with it. `answers`: of the server."""
+
+    def __init__(self, peer: Callable[[], int], answers: AnswerMemory) -> None:
+        self._peer, self._answers = peer, answers
+        self._lender = Lender()
+        self._borrower: Borrower | None = None
+        self._lent: dict[int, deque[Buffer]] = {}
+        self._bytes = self._blocks = 0
+        self.moved = clock.monotonic()  # when the first of the lent blocks was lent, or the last one was taken
+
+    def __repr__(self) -> str:
+        return f"<ServerMemory: {self._blocks} blocks lent, {self._borrower!r}>"
+
+    def share(self, given: Offers, regions: Iterable[Region], most_bytes: int) -> Offers:
+        """Map the peer's regions, of at most `most_bytes` each; returns offers of `regions`, if it is the first call: later ones are offered
+        when something is lent, since what was lent must not overtake the offer.
+        Raises Unauthorized, InvalidArgument, TooLarge: none or only some of its regions are mapped then."""
+        first = self._borrower is None
+        if self._borrower is None:
+            self._borrower = Borrower(self._peer())
+        self._borrower.learn(given, -(-most_bytes // PAGE_BYTES) * PAGE_BYTES)
+        return self._lender.offers(regions) if first else Offers()
+
+    def payload(self, place: Place, sent: int) -> memoryview:
+        """What a push's block refers to, which has `sent` bytes of its own; read only. Raises BadFrame, InvalidArgument."""
+        if self._borrower is None:
+            raise BadFrame("a block refers to memory: share it first")
+        return self._borrower.payload(place, sent)
+
+    # ------------------------------------------------------------ blocks for pulls
+
+    @property
+    def full(self) -> bool:
+        return self._bytes >= WINDOW_BYTES or self._blocks >= MAX_LENT
+
+    @property
+    def lends(self) -> bool:
+        """Whether a block is lent that was not taken yet."""
+        return self._blocks > 0
+
+    def lend_rows(self, number: int, rows: memoryview) -> tuple[Offers, Place] | None:
+        """Where lookup `number` finds a copy of its rows, as `lend`; None: they have to be sent."""
+        if self._borrower is None or self.full or (buffer := self._answers.copied(rows)) is None:
+            return None
+        lent = self.lend(number, buffer, rows.nbytes)
+        if lent is None:
+            buffer.release()
+        return lent
+
+    def lend(self, number: int, buffer: Buffer, size: int | None = None) -> tuple[Offers, Place] | None:
+        """Where pull `number` finds a retained buffer, or its first `size` bytes; it is released here when the peer took it. With the offers that
+        the peer needs before. None: the buffer has to be sent."""
+        if self._borrower is None or buffer.home is None:
+            return None
+        region, offset = buffer.home
+        new = self._lender.offers((region,))
+        memory = self._lender.number(region)
+        assert memory is not None
+        if not self._blocks:
+            self.moved = clock.monotonic()
+        self._lent.setdefault(number, deque()).append(buffer)
+        self._bytes += buffer.view.nbytes
+        self._blocks += 1
+        return new, (memory, offset, buffer.view.nbytes if size is None else size)
+
+    def took(self, number: int, count: Any) -> None:
+        """Pull `number`, which may have ended, has taken the next `count` blocks that were lent to it. Raises BadFrame."""
+        lent = self._lent.get(number, deque())
+        if type(count) is not int or not 0 < count <= len(lent):
+            msg = f"pull {number} took {str(count)[:20]} blocks of {len(lent)} that it was lent"
+            raise BadFrame(msg)
+        for _ in range(count):
+            self._give_back(lent.popleft())
+        if not lent:
+            del self._lent[number]
+        self.moved = clock.monotonic()
+
+    def close(self) -> None:
+        """Everything lent is ours again: the connection is over, so the peer drops what it still reads."""
+        for lent in self._lent.values():
+            for buffer in lent:
+                self._give_back(buffer)
+        self._lent.clear()
+        self._borrower = None
+
+    def _give_back(self, buffer: Buffer) -> None:
+        self._bytes -= buffer.view.nbytes
+        self._blocks -= 1
+        buffer.release()

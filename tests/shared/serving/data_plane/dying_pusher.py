@@ -8,8 +8,7 @@ from trireme_shared.protocol.records.step import LanePosition, LaneZero
 from trireme_shared.protocol.wire import codec
 from trireme_shared.protocol.wire.messages import PushHeader
 from trireme_shared.serving.transport.shared_memory import Region
-from trireme_shared.serving.transport.stream import FrameStream
-from trireme_shared.serving.transport.upgrade import upgrade
+from trireme_shared.serving.transport.stream import FrameStream, upgrade
 
 BLOCK = 1 << 18
 

@@ -22,8 +22,7 @@ from trireme_shared.serving.data_plane.row_turns import RowTurns
 from trireme_shared.serving.data_plane.server import make_app, serving
 from trireme_shared.serving.ports import ServerPorts
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.serving.transport.region_allocator import RegionAllocator
-from trireme_shared.serving.transport.shared_memory import Region
+from trireme_shared.serving.transport.shared_memory import Region, RegionAllocator
 
 TOKEN = "boat"
 PLAIN = OptimizerSpec(name="SGD", defaults={"lr": 1.0}, groups=({},))

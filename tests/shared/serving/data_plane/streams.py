@@ -13,8 +13,7 @@ from tests.pserver_service.jobs import push_header, settled
 from tests.shared.serving.data_plane.servers import SIZES, TOKEN
 from trireme_shared.blocks.buffers import bytes_of
 from trireme_shared.protocol.wire import codec
-from trireme_shared.serving.transport.stream import FrameStream
-from trireme_shared.serving.transport.upgrade import upgrade
+from trireme_shared.serving.transport.stream import FrameStream, upgrade
 
 streamed = pytest.mark.parametrize("server", ["stream tcp", "stream unix", "stream shm"], indirect=True)
 over_shm = pytest.mark.parametrize("server", ["stream shm"], indirect=True)

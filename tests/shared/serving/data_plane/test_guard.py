@@ -26,7 +26,7 @@ from trireme_shared.protocol.wire.messages import HandoffHeader, LookupRequest
 from trireme_shared.serving.data_plane.guard import OPEN, READ_BY_VIEWERS
 from trireme_shared.serving.data_plane.server import make_app, serving
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.serving.transport.upgrade import upgrade
+from trireme_shared.serving.transport.stream import upgrade
 
 CALLS = {  # what a stream may be asked, by the kinds that its refusal of any other names
     "push": opening(),

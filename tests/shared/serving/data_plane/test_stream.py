@@ -20,8 +20,7 @@ from trireme_shared.serving.core.stores import store_of
 from trireme_shared.serving.data_plane import http
 from trireme_shared.serving.data_plane.server import ARRIVALS, make_app, serving
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.serving.transport.stream import FrameStream
-from trireme_shared.serving.transport.upgrade import upgrade
+from trireme_shared.serving.transport.stream import FrameStream, upgrade
 
 __all__ = ["server"]
 

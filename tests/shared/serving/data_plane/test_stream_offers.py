@@ -25,7 +25,7 @@ __all__ = ["server"]
 
 
 def unmappable(*_: Any) -> None:
-    """In place of trireme_shared.serving.transport.lending.open_offered."""
+    """In place of trireme_shared.serving.transport.shared_memory.open_offered."""
     raise InvalidArgument("another PID namespace")
 
 
@@ -58,7 +58,7 @@ async def test_two_pushes_send_their_gradients_if_the_pserver_cannot_map_the_mem
         moved = server.client.moved(free, stream(*blocks))
         return (await StreamPserver.push(server.client, push_header(0), moved)).applied
 
-    monkeypatch.setattr("trireme_shared.serving.transport.lending.open_offered", unmappable)
+    monkeypatch.setattr("trireme_shared.serving.transport.shared_memory.open_offered", unmappable)
     assert await asyncio.gather(push((0, 2), region[:size]), push((2, 4), region[size:])) == [len(SIZES)] * 2
     assert set(versions(server)) == {1}
 

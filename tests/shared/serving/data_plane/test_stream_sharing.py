@@ -34,8 +34,7 @@ from trireme_shared.protocol.errors import InvalidArgument, Unauthorized
 from trireme_shared.protocol.records import PserverMember
 from trireme_shared.protocol.wire import codec
 from trireme_shared.protocol.wire.messages import PushBlock
-from trireme_shared.serving.transport.region_allocator import REGION_BYTES, RegionAllocator
-from trireme_shared.serving.transport.shared_memory import Offer, Region, peer_of
+from trireme_shared.serving.transport.shared_memory import REGION_BYTES, Offer, Region, RegionAllocator, peer_of
 from trireme_shared.serving.transport.stream import FrameStream
 
 __all__ = ["server"]
@@ -72,7 +71,7 @@ async def test_memory_that_cannot_be_had_or_read_is_done_without(server, monkeyp
     def refused(*_):
         raise InvalidArgument("another PID namespace")
 
-    monkeypatch.setattr("trireme_shared.serving.transport.lending.open_offered", refused)
+    monkeypatch.setattr("trireme_shared.serving.transport.shared_memory.open_offered", refused)
     found = await step(server)
     assert not server.client.stream.memory.on
     assert all(torch.equal(found[k], values[k] - 1) for k in SIZES)

@@ -16,9 +16,8 @@ from trireme_shared.blocks.buffers import ReceivedMemory
 from trireme_shared.protocol.records.layout import ROWS
 from trireme_shared.protocol.wire.messages import PushBlock
 from trireme_shared.serving.data_plane.http import STREAMS
-from trireme_shared.serving.transport import row_memory
-from trireme_shared.serving.transport.row_memory import AnswerMemory, GradientMemory
-from trireme_shared.serving.transport.shared_memory import Region
+from trireme_shared.serving.transport import shared_memory
+from trireme_shared.serving.transport.shared_memory import AnswerMemory, GradientMemory, Region
 from trireme_shared.serving.transport.stream import FrameStream
 from trireme_shared.tables.payload import joined, rows_in
 
@@ -96,7 +95,7 @@ async def test_gradients_that_change_after_they_were_taken_change_nothing(server
 @over_shm
 async def test_beyond_the_limit_of_memory_rows_go_through_the_stream(server, monkeypatch):
     await server.initialise(LAYOUT)
-    monkeypatch.setattr(row_memory, "MOST_BYTES", 1 << 18)
+    monkeypatch.setattr(shared_memory, "MOST_BYTES", 1 << 18)
     came, memory = came_in(monkeypatch), GradientMemory()
     await step(server, 0, lent(memory))
     assert sum(came) > ROW_BYTES + MANY.nbytes
@@ -126,7 +125,7 @@ def test_memory_of_gradients_is_used_again_when_nobody_refers_to_it():
 
 
 def test_memory_of_gradients_has_a_limit(monkeypatch):
-    monkeypatch.setattr(row_memory, "MOST_BYTES", 3 << 18)
+    monkeypatch.setattr(shared_memory, "MOST_BYTES", 3 << 18)
     memory = GradientMemory()
     held = [memory.take(1 << 18) for _ in range(4)]
     assert [isinstance(each.obj, Region) for each in held] == [True, True, True, False]

@@ -6,9 +6,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-from trireme_shared.serving.transport.lending import Borrower, Lender, Offers
-from trireme_shared.serving.transport.server_memory import ServerMemory
-from trireme_shared.serving.transport.shared_memory import PAGE_BYTES, Region
+from trireme_shared.serving.transport.shared_memory import PAGE_BYTES, Borrower, Lender, Offers, Region, ServerMemory
 
 
 def test_an_answer_to_a_peers_offer_names_no_region_that_the_peer_was_not_told_of():
