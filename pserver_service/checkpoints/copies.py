@@ -11,7 +11,7 @@ from collections.abc import Callable
 from trireme_shared.platform.runtime import telemetry
 from trireme_shared.protocol.records.layout import ROWS
 from trireme_shared.protocol.records.step import StepRecord
-from trireme_shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
+from trireme_shared.serving.core.ledger import AsyncSnapshot
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.stores import AsyncStore
 from trireme_shared.serving.pserver import Pserver

@@ -27,7 +27,7 @@ from trireme_shared.protocol.errors import InvalidArgument, PeerError
 from trireme_shared.protocol.records import JobSpec, Mode
 from trireme_shared.protocol.records.checkpoints import CheckpointRef, OwnCheckpoints
 from trireme_shared.protocol.records.step import StepRecord
-from trireme_shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
+from trireme_shared.serving.core.ledger import AsyncSnapshot
 from trireme_shared.serving.core.stores import AsyncStore
 
 LOOK_S = 0.5

@@ -14,7 +14,7 @@ from trireme_shared.blocks.snapshot import Snapshot
 from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.records.layout import ROWS
 from trireme_shared.protocol.wire.messages import EpochLedger
-from trireme_shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot, SavedEpoch, SavedLedger, SavedTask
+from trireme_shared.serving.core.ledger import AsyncSnapshot, SavedEpoch, SavedLedger, SavedTask
 
 LEDGER = "ledger"
 

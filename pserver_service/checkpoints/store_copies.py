@@ -20,7 +20,7 @@ from trireme_shared.checkpoints.saving.parts import Checkpointer
 from trireme_shared.protocol.records import SlotMap
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointPart, PartLink
 from trireme_shared.protocol.records.members import pserver_names
-from trireme_shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
+from trireme_shared.serving.core.ledger import AsyncSnapshot
 from trireme_shared.serving.core.store import Store
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pserver_service.checkpoints import ledger_text
 from pserver_service.checkpoints.ledger_text import LEDGER
 from trireme_shared.blocks.buffers import Buffer, BufferPool
+from trireme_shared.blocks.gradient_norm import Clipping
 from trireme_shared.checkpoints import stored
 from trireme_shared.checkpoints.block_reader import BlockReader, check_model
 from trireme_shared.checkpoints.schedule import Schedule
@@ -18,9 +19,7 @@ from trireme_shared.protocol.records.checkpoints import CheckpointPart, Checkpoi
 from trireme_shared.protocol.records.layout import Block
 from trireme_shared.protocol.slots import slot_of
 from trireme_shared.protocol.wire.messages import InitHeader
-from trireme_shared.serving.core.asynchronous.ledger import Ledger
-from trireme_shared.serving.core.asynchronous.saved_ledger import SavedLedger
-from trireme_shared.serving.core.clipping import Clipping
+from trireme_shared.serving.core.ledger import Ledger, SavedLedger
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.stores import AsyncStore, store_of
 from trireme_shared.serving.table_loader import TableLoader

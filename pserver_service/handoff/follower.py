@@ -25,9 +25,9 @@ from trireme_shared.protocol.records.layout import ROWS, Block, Layout
 from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.protocol.slots import blocks_in
 from trireme_shared.protocol.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart, InitHeader
-from trireme_shared.serving.core.asynchronous.saved_ledger import SavedLedger
 from trireme_shared.serving.core.calls import Payload
 from trireme_shared.serving.core.geometry import Geometry
+from trireme_shared.serving.core.ledger import SavedLedger
 from trireme_shared.serving.core.moving import ArrivingBlocks, adopt, forget
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.stores import rows_of, store_of
@@ -226,8 +226,7 @@ class SlotFollower:
         """None: the model has no tables."""
         if not layout.tables:
             return None
-        from trireme_shared.serving.core.table.moving import ArrivingRows  # noqa: PLC0415  loads numba
-        from trireme_shared.serving.core.table.moving_on_arrival import ArrivingOnArrival  # noqa: PLC0415
+        from trireme_shared.serving.core.table.moving import ArrivingOnArrival, ArrivingRows  # noqa: PLC0415  numba
 
         if self._rows is None and self._pserver.store is not None:
             into = self._pserver.store.rows

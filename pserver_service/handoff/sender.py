@@ -261,8 +261,7 @@ def _rows(store: Store, group: Group) -> LeavingRows | None:
     """None: the model has no tables."""
     if store.rows is None:
         return None
-    from trireme_shared.serving.core.table.moving import LeavingRows  # noqa: PLC0415  loads numba
-    from trireme_shared.serving.core.table.moving_on_arrival import LeavingOnArrival  # noqa: PLC0415
+    from trireme_shared.serving.core.table.moving import LeavingOnArrival, LeavingRows  # noqa: PLC0415  loads numba
 
     return (LeavingOnArrival if store.mode is Mode.ASYNC else LeavingRows)(store.rows, group.slots)
 

@@ -22,11 +22,10 @@ from tests.pserver_service.jobs import (
     stream,
     values_of,
 )
-from trireme_shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
+from trireme_shared.blocks.gradient_norm import Clipping, clip_factor, norm_of, squares_of
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records.layout import Segment
 from trireme_shared.protocol.wire.messages import InitBlock, StepNorm
-from trireme_shared.serving.core.clipping import Clipping
 from trireme_shared.serving.pserver import Pserver
 
 LAYOUT = layout_of(40, Segment(kind="buffer", dtype="float32", elements=8), optimizer=PLAIN)  # 16, 16, 8; 8 of buffers

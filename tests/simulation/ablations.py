@@ -26,10 +26,10 @@ from trireme_shared.protocol.records import StepMetrics
 from trireme_shared.protocol.records.layout import ROWS
 from trireme_shared.protocol.wire.messages import PushHeader, Verdict
 from trireme_shared.serving.block_server import BlockServer
-from trireme_shared.serving.core.asynchronous.ledger import Ledger
 from trireme_shared.serving.core.blocks import BlockState
 from trireme_shared.serving.core.calls import OpenPull
 from trireme_shared.serving.core.history import Results
+from trireme_shared.serving.core.ledger import Ledger
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.table.rows import TableRows
 from trireme_shared.serving.pserver import Pserver

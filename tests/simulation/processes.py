@@ -27,7 +27,7 @@ from trireme_shared.protocol.records.layout import ROWS
 from trireme_shared.protocol.wire.messages import PushBlock, PushHeader, Verdict
 from trireme_shared.serving.core.pushes import OpenPush
 from trireme_shared.serving.core.store import Store
-from trireme_shared.serving.core.table.row_steps import RowsServer, StepsAtOnce
+from trireme_shared.serving.core.table.stepping import RowsServer, StepsAtOnce
 from trireme_shared.serving.data_plane.row_turns import RowTurns
 from trireme_shared.serving.ports import ServerPorts
 from trireme_shared.serving.pserver import Pserver

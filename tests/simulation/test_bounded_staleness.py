@@ -16,7 +16,7 @@ from tests.simulation.plans import Plan, plan_of
 from tests.simulation.run import Outcome, simulate
 from tests.simulation.test_stragglers import plan_with_a_slow_trainer
 from trireme_shared.protocol.records import Dispatch, Mode
-from trireme_shared.serving.core.asynchronous.in_use import ParametersInUse
+from trireme_shared.serving.core.asynchronous import ParametersInUse
 
 BOUND = 3
 

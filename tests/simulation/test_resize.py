@@ -23,7 +23,7 @@ from tests.simulation.run import Outcome, simulate
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.assignments import Handed, Migration
 from trireme_shared.protocol.records.operations import OperationState, ResizePhase
-from trireme_shared.serving.core.asynchronous import ledger
+from trireme_shared.serving.core import ledger
 from trireme_shared.serving.core.blocks import BlockState
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.table.rows import TableRows

@@ -17,9 +17,9 @@ from tests.equipment.cluster.direct_ports import DirectMaster, DirectPserver
 from trainer_agent.agent import Agent
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
+from trireme_shared.blocks.gradient_norm import Clipping
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.protocol.records import JobSpec, JobState, Phase, PserverMember, TrainerMember
-from trireme_shared.serving.core.clipping import Clipping
 from trireme_shared.serving.pserver import Pserver
 
 

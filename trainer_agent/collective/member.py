@@ -23,12 +23,12 @@ from trainer_agent.data_plane.fleet_client import Connect, Suspect
 from trainer_agent.membership.lease import Membership
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import SingleErrorGroup
+from trireme_shared.blocks.gradient_norm import Clipping
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.step import StepRecord
-from trireme_shared.serving.core.clipping import Clipping
 
 LOOK_S = 0.05
 

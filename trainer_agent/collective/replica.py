@@ -19,11 +19,10 @@ from xxhash import xxh3_128
 from trainer_agent.collective.replica_optimizer import optimizer_of
 from trainer_agent.model.compute import Compute
 from trireme_shared.blocks.buffers import bytes_of, tensor_over
-from trireme_shared.blocks.gradient_norm import norm_of, squares_of
+from trireme_shared.blocks.gradient_norm import Clipping, norm_of, squares_of
 from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.records.layout import Block, Layout
 from trireme_shared.protocol.records.step import LanePosition, StepRecord
-from trireme_shared.serving.core.clipping import Clipping
 from trireme_shared.serving.core.optimizers import options_of
 
 if TYPE_CHECKING:

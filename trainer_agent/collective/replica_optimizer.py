@@ -19,8 +19,7 @@ from trireme_shared.blocks.buffers import bytes_of, tensor_over
 from trireme_shared.blocks.narrow import DTYPES
 from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.records.layout import Block
-from trireme_shared.serving.core.by_parameter import block_optimizer
-from trireme_shared.serving.core.optimizers import BlockOptimizer, Options, arguments
+from trireme_shared.serving.core.optimizers import BlockOptimizer, Options, arguments, block_optimizer
 from trireme_shared.serving.optimizers.classes import OF_WHOLE_PARAMETERS
 from trireme_shared.serving.optimizers.parameter_parts import ParameterParts
 from trireme_shared.serving.optimizers.state import SCALAR, kinds_of

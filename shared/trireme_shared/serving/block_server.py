@@ -39,8 +39,7 @@ from trireme_shared.serving.core.calls import OpenPull, Payload
 from trireme_shared.serving.core.progress import Counters, check_pull
 from trireme_shared.serving.core.pushes import OpenPush
 from trireme_shared.serving.core.store import Store
-from trireme_shared.serving.core.table.arrivals import ArrivedRows
-from trireme_shared.serving.core.table.row_steps import RowSteps
+from trireme_shared.serving.core.table.stepping import ArrivedRows, RowSteps
 from trireme_shared.serving.ports import OwnPlace, ServerPorts
 from trireme_shared.serving.transport.shared_memory import NOTHING
 from trireme_shared.serving.transport.stream import BURST_BYTES
@@ -234,7 +233,7 @@ class BlockServer:
                 # the memory of rows that wait is somebody else's from the next block on
                 pushing.apply(item, memoryview(payload).toreadonly() if item.block == ROWS else payload)
                 await asyncio.sleep(0)
-            if not await _settled(pushing, changed, self._ports.max_wait_s):
+            if not await settled(pushing, changed, self._ports.max_wait_s):
                 msg = f"rows of a push have waited for {self._ports.max_wait_s:g} s at pserver-{self.index}: push again"
                 raise NotReady(msg)
         finally:
@@ -402,7 +401,7 @@ class BlockServer:
             raise WrongOwner(msg, slots=mine)
 
 
-async def _settled(pushing: OpenPush, changed: asyncio.Event, limit_s: float) -> bool:
+async def settled(pushing: OpenPush, changed: asyncio.Event, limit_s: float) -> bool:
     """Wait until nothing of the push is `waiting`. Return False if something did not move for `limit_s`. `changed` is set when less of it waits."""
     with suppress(TimeoutError):
         async with asyncio.timeout(LENT_S):

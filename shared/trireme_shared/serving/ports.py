@@ -15,7 +15,7 @@ from trireme_shared.platform.runtime.service import settled
 from trireme_shared.protocol.records.layout import Layout
 from trireme_shared.protocol.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart, InitHeader
 from trireme_shared.serving.core.calls import Payload
-from trireme_shared.serving.core.table.row_steps import RowsServer, RowSteps, StepsAtOnce
+from trireme_shared.serving.core.table.stepping import RowsServer, RowSteps, StepsAtOnce
 
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.rows import TableRows  # loads numba

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
+from trireme_shared.blocks.gradient_norm import Clipping
 from trireme_shared.checkpoints.schedule import Schedule
 from trireme_shared.checkpoints.start_tables import mark_in
 from trireme_shared.platform.membership.directory import Directory
@@ -28,7 +29,6 @@ from trireme_shared.serving.block_server import BlockServer
 from trireme_shared.serving.core.admission import check_same_model
 from trireme_shared.serving.core.blocks import add_state
 from trireme_shared.serving.core.calls import Payload
-from trireme_shared.serving.core.clipping import Clipping
 from trireme_shared.serving.core.progress import progress_of
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.stores import AsyncStore, store_of

@@ -19,7 +19,7 @@ from trireme_shared.protocol.records.layout import Layout, OptimizerSpec, Segmen
 from trireme_shared.protocol.records.step import LanePosition, LaneZero, StepRecord
 from trireme_shared.protocol.slots import slot_of, spread
 from trireme_shared.protocol.wire.messages import InitHeader, PushBlock, PushHeader
-from trireme_shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot
+from trireme_shared.serving.core.ledger import AsyncSnapshot
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.stores import store_of
 

@@ -29,7 +29,7 @@ from trireme_shared.protocol.records.checkpoints import OwnCheckpoints
 from trireme_shared.protocol.records.pauses import Saving
 from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.protocol.wire.messages import Verdict
-from trireme_shared.serving.core.asynchronous.ledger import Ledger
+from trireme_shared.serving.core.ledger import Ledger
 from trireme_shared.serving.core.stores import AsyncStore
 
 

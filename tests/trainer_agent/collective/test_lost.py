@@ -15,11 +15,11 @@ from trainer_agent.collective.groups import Group, GroupView
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.collective.replica import Replica
 from trainer_agent.collective.server import ShareServer
+from trireme_shared.blocks.gradient_norm import Clipping
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.protocol.errors import Gone
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Exchange, JobSpec, JobState, Phase, Strategy, TrainerList
-from trireme_shared.serving.core.clipping import Clipping
 
 
 def alone(clip_grad_norm: float | None = None, step_in: Any = None) -> tuple[CollectiveGroup, Directory, GroupView]:

@@ -11,11 +11,11 @@ import torch
 from tests.simulation.compute import Speed, TinyCompute, Trace
 from trainer_agent.collective.replica import Replica
 from trireme_shared.blocks.buffers import tensor_over
+from trireme_shared.blocks.gradient_norm import Clipping
 from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.step import LanePosition, LaneZero, NodeResult, StepRecord
 from trireme_shared.protocol.wire.messages import InitHeader, PushBlock, PushHeader, StepNorm
-from trireme_shared.serving.core.clipping import Clipping
 from trireme_shared.serving.core.stores import store_of
 
 OPTIONS = ({"lr": 0.25}, {"lr": 0.125})

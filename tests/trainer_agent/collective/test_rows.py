@@ -24,7 +24,7 @@ from trireme_shared.protocol.errors import Gone, InvalidArgument, NotReady
 from trireme_shared.protocol.records.layout import Layout, OptimizerSpec, RowInit, RowOptimizer, TableSpec
 from trireme_shared.protocol.records.step import LanePosition, StepRecord
 from trireme_shared.protocol.wire.messages import TableRequest
-from trireme_shared.serving.core.table.part import RowsPart
+from trireme_shared.serving.core.table.rows import RowsPart
 from trireme_shared.tables.payload import ids_in, rows_in
 from trireme_shared.tables.saving import snapshot
 

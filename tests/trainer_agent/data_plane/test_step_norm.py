@@ -28,12 +28,12 @@ from tests.trainer_agent.virtual_time import virtually
 from trainer_agent.data_plane.fleet_client import FleetClient
 from trainer_agent.data_plane.parameter_servers import ParameterServers
 from trainer_agent.data_plane.step_norm import StepNormFinder
+from trireme_shared.blocks.gradient_norm import Clipping
 from trireme_shared.protocol.errors import Gone, InvalidArgument, PeerError
 from trireme_shared.protocol.records import SlotMap
 from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.protocol.slots import slot_of
 from trireme_shared.protocol.wire.messages import InitBlock, StepNorm
-from trireme_shared.serving.core.clipping import Clipping
 from trireme_shared.serving.pserver import Pserver
 
 LAYOUT = layout_of(64, optimizer=PLAIN)  # 4 blocks of 16

@@ -14,8 +14,8 @@ from trainer_agent.model.optimizer.push_schedule import PushSchedule
 from trainer_agent.model.torch_compute import TorchCompute
 from trireme_shared.protocol.records import Mode, Phase
 from trireme_shared.protocol.records.step import LaneZero, StepRecord
-from trireme_shared.serving.core.asynchronous import schedules
-from trireme_shared.serving.core.asynchronous.schedules import STATE_EVERY, ScheduleStates, newest_at
+from trireme_shared.serving.core import asynchronous
+from trireme_shared.serving.core.asynchronous import STATE_EVERY, ScheduleStates, newest_at
 
 SCHEDULERS = [
     "MultiStepLR(optimizer, [2, 2, 1500], 0.5)",
@@ -89,7 +89,7 @@ def test_fewer_states_are_kept_the_older_they_are():
 
 
 async def test_a_trainer_that_joins_makes_few_steps(tmp_path, counted, monkeypatch):
-    for module in (schedules, push_schedule):
+    for module in (asynchronous, push_schedule):
         monkeypatch.setattr(module, "STATE_EVERY", 8)
     script = write_script(
         tmp_path, scheduler="def scheduler(optimizer):\n    return torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)\n"

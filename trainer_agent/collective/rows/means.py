@@ -16,8 +16,7 @@ from trireme_shared.protocol.errors import Gone, InvalidArgument, NotReady
 from trireme_shared.protocol.records.job_spec import Narrow
 from trireme_shared.protocol.records.layout import Layout
 from trireme_shared.protocol.wire.messages import RowMeansPart, TableEnd, TableRequest, Verdict
-from trireme_shared.serving.core.table.part import RowsPart
-from trireme_shared.serving.core.table.rows import TableRows
+from trireme_shared.serving.core.table.rows import RowsPart, TableRows
 from trireme_shared.tables.lanes import means_over_lanes
 from trireme_shared.tables.memory import Floats, Numbers
 from trireme_shared.tables.payload import ID_BYTES, NUMBER_BYTES, joined

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from trainer_agent.model.compute import BeforeStep, Compute
 from trireme_shared.protocol.records.step import LaneZero
-from trireme_shared.serving.core.asynchronous.schedules import STATE_EVERY, newest_at
+from trireme_shared.serving.core.asynchronous import STATE_EVERY, newest_at
 
 STEPS_AT_ONCE = 1000  # of a scheduler, until the trainer looks what else is to do
 

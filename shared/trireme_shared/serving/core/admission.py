@@ -13,18 +13,17 @@ from typing import Protocol
 import torch
 
 from trireme_shared.blocks.buffers import Buffer
+from trireme_shared.blocks.gradient_norm import Clipping
 from trireme_shared.protocol.errors import BadFrame, LayoutMismatch, StepTorn
 from trireme_shared.protocol.lanes import Interval, is_aligned
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.layout import ELEMENT_BYTES, Block, Layout
 from trireme_shared.protocol.records.step import LanePosition, NodeResult
 from trireme_shared.protocol.wire.messages import InitHeader, PushBlock, PushHeader, Verdict
-from trireme_shared.serving.core.asynchronous.ledger import Ledger
-from trireme_shared.serving.core.asynchronous.schedules import ScheduleStates
-from trireme_shared.serving.core.asynchronous.staleness import slowed
+from trireme_shared.serving.core.asynchronous import ScheduleStates, slowed
 from trireme_shared.serving.core.blocks import BlockState
-from trireme_shared.serving.core.clipping import Clipping
 from trireme_shared.serving.core.history import History
+from trireme_shared.serving.core.ledger import Ledger
 from trireme_shared.serving.core.optimizers import Options, options_of
 
 MAX_TASKS = 1 << 40

@@ -18,7 +18,7 @@ from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.protocol.wire.messages import PullEnd, PullRequest, Verdict
 from trireme_shared.serving.core.progress import Counters, is_same, known_of, moment_of, squares_at
 from trireme_shared.serving.core.store import Store
-from trireme_shared.serving.core.table.row_steps import RowSteps
+from trireme_shared.serving.core.table.stepping import RowSteps
 
 Payload = bytes | bytearray | memoryview
 

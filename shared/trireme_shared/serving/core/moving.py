@@ -28,9 +28,9 @@ from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.layout import ELEMENT_BYTES, ROWS, Block
 from trireme_shared.protocol.wire.messages import HandedHistory, HandoffPart, MovedBlock, MovedTable
-from trireme_shared.serving.core.asynchronous.saved_ledger import SavedLedger
+from trireme_shared.serving.core.ledger import SavedLedger
 from trireme_shared.serving.core.store import Store
-from trireme_shared.serving.core.table.arrivals import bits_of
+from trireme_shared.serving.core.table.stepping import bits_of
 
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.moving import ArrivingRows, LeavingRows

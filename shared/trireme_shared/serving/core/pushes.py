@@ -17,7 +17,7 @@ from trireme_shared.protocol.wire.messages import PushAnswer, PushBlock, PushHea
 from trireme_shared.serving.core.calls import CallServer, Payload
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.stores import AsyncStore
-from trireme_shared.serving.core.table.arrivals import ArrivedRows
+from trireme_shared.serving.core.table.stepping import ArrivedRows
 
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.rows import TableRows  # loads numba

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from trireme_shared.blocks.buffers import Buffer, BufferPool, tensor_over
+from trireme_shared.blocks.gradient_norm import Clipping
 from trireme_shared.blocks.snapshot import Snapshot
 from trireme_shared.protocol.errors import BadFrame, InvalidArgument, LayoutMismatch
 from trireme_shared.protocol.lanes import Interval
@@ -21,14 +22,12 @@ from trireme_shared.protocol.records import Mode, SlotMap
 from trireme_shared.protocol.records.layout import ROWS, Layout
 from trireme_shared.protocol.wire.messages import EpochLedger, InitHeader, PushBlock, PushHeader, StepNorm, Verdict
 from trireme_shared.serving.core.admission import Push, Pushes, fits
-from trireme_shared.serving.core.asynchronous.in_use import ParametersInUse
-from trireme_shared.serving.core.asynchronous.saved_ledger import SavedLedger
+from trireme_shared.serving.core.asynchronous import ParametersInUse
 from trireme_shared.serving.core.blocks import BlockState
-from trireme_shared.serving.core.by_parameter import block_optimizer
-from trireme_shared.serving.core.clipping import Clipping
 from trireme_shared.serving.core.geometry import Geometry
 from trireme_shared.serving.core.history import History
-from trireme_shared.serving.core.optimizers import Options, arguments, options_of
+from trireme_shared.serving.core.ledger import SavedLedger
+from trireme_shared.serving.core.optimizers import Options, arguments, block_optimizer, options_of
 
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.rows import TableRows

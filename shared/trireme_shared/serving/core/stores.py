@@ -19,19 +19,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trireme_shared.blocks.buffers import BufferPool
+from trireme_shared.blocks.gradient_norm import Clipping
 from trireme_shared.blocks.snapshot import Snapshot
 from trireme_shared.checkpoints.schedule import EVALUATED_RANK, Schedule
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.protocol.wire.messages import EpochLedger, InitHeader, StepNorm
 from trireme_shared.serving.core.admission import ArrivalPushes, StepPushes
-from trireme_shared.serving.core.asynchronous.ledger import Ledger
-from trireme_shared.serving.core.asynchronous.saved_ledger import AsyncSnapshot, SavedLedger
-from trireme_shared.serving.core.asynchronous.schedules import ScheduleStates
+from trireme_shared.serving.core.asynchronous import ScheduleStates
 from trireme_shared.serving.core.blocks import BlockState
-from trireme_shared.serving.core.clipping import Clipping
+from trireme_shared.serving.core.ledger import AsyncSnapshot, Ledger, SavedLedger
 from trireme_shared.serving.core.store import Store
-from trireme_shared.serving.core.table.arrivals import every_slot
+from trireme_shared.serving.core.table.stepping import every_slot
 
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.rows import TableRows

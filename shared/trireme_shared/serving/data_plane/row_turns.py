@@ -19,8 +19,7 @@ from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.errors import NotReady, TriremeError
 from trireme_shared.protocol.wire.messages import Verdict
 from trireme_shared.serving.core.store import Store
-from trireme_shared.serving.core.table.arrivals import ArrivedRows
-from trireme_shared.serving.core.table.row_steps import RowsServer
+from trireme_shared.serving.core.table.stepping import ArrivedRows, RowsServer
 from trireme_shared.serving.data_plane.lookups import tables_in
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from tests.pserver_service.jobs import (
 )
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.wire.messages import PullEnd, StalenessBound
-from trireme_shared.serving.core.asynchronous.in_use import ParametersInUse
+from trireme_shared.serving.core.asynchronous import ParametersInUse
 from trireme_shared.serving.pserver import Pserver
 
 TASKS = {"fast": 0, "slow": 1, "third": 2}

@@ -11,9 +11,8 @@ from trireme_shared.blocks.narrow import DTYPES
 from trireme_shared.platform.runtime.light_torch import optimizers_without_compiler
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records.layout import ALIGNMENT_BYTES, ELEMENT_BYTES, Layout, OptimizerSpec, Segment
-from trireme_shared.serving.core.by_parameter import ByParameter, block_optimizer
 from trireme_shared.serving.core.geometry import Geometry
-from trireme_shared.serving.core.optimizers import BlockOptimizer, arguments
+from trireme_shared.serving.core.optimizers import BlockOptimizer, ByParameter, arguments, block_optimizer
 from trireme_shared.serving.optimizers.classes import CLASSES
 from trireme_shared.serving.optimizers.parameter_parts import ParameterParts, rounds_by_parameter
 

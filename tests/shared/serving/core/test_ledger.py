@@ -11,7 +11,7 @@ from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.layout import OptimizerSpec
 from trireme_shared.protocol.wire.messages import EpochLedger, LedgerAnswer, LedgerQuery, PushBlock, Verdict
-from trireme_shared.serving.core.asynchronous.ledger import Ledger
+from trireme_shared.serving.core.ledger import Ledger
 
 PLAIN = OptimizerSpec(name="SGD", defaults={"lr": 1.0}, groups=({},))
 

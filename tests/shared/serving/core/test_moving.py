@@ -26,7 +26,7 @@ from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.layout import Layout, OptimizerSpec
 from trireme_shared.protocol.wire.messages import HandoffPart, LedgerQuery
 from trireme_shared.serving.core import moving
-from trireme_shared.serving.core.asynchronous.saved_ledger import SavedLedger
+from trireme_shared.serving.core.ledger import SavedLedger
 from trireme_shared.serving.core.moving import ArrivingBlocks, LeavingBlocks, adopt, forget
 from trireme_shared.serving.core.stores import store_of
 from trireme_shared.serving.pserver import Pserver

@@ -33,7 +33,7 @@ from trireme_shared.protocol.records.layout import OptimizerSpec, Segment
 from trireme_shared.protocol.records.step import LaneZero
 from trireme_shared.protocol.wire.messages import PushBlock
 from trireme_shared.serving.block_server import BlockServer
-from trireme_shared.serving.core.asynchronous import staleness
+from trireme_shared.serving.core import asynchronous
 from trireme_shared.serving.core.moving import LeavingBlocks
 from trireme_shared.serving.core.optimizers import BlockOptimizer
 from trireme_shared.serving.core.pushes import OpenPush
@@ -102,16 +102,16 @@ def test_no_optimizer_computes_values_from_sums_that_another_rate_would_stretch(
 
 
 def test_groups_without_a_rate_in_the_push_have_that_of_their_optimizer() -> None:
-    assert staleness.slowed({}, {"lr": 0.5}, 4) == {"lr": 0.125}
-    assert staleness.slowed({"lr": 2.0}, {"lr": 0.5}, -3) == {"lr": 2.0}
-    assert staleness.slowed({"momentum": 0.9}, None, 4) == {"momentum": 0.9}
+    assert asynchronous.slowed({}, {"lr": 0.5}, 4) == {"lr": 0.125}
+    assert asynchronous.slowed({"lr": 2.0}, {"lr": 0.5}, -3) == {"lr": 2.0}
+    assert asynchronous.slowed({"momentum": 0.9}, None, 4) == {"momentum": 0.9}
 
 
 @pytest.mark.parametrize(
     ("broken", "holds"),
     [
         (lambda: nullcontext(), True),
-        (lambda: replaced(staleness, "divisor", lambda _: 1), False),
+        (lambda: replaced(asynchronous, "divisor", lambda _: 1), False),
     ],
     ids=["as it is", "without the division"],
 )

@@ -11,9 +11,8 @@ from tests.pserver_service.jobs import push_header, stream
 from tests.shared.serving.data_plane.servers import TRANSPORTS, server
 from tests.shared.serving.data_plane.test_unchanged import COUNTER, LAYOUT, PARAMETERS, SIZES, servers_at
 from trireme_shared.blocks.buffers import bytes_of
-from trireme_shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
+from trireme_shared.blocks.gradient_norm import Clipping, clip_factor, norm_of, squares_of
 from trireme_shared.protocol.wire.messages import PushBlock
-from trireme_shared.serving.core.clipping import Clipping
 
 __all__ = ["server"]
 LIMIT, STEPS = 10.0, 3

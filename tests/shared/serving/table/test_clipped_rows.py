@@ -10,12 +10,12 @@ import pytest_asyncio
 from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import JOB, init_header, pull_request, pulled, push_header, stream
 from tests.shared.serving.table.tables import LAYOUT, ids, pushed_rows, values_in
+from trireme_shared.blocks.gradient_norm import Clipping
 from trireme_shared.checkpoints.schedule import Schedule
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records.layout import ROWS
 from trireme_shared.protocol.records.step import NodeResult
 from trireme_shared.protocol.wire.messages import PullEnd, StepNorm
-from trireme_shared.serving.core.clipping import Clipping
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.pserver import Pserver
 

@@ -19,14 +19,19 @@ from trireme_shared.protocol.records import Mode, SlotMap
 from trireme_shared.protocol.records.layout import ROWS, RowInit, RowOptimizer, TableSpec
 from trireme_shared.protocol.wire.messages import PushBlock, Verdict
 from trireme_shared.serving.block_server import BlockServer
-from trireme_shared.serving.core.asynchronous import ledger
+from trireme_shared.serving.core import ledger
 from trireme_shared.serving.core.moving import ArrivingBlocks, LeavingBlocks, adopt, forget
 from trireme_shared.serving.core.pushes import OpenPush
 from trireme_shared.serving.core.stores import AsyncStore
-from trireme_shared.serving.core.table.arrivals import ArrivedRows
-from trireme_shared.serving.core.table.moving import LeavingRows, RowPart
-from trireme_shared.serving.core.table.moving_on_arrival import ArrivingOnArrival, ChangedIds, LeavingOnArrival
+from trireme_shared.serving.core.table.moving import (
+    ArrivingOnArrival,
+    ChangedIds,
+    LeavingOnArrival,
+    LeavingRows,
+    RowPart,
+)
 from trireme_shared.serving.core.table.rows import TableRows
+from trireme_shared.serving.core.table.stepping import ArrivedRows
 from trireme_shared.tables.hashing import slots_of
 from trireme_shared.tables.payload import joined
 from trireme_shared.tables.table import stamps_of

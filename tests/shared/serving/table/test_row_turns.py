@@ -19,7 +19,7 @@ from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.pauses import Torn
 from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.protocol.wire.messages import LedgerQuery, Verdict
-from trireme_shared.serving.core.table import kept
+from trireme_shared.serving.core.table import rows as kept
 from trireme_shared.serving.data_plane import row_turns
 from trireme_shared.serving.data_plane.lookups import lookup
 from trireme_shared.serving.data_plane.row_turns import RowTurns

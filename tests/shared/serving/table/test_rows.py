@@ -14,8 +14,8 @@ from trireme_shared.serving.block_server import BlockServer
 from trireme_shared.serving.core.pushes import OpenPush
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.stores import store_of
-from trireme_shared.serving.core.table.row_steps import StepsAtOnce
 from trireme_shared.serving.core.table.rows import TableRows
+from trireme_shared.serving.core.table.stepping import StepsAtOnce
 from trireme_shared.serving.ports import ServerPorts
 from trireme_shared.tables.hashing import slots_of
 

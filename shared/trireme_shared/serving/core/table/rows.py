@@ -14,19 +14,18 @@ of its owner taking no push.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.lanes import Interval
 from trireme_shared.protocol.records import SlotMap
-from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.job_spec import SNAPSHOT_BYTES, Narrow
 from trireme_shared.protocol.records.layout import Layout, schedule_factor
 from trireme_shared.protocol.records.step import LaneZero
 from trireme_shared.protocol.wire.messages import Verdict
-from trireme_shared.serving.core.asynchronous.staleness import divisor
-from trireme_shared.serving.core.table.kept import KeptRows
-from trireme_shared.serving.core.table.part import RowsPart
+from trireme_shared.serving.core.asynchronous import divisor
 from trireme_shared.tables.hashing import owned_slots
 from trireme_shared.tables.lanes import LaneRows, means_over_lanes
 from trireme_shared.tables.memory import HASHES, Floats, Numbers
@@ -38,6 +37,64 @@ from trireme_shared.tables.table import Flags, RowsOfIds, joined, living
 
 LOCK_S = 0.001  # that the event loop waits for the lock
 PORTION_BYTES = 4 << 20  # of a whole table in one answer: milliseconds
+LIMIT_S = 30.0  # without a slot that is written, until snapshots are given up
+
+
+@dataclass(slots=True)
+class KeptRows:
+    """How many rows steps of one parameter server may keep for snapshots that are being written: beyond
+    `most_bytes` the next step waits, as long as slots are written. After LIMIT_S without any, the snapshots are given
+    up. `waited_s`: seconds that steps have waited."""
+
+    most_bytes: int = SNAPSHOT_BYTES
+    waited_s: float = 0.0
+    _begun: float | None = None  # since when a step waits
+    _moved: float = 0.0  # when a slot was seen to be written
+    _read: int = 0
+
+    def may_step(self, snapshots: Sequence[TableSnapshot], now: float) -> bool:
+        """Whether the next step may begin; ask again soon if not. So what is kept is `most_bytes`, and the rows of one step, at most."""
+        snapshots = [each for each in snapshots if each.is_open]
+        kept, read = sum(each.kept_bytes for each in snapshots), sum(each.slots_read for each in snapshots)
+        if kept <= self.most_bytes:
+            self._end(now)
+            return True
+        if self._begun is None:
+            self._begun = self._moved = now
+            self._read = read
+        if read != self._read:
+            self._read, self._moved = read, now
+        if now - self._moved < LIMIT_S:
+            return False
+        problem = InvalidArgument(
+            f"steps kept {kept} bytes of rows for it, {self.most_bytes} are allowed, and none were written for {LIMIT_S:g} s",
+            hint="look at the storage, which is slow or does not answer",
+        )
+        for each in snapshots:
+            each.give_up(problem)
+        self._end(now)
+        return True
+
+    def _end(self, now: float) -> None:
+        if self._begun is not None:
+            self.waited_s += now - self._begun
+            self._begun = None
+
+
+@dataclass(slots=True, eq=False)
+class RowsPart:
+    """Slots that take lanes and step together: those of one parameter server, or some that came later. `slots`: bool
+    (slots,)."""
+
+    slots: Flags
+    version: int
+    waiting: dict[int, list[LaneRows]] = field(default_factory=dict)
+
+    def judge(self, step: int, lane: int) -> Verdict | None:
+        """Why it takes nothing of a lane; None: it takes it."""
+        if self.version > step or (self.version == step and lane in self.waiting):
+            return Verdict.DUPLICATE
+        return Verdict.TOO_EARLY if self.version < step else None
 
 
 class TableRows:
