@@ -24,7 +24,7 @@ from trireme_shared.protocol.errors import AnotherProcess
 from trireme_shared.protocol.records import Dispatch, Exchange, Mode, Phase, SlotMap, Strategy, TrainerMember
 from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.protocol.wire.messages import PushBlock, PushHeader, Verdict
-from trireme_shared.serving.core.pushes import OpenPush
+from trireme_shared.serving.core.calls import OpenPush
 from trireme_shared.serving.core.store import Store
 
 if TYPE_CHECKING:

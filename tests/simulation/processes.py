@@ -25,7 +25,7 @@ from trireme_shared.platform.runtime.service import LEASE_LOST
 from trireme_shared.protocol.records import Dispatch, TrainerMember
 from trireme_shared.protocol.records.layout import ROWS
 from trireme_shared.protocol.wire.messages import PushBlock, PushHeader, Verdict
-from trireme_shared.serving.core.pushes import OpenPush
+from trireme_shared.serving.core.calls import OpenPush
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.table.stepping import RowsServer, StepsAtOnce
 from trireme_shared.serving.data_plane.row_turns import RowTurns

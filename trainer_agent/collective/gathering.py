@@ -36,7 +36,7 @@ from trireme_shared.protocol.records import JobSpec, TrainerList
 from trireme_shared.protocol.records.layout import Layout
 from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.protocol.wire.messages import PserverInfo
-from trireme_shared.serving.core.progress import missing_lanes
+from trireme_shared.serving.core.store import missing_lanes
 
 GRACE_S = 0.1  # for answers to calls of a generation that is over; then their connections are closed
 FIRST_ASK_S, LAST_ASK_S = 0.002, 0.1  # pauses between questions to a trainer that is not in the generation yet

@@ -28,10 +28,10 @@ from trireme_shared.protocol.records import Mode, SlotMap
 from trireme_shared.protocol.records.layout import Block, Layout
 from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.protocol.wire.messages import MOST_STATED, InitHeader, PushBlock, Verdict
-from trireme_shared.serving.core.admission import Push, StepPushes
 from trireme_shared.serving.core.blocks import BlockState
 from trireme_shared.serving.core.optimizers import Options
-from trireme_shared.serving.core.store import Store
+from trireme_shared.serving.core.store import Push, Store
+from trireme_shared.serving.core.stores import StepPushes
 
 if TYPE_CHECKING:
     from trainer_agent.collective.rows.means import MeanRows, RowMeans

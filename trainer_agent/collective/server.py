@@ -28,10 +28,8 @@ from trireme_shared.protocol.wire.messages import (
     TableRequest,
 )
 from trireme_shared.serving.block_server import BlockServer
-from trireme_shared.serving.core.calls import CallServer, OpenPull
-from trireme_shared.serving.core.progress import missing_lanes
-from trireme_shared.serving.core.pushes import OpenPush
-from trireme_shared.serving.core.store import Store
+from trireme_shared.serving.core.calls import CallServer, OpenPull, OpenPush
+from trireme_shared.serving.core.store import Store, missing_lanes
 from trireme_shared.serving.ports import ServerPorts
 
 if TYPE_CHECKING:

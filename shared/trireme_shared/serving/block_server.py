@@ -35,10 +35,8 @@ from trireme_shared.protocol.wire.messages import (
     TableRequest,
     Verdict,
 )
-from trireme_shared.serving.core.calls import OpenPull, Payload
-from trireme_shared.serving.core.progress import Counters, check_pull
-from trireme_shared.serving.core.pushes import OpenPush
-from trireme_shared.serving.core.store import Store
+from trireme_shared.serving.core.calls import Counters, OpenPull, OpenPush, Payload
+from trireme_shared.serving.core.store import Store, check_pull
 from trireme_shared.serving.core.table.stepping import ArrivedRows, RowSteps
 from trireme_shared.serving.ports import OwnPlace, ServerPorts
 from trireme_shared.serving.transport.shared_memory import NOTHING

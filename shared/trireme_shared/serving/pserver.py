@@ -12,8 +12,9 @@ from trireme_shared.checkpoints.schedule import Schedule
 from trireme_shared.checkpoints.start_tables import mark_in
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import telemetry
-from trireme_shared.protocol.errors import InvalidArgument, NotReady, StaleGeneration, WrongOwner
-from trireme_shared.protocol.records import JobState
+from trireme_shared.protocol.errors import InvalidArgument, LayoutMismatch, NotReady, StaleGeneration, WrongOwner
+from trireme_shared.protocol.records import JobState, Mode
+from trireme_shared.protocol.records.layout import Layout
 from trireme_shared.protocol.wire.messages import (
     HandoffAnswer,
     HandoffHeader,
@@ -26,11 +27,9 @@ from trireme_shared.protocol.wire.messages import (
     PushHeader,
 )
 from trireme_shared.serving.block_server import BlockServer
-from trireme_shared.serving.core.admission import check_same_model
 from trireme_shared.serving.core.blocks import add_state
 from trireme_shared.serving.core.calls import Payload
-from trireme_shared.serving.core.progress import progress_of
-from trireme_shared.serving.core.store import Store
+from trireme_shared.serving.core.store import Store, missing_lanes
 from trireme_shared.serving.core.stores import AsyncStore, store_of
 from trireme_shared.serving.ports import OwnPlace, ServerPorts, StartRows, TakesHandoffs
 
@@ -132,7 +131,11 @@ class Pserver(BlockServer):
             digest=store.layout.digest,
             blocks=len(store.blocks),
             bytes=store.bytes,
-            **progress_of(store),
+            lowest=store.lowest,
+            highest=store.highest,
+            missing=missing_lanes(store),
+            updates=store.updates,
+            schedules=store.schedules.kept if isinstance(store, AsyncStore) else (),
             slots=store.slots.version if store.slots is not None else 0,
             ledger=store.ledger_counts(),
         )
@@ -195,5 +198,23 @@ class Pserver(BlockServer):
         """Whether these parameters are loaded already. Those of another timeline are not the job's any more."""
         if self.store is None or self.timeline != header.timeline:
             return False
-        check_same_model(self.store.layout, self.store.mode, header)
+        _check_same_model(self.store.layout, self.store.mode, header)
         return True
+
+
+def _check_same_model(layout: Layout, mode: Mode, header: InitHeader) -> None:
+    """Raises LayoutMismatch unless the header is of the model with this layout."""
+    mine = (layout.digest, layout.segments, layout.block_bytes, layout.tables, mode)
+    theirs = (
+        header.layout.digest,
+        header.layout.segments,
+        header.layout.block_bytes,
+        header.layout.tables,
+        header.mode,
+    )
+    if mine != theirs:
+        msg = (
+            f"model {header.layout.digest[:12]} ({header.mode}, {len(header.layout.segments)} segments) does not fit the loaded "
+            f"{layout.digest[:12]} ({mode}, {len(layout.segments)} segments): all trainers must run the same script"
+        )
+        raise LayoutMismatch(msg)

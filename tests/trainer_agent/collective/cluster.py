@@ -22,8 +22,7 @@ from trainer_agent.collective.state.messages import Portion, StateRequest
 from trireme_shared.protocol.errors import NotReady, PeerError
 from trireme_shared.protocol.records import Exchange, JobSpec, Phase, TrainerMember
 from trireme_shared.protocol.wire.messages import PullEnd, PullRequest, PushHeader
-from trireme_shared.serving.core.calls import OpenPull
-from trireme_shared.serving.core.pushes import OpenPush
+from trireme_shared.serving.core.calls import OpenPull, OpenPush
 
 
 class HeldShare(ShareServer):

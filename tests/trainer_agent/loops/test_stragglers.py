@@ -14,7 +14,7 @@ from trainer_agent.data_plane.outbox import Outboxes
 from trainer_agent.tasks.reports import Reports
 from trireme_shared.protocol.errors import UserCodeError
 from trireme_shared.protocol.records import Phase
-from trireme_shared.serving.core.progress import missing_lanes
+from trireme_shared.serving.core.store import missing_lanes
 
 EPOCHS = 6
 COMMON = {"lanes": 8, "epochs": EPOCHS, "rebalance_s": 3600}

@@ -1,5 +1,6 @@
 """The state of one server of blocks: blocks, rows, records of steps. It decides about one block at a time and
-never waits (stores.py has both kinds).
+never waits (stores.py has both kinds, and how each takes pushes). Functions at the end say what a pull may ask
+for, what the puller has already, and which lanes the step under way lacks.
 
 init --> Store;  admit(header) --> Push;  apply(push, block, payload) --> Verdict
                  ^ raises: the whole push is refused    ^ an error in one block refuses that block only
@@ -7,21 +8,31 @@ init --> Store;  admit(header) --> Push;  apply(push, block, payload) --> Verdic
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
 from trireme_shared.blocks.buffers import Buffer, BufferPool, tensor_over
 from trireme_shared.blocks.gradient_norm import Clipping
 from trireme_shared.blocks.snapshot import Snapshot
-from trireme_shared.protocol.errors import BadFrame, InvalidArgument, LayoutMismatch
-from trireme_shared.protocol.lanes import Interval
+from trireme_shared.protocol.errors import BadFrame, InvalidArgument, LayoutMismatch, WrongOwner
+from trireme_shared.protocol.lanes import Interval, gaps, intervals
 from trireme_shared.protocol.records import Mode, SlotMap
-from trireme_shared.protocol.records.layout import ROWS, Layout
-from trireme_shared.protocol.wire.messages import EpochLedger, InitHeader, PushBlock, PushHeader, StepNorm, Verdict
-from trireme_shared.serving.core.admission import Push, Pushes, fits
+from trireme_shared.protocol.records.layout import ELEMENT_BYTES, ROWS, Layout
+from trireme_shared.protocol.records.step import LanePosition, NodeResult
+from trireme_shared.protocol.wire.messages import (
+    EpochLedger,
+    InitHeader,
+    PullRequest,
+    PushBlock,
+    PushHeader,
+    StepNorm,
+    Verdict,
+)
 from trireme_shared.serving.core.asynchronous import ParametersInUse
 from trireme_shared.serving.core.blocks import BlockState
 from trireme_shared.serving.core.geometry import Geometry
@@ -31,6 +42,67 @@ from trireme_shared.serving.core.optimizers import Options, arguments, block_opt
 
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.rows import TableRows
+
+
+@dataclass(slots=True)
+class Push:
+    """One admitted push. `options[g]`: of optimizer group g in this step, if the header has them. `judged`:
+    by lanes. `results`: of nodes of the tree, as they came with their first blocks."""
+
+    header: PushHeader
+    task: int = -1
+    options: tuple[Options, ...] | None = None
+    positions: dict[int, LanePosition] = field(default_factory=dict)
+    judged: dict[Interval, Verdict | None] = field(default_factory=dict)
+    claims: int = 0
+    noted: set[Interval] = field(default_factory=set)
+    results: dict[Interval, NodeResult] = field(default_factory=dict)
+
+
+def _fits(state: BlockState, item: PushBlock, size: int) -> bool:
+    """Whether a payload of `size` bytes is the whole block, in its own dtype or in one that it may be sent
+    in; or nothing, because there is no data or, in a buffer, no change."""
+    if not size and (not item.count or (state.is_buffer and item.dtype is None)):
+        return True
+    if item.dtype is None:
+        return size == state.place.bytes
+    return state.narrows and size == state.place.elements * ELEMENT_BYTES[item.dtype]
+
+
+class Pushes(Protocol):
+    """How a store takes pushes, by the mode of its job."""
+
+    #: whether an empty payload with data means that the block stays as it is: a buffer that forward left
+    #: unchanged
+    keeps_unchanged: bool
+
+    def admit(self, header: PushHeader, options: tuple[Options, ...] | None) -> Push:
+        """Check a push as a whole. `options`: of each optimizer group, if the header has them. Raises
+        BadFrame, StepTorn: see Store.admit."""
+        ...
+
+    def judge(self, push: Push, lanes: Interval) -> Verdict | None:
+        """Why no data of these lanes is taken; None: it may be."""
+        ...
+
+    def take(
+        self,
+        push: Push,
+        state: BlockState,
+        item: PushBlock,
+        value: torch.Tensor | None,
+        memory: Buffer | None,
+        *,
+        lent: bool,
+    ) -> Verdict:
+        """Apply one block's gradient. `lent`: `value` may only be read; it is copied if the optimizer would
+        write into it."""
+        ...
+
+    def settle(self, state: BlockState) -> bool:
+        """Step a block that is held for the norm of the whole gradient, if the norm is known; answers whether
+        it was stepped."""
+        ...
 
 
 class Store:
@@ -191,7 +263,7 @@ class Store:
         if state is None:
             return Verdict.LAYOUT_MISMATCH if self.geometry.block(item.block) is None else Verdict.WRONG_OWNER
         place = state.place
-        if item.count < 0 or not fits(state, item, payload.nbytes):
+        if item.count < 0 or not _fits(state, item, payload.nbytes):
             return Verdict.LAYOUT_MISMATCH
         if item.count and not payload.nbytes:  # a buffer that forward left as it was
             unchanged = state.current.tensor if self.pushes.keeps_unchanged else None
@@ -215,7 +287,7 @@ class Store:
         if state is None:
             return "the layout has no such block"
         place = state.place
-        if item.count < 0 or not fits(state, item, size):
+        if item.count < 0 or not _fits(state, item, size):
             also = " or, cast, bfloat16 or float16" if state.narrows else ""
             return f"{size} bytes of {item.dtype or place.dtype}: expected {place.elements} elements of {place.dtype}{also}"
         return f"{item.dtype or place.dtype} in lanes {item.lanes} of {self.lanes}: expected a node of the tree, and one dtype in a step"
@@ -318,3 +390,65 @@ class Store:
             return None
         taken, self.snapshot = self.snapshot, None
         return taken
+
+
+def missing_lanes(store: Store) -> tuple[Interval, ...]:
+    """The lanes [first, last) that some block of the lowest version has no data of in its step."""
+    if store.mode is not Mode.SYNC:
+        return ()
+    lowest = store.lowest
+    waiting = {frozenset(state.tree.nodes) for state in store.collected if state.version == lowest}
+    if store.rows is not None and store.rows.version == lowest:
+        waiting.add(store.rows.lanes_there)
+    lacking = {lane for nodes in waiting for first, last in gaps(nodes, store.lanes) for lane in range(first, last)}
+    return tuple(intervals(sorted(lacking)))
+
+
+def squares_at(blocks: Mapping[int, BlockState], numbers: Iterable[int], version: int) -> tuple[tuple[int, float], ...]:
+    """The sums of squares of the gradients that are held at `version`, or that made it."""
+    found = ((number, blocks[number]) for number in numbers)
+    return tuple((n, state.squares) for n, state in found if state.version == version and state.squares is not None)
+
+
+def check_pull(store: Store, request: PullRequest, index: int) -> None:
+    """Raises WrongOwner, InvalidArgument."""
+    if store.rows is not None and 0 < request.slots < store.rows.since:
+        msg = f"slot map {request.slots} is old: the rows at pserver-{index} moved by {store.rows.since}; read the slot map again"
+        raise WrongOwner(msg, slots=store.rows.since)
+    if request.version is not None and store.mode is Mode.ASYNC:
+        msg = (
+            f"version {request.version} was asked for in async mode, where blocks have no common version: ask for None"
+        )
+        raise InvalidArgument(msg)
+    wanted = set(request.blocks)
+    if foreign := wanted - store.blocks.keys():
+        block = min(foreign)
+        msg = f"block {block} is not at pserver-{index}: read the slot map again"
+        raise WrongOwner(msg, block=block)
+    if len(wanted) < len(request.blocks):
+        twice = min(block for block, times in Counter(request.blocks).items() if times > 1)
+        msg = f"block {twice} is named twice in one pull: name each block once"
+        raise InvalidArgument(msg, block=twice)
+
+
+def known_of(store: Store, version: int | None) -> str:
+    """A name for the values that a pull of `version` brings if it begins now; "" if blocks may be of several versions."""
+    moment = store.moment(version)
+    return "" if moment is None else f"{store.name}@{moment}"
+
+
+def moment_of(store: Store, known: str | None) -> int | None:
+    """The moment in a name that `known_of` of this store made, else None."""
+    name, _, moment = (known or "").rpartition("@")
+    return int(moment) if name and name == store.name and moment.isascii() and moment.isdecimal() else None
+
+
+def is_same(store: Store, number: int, version: int | None, moment: int | None) -> bool:
+    """Whether it is certain that a pull of `version` finds a block with the bits that a whole pull had at `moment` (None: there was none). Only
+    blocks of buffers are watched, and who has a newer version than it asks for gets everything. A block without any values is left out as well."""
+    state = store.blocks[number]
+    if state.is_empty_at(version):
+        return True
+    if moment is None:
+        return False
+    return state.is_buffer and state.changed <= moment <= store.newest_moment(state, version)

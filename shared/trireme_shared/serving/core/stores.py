@@ -1,8 +1,8 @@
 """The two kinds of stores: synchronous jobs step by versions, asynchronous ones when a push comes.
 
-                what holds a push once      copies for checkpoints
-SyncStore       the tree of lanes           a version, block after block, as each reaches it
-AsyncStore      the ledger                  all blocks, rows and the ledger of one instant
+                takes pushes by     what holds a push once      copies for checkpoints
+SyncStore       StepPushes          the tree of lanes           a version, block after block, as each reaches it
+AsyncStore      ArrivalPushes       the ledger                  all blocks, rows and the ledger of one instant
 
 In jobs that clip, a SyncStore holds what waits for the norm of the step's whole gradient:
 
@@ -15,25 +15,193 @@ anything waiting ends with HELD, and comes again with the norm.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from trireme_shared.blocks.buffers import BufferPool
+import torch
+
+from trireme_shared.blocks.buffers import Buffer, BufferPool
 from trireme_shared.blocks.gradient_norm import Clipping
 from trireme_shared.blocks.snapshot import Snapshot
 from trireme_shared.checkpoints.schedule import EVALUATED_RANK, Schedule
+from trireme_shared.protocol.errors import BadFrame, StepTorn
+from trireme_shared.protocol.lanes import Interval, is_aligned
 from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.records.layout import Block, Layout
 from trireme_shared.protocol.records.step import StepRecord
-from trireme_shared.protocol.wire.messages import EpochLedger, InitHeader, StepNorm
-from trireme_shared.serving.core.admission import ArrivalPushes, StepPushes
-from trireme_shared.serving.core.asynchronous import ScheduleStates
+from trireme_shared.protocol.wire.messages import EpochLedger, InitHeader, PushBlock, PushHeader, StepNorm, Verdict
+from trireme_shared.serving.core.asynchronous import ScheduleStates, slowed
 from trireme_shared.serving.core.blocks import BlockState
+from trireme_shared.serving.core.history import History
 from trireme_shared.serving.core.ledger import AsyncSnapshot, Ledger, SavedLedger
-from trireme_shared.serving.core.store import Store
+from trireme_shared.serving.core.optimizers import Options, options_of
+from trireme_shared.serving.core.store import Push, Store
 from trireme_shared.serving.core.table.stepping import every_slot
 
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.rows import TableRows
+
+MAX_TASKS = 1 << 40
+
+
+class StepPushes:
+    """Synchronous: each lane's data of a step counts once, and a block steps when the data of all lanes is
+    there. `held_step`: the last step in which a block was held for the norm."""
+
+    keeps_unchanged = True
+
+    def __init__(self, layout: Layout, lanes: int, history: History, clipping: Clipping) -> None:
+        self._layout, self._lanes, self._history, self._clipping = layout, lanes, history, clipping
+        self.held_step = -1
+        self._no_options: Options = {}
+        self._options_of_step: tuple[int, tuple[Options, ...]] = (-1, ())
+
+    def admit(self, header: PushHeader, options: tuple[Options, ...] | None) -> Push:
+        positions = {position.lane: position for position in header.positions}
+        if 0 in positions and options is None:
+            msg = "a push of lane 0 without lane_zero: it carries the optimizer's options for everybody"
+            raise BadFrame(msg)
+        if header.claim and (obstacle := self._history.claim(header.step, positions)):
+            raise StepTorn(obstacle, hint="the job goes back to a checkpoint", step=header.step)
+        return Push(header, options=options, positions=positions, claims=self._history.claims)
+
+    def judge(self, push: Push, lanes: Interval) -> Verdict | None:
+        """None if `lanes` is a node of the tree and the step's other blocks have data of the same records;
+        else the refusal."""
+        if push.claims != self._history.claims:
+            push.claims = self._history.claims
+            push.judged.clear()
+        if lanes in push.judged:
+            return push.judged[lanes]
+        first, last = lanes
+        verdict: Verdict | None = None
+        fits = 0 <= first < last <= self._lanes and is_aligned(first, last)
+        if not fits or not push.positions.keys() >= set(range(first, last)):
+            verdict = Verdict.LAYOUT_MISMATCH
+        elif not self._history.agrees(push.header.step, push.positions, range(first, last)):
+            verdict = Verdict.STALE_ATTEMPT
+        push.judged[lanes] = verdict
+        return verdict
+
+    def take(
+        self,
+        push: Push,
+        state: BlockState,
+        item: PushBlock,
+        value: torch.Tensor | None,
+        memory: Buffer | None,
+        *,
+        lent: bool,
+    ) -> Verdict:
+        step = push.header.step
+        if not state.takes(step):
+            return Verdict.MOVING
+        if (refusal := self.judge(push, item.lanes)) is not None:
+            return refusal
+        before = state.version
+        if before == step and item.lanes not in push.noted:
+            push.noted.add(item.lanes)
+            self._history.note(push.header, push.positions, item.lanes, push.results.get(item.lanes))
+        content = value, item.count, self.options(step, state.place), memory, item.dtype
+        verdict = state.push(step, item.lanes, *content, lent=lent, measured=self._clipping.measures(step))
+        if state.version == before and state.held:
+            self.held_step = before
+        return verdict
+
+    def settle(self, state: BlockState) -> bool:
+        norm = self._history.norm(state.version) if state.held else None
+        if norm is None:
+            return False
+        state.settle(self._clipping.factor(norm), self.options(state.version, state.place))
+        return True
+
+    def options(self, step: int, place: Block) -> Options:
+        """The options of the block's group in `step`. Lane 0's push brings them, so they are known when the
+        tree is complete."""
+        group = self._layout.segments[place.segment].group
+        if group < 0:
+            return self._no_options
+        if self._options_of_step[0] != step:
+            lane_zero = self._history.lane_zero(step)
+            if lane_zero is None:
+                return self._no_options
+            self._options_of_step = (step, tuple(options_of(given) for given in lane_zero.options))
+        return self._options_of_step[1][group]
+
+
+class ArrivalPushes:
+    """Asynchronous: each push steps its blocks when it comes, and the `ledger` says which minibatches each
+    block has."""
+
+    keeps_unchanged = False
+
+    def __init__(
+        self,
+        layout: Layout,
+        schedules: ScheduleStates,
+        positions: Mapping[int, int],
+        arguments: Sequence[Options | None],
+    ) -> None:
+        self._layout, self._schedules = layout, schedules
+        self._positions = positions  # of blocks in the ledger, as they are now
+        self._arguments = arguments  # of the optimizer, by segment
+        self.ledger = Ledger(0)
+        #: how often a buffer got other bits
+        self.changes = 0
+        self._no_options: Options = {}
+
+    def admit(self, header: PushHeader, options: tuple[Options, ...] | None) -> Push:
+        self._schedules.take(header.lane_zero)
+        return Push(header, _task_number(header), options or ({},) * len(self._layout.optimizer.groups))
+
+    def judge(self, push: Push, lanes: Interval) -> Verdict | None:  # noqa: ARG002
+        return None
+
+    def take(
+        self,
+        push: Push,
+        state: BlockState,
+        item: PushBlock,
+        value: torch.Tensor | None,
+        memory: Buffer | None,  # noqa: ARG002
+        *,
+        lent: bool,
+    ) -> Verdict:
+        if not state.takes(None):
+            return Verdict.MOVING
+        ledger, index = self.ledger, self._positions[item.block]
+        verdict = ledger.judge(push.header, push.task, index)
+        if verdict is not Verdict.APPLIED:
+            return verdict
+        assert push.options is not None
+        segment = state.place.segment
+        group = self._layout.segments[segment].group
+        own, values = state.copied(value) if value is not None and lent else None, state.current
+        options = push.options[group] if group >= 0 else self._no_options
+        if item.version is not None and not state.is_buffer:
+            options = slowed(options, self._arguments[segment], state.ahead_of(item.version))
+        state.update(own.tensor if own else value, options)
+        if state.is_buffer and state.current is not values:
+            self.changes += 1
+            state.changed = self.changes
+        if own is not None:
+            own.release()
+        ledger.enter(push.header, push.task, index)
+        return verdict
+
+    def settle(self, state: BlockState) -> bool:  # noqa: ARG002
+        return False
+
+
+def _task_number(header: PushHeader) -> int:
+    task = int(header.task_id) if header.task_id.isascii() and header.task_id.isdigit() else -1
+    if not 0 <= task < MAX_TASKS or not 0 <= header.start < header.end <= header.minibatches:
+        msg = (
+            f"push of task {header.task_id[:40]!r}, minibatches [{header.start}, {header.end}) of {header.minibatches}: "
+            "expected a task number and 0 <= start < end <= minibatches"
+        )
+        raise BadFrame(msg)
+    return task
 
 
 def rows_of(header: InitHeader) -> TableRows | None:

@@ -27,8 +27,7 @@ from trireme_shared.protocol.wire.messages import (
     PushHeader,
 )
 from trireme_shared.serving.block_server import LENT_S, BlockServer
-from trireme_shared.serving.core.calls import OpenPull
-from trireme_shared.serving.core.pushes import OpenPush
+from trireme_shared.serving.core.calls import OpenPull, OpenPush
 from trireme_shared.serving.data_plane.lookups import StreamLookups, found_end
 from trireme_shared.serving.transport.shared_memory import (
     NOTHING,

@@ -18,7 +18,7 @@ from tests.pserver_service.jobs import (
 from trireme_shared.blocks.accumulator import Accumulator
 from trireme_shared.blocks.buffers import bytes_of
 from trireme_shared.protocol.wire.messages import PushBlock
-from trireme_shared.serving.core.pushes import OpenPush
+from trireme_shared.serving.core.calls import OpenPush
 
 ELEMENTS = 16
 LEFT, RIGHT = torch.linspace(0, 1, ELEMENTS), torch.linspace(3, 5, ELEMENTS)

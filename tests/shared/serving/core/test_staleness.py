@@ -34,9 +34,9 @@ from trireme_shared.protocol.records.step import LaneZero
 from trireme_shared.protocol.wire.messages import PushBlock
 from trireme_shared.serving.block_server import BlockServer
 from trireme_shared.serving.core import asynchronous
+from trireme_shared.serving.core.calls import OpenPush
 from trireme_shared.serving.core.moving import LeavingBlocks
 from trireme_shared.serving.core.optimizers import BlockOptimizer
-from trireme_shared.serving.core.pushes import OpenPush
 from trireme_shared.serving.core.stores import store_of
 from trireme_shared.serving.data_plane.lookups import found_end, lookup
 from trireme_shared.serving.optimizers.classes import CLASSES

@@ -13,7 +13,7 @@ from trireme_shared.blocks.buffers import bytes_of
 from trireme_shared.protocol.errors import PeerError
 from trireme_shared.protocol.wire import codec
 from trireme_shared.protocol.wire.messages import PushBlock
-from trireme_shared.serving.core.pushes import OpenPush
+from trireme_shared.serving.core.calls import OpenPush
 from trireme_shared.serving.data_plane.stream import PserverStream
 from trireme_shared.serving.transport.shared_memory import Region
 

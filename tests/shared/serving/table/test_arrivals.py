@@ -15,7 +15,7 @@ from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.protocol.wire.messages import TableRequest, Verdict
 from trireme_shared.serving.block_server import BlockServer
-from trireme_shared.serving.core.pushes import OpenPush
+from trireme_shared.serving.core.calls import OpenPush
 from trireme_shared.serving.core.stores import AsyncStore
 from trireme_shared.serving.data_plane.lookups import lookup, portion
 from trireme_shared.serving.pserver import Pserver

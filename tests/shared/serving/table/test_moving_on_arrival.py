@@ -20,8 +20,8 @@ from trireme_shared.protocol.records.layout import ROWS, RowInit, RowOptimizer, 
 from trireme_shared.protocol.wire.messages import PushBlock, Verdict
 from trireme_shared.serving.block_server import BlockServer
 from trireme_shared.serving.core import ledger
+from trireme_shared.serving.core.calls import OpenPush
 from trireme_shared.serving.core.moving import ArrivingBlocks, LeavingBlocks, adopt, forget
-from trireme_shared.serving.core.pushes import OpenPush
 from trireme_shared.serving.core.stores import AsyncStore
 from trireme_shared.serving.core.table.moving import (
     ArrivingOnArrival,

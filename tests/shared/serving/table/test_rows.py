@@ -11,7 +11,7 @@ from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.records import Mode, SlotMap
 from trireme_shared.protocol.wire.messages import Verdict
 from trireme_shared.serving.block_server import BlockServer
-from trireme_shared.serving.core.pushes import OpenPush
+from trireme_shared.serving.core.calls import OpenPush
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.stores import store_of
 from trireme_shared.serving.core.table.rows import TableRows

@@ -22,7 +22,7 @@ from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import JobState, Mode, SlotMap, TrainerList
 from trireme_shared.protocol.records.layout import ROWS
 from trireme_shared.protocol.wire.messages import LedgerQuery, PushBlock, TableRequest, Verdict
-from trireme_shared.serving.core.progress import missing_lanes
+from trireme_shared.serving.core.store import missing_lanes
 from trireme_shared.serving.core.table import rows as kept
 from trireme_shared.serving.core.table.rows import TableRows
 from trireme_shared.serving.data_plane import row_turns

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from trireme_shared.protocol.wire.messages import Verdict
-from trireme_shared.serving.core.admission import Push
 from trireme_shared.serving.core.ledger import Ledger
-from trireme_shared.serving.core.store import Store
+from trireme_shared.serving.core.store import Push, Store
 from trireme_shared.tables.hashing import Ids, slots_of
 from trireme_shared.tables.payload import Rows
 
