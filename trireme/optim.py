@@ -3,7 +3,6 @@ LARS and LAMB are for strategy collective and for plain PyTorch."""
 
 from __future__ import annotations
 
-from trireme_shared.serving.optimizers.layerwise import LAMB, LARS
-from trireme_shared.serving.optimizers.lion import Lion
+from trireme_shared.serving.optimizers.classes import LAMB, LARS, Lion
 
 __all__ = ["LAMB", "LARS", "Lion"]

@@ -1,24 +1,207 @@
-"""Asynchronous: copies of what one parameter server has, with blocks, rows and ledger of one instant.
+"""What a parameter server copies for checkpoints: versions of its store, with ledger (asynchronous) and rows of embedding tables.
 
-a push that is being stepped is whole ─► rows and ledger copied, before the next one begins ─► blocks
+Of the tables a part has all rows, or those that changed since the own part of the latest checkpoint (chains.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
-from trireme_shared.platform.runtime import telemetry
+from pserver_service.checkpoints.ledger_text import ledger_metadata
+from pserver_service.context import PserverContext, StateFollower
+from trireme_shared.blocks.snapshot import Snapshot
+from trireme_shared.checkpoints.async_cut import Cut, read_cut
+from trireme_shared.checkpoints.deltas import DeltaBase, narrow
+from trireme_shared.checkpoints.saving.copies import Copied, Copies
+from trireme_shared.checkpoints.saving.part_owner import SavingContext
+from trireme_shared.checkpoints.saving.parts import Checkpointer
+from trireme_shared.checkpoints.tables import tables_of
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.protocol.records import JobState, Phase, SlotMap
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointPart, PartLink
 from trireme_shared.protocol.records.layout import ROWS
+from trireme_shared.protocol.records.members import pserver_names
 from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.serving.core.ledger import AsyncSnapshot
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.stores import AsyncStore
 from trireme_shared.serving.pserver import Pserver
 
-COPY_BYTES = 4 << 20  # of values, with their optimizer's state: a few milliseconds
 
-log = telemetry.logger("pserver.copies")
+@dataclass(frozen=True, slots=True)
+class _Written:
+    part: CheckpointPart
+    store: str
+    slots: SlotMap
+    versions: Mapping[str, int]
+
+
+def versions_of(snapshot: Snapshot) -> dict[str, int]:
+    """Of its tables."""
+    return {table.spec.name: table.version for table in tables_of(snapshot)}
+
+
+class Chains:
+    """The parts of this process, by the uuid of their checkpoint, since the latest one."""
+
+    def __init__(self) -> None:
+        self._written: dict[str, _Written] = {}
+
+    def __repr__(self) -> str:
+        return f"<Chains: {len(self._written)} parts to build on>"
+
+    def has(self, uuid: str) -> bool:
+        """Whether a part may build on that checkpoint."""
+        return uuid in self._written
+
+    def base(
+        self, latest: CheckpointLatest | None, damaged: Collection[str], store: Store, slots: SlotMap, most: int
+    ) -> DeltaBase | None:
+        """For a part of `store` with these slots. `most`: deltas in a chain. None: it has to be whole. What nobody will build on is forgotten."""
+        own = self._written.get(latest.uuid) if latest is not None else None
+        if own is None or store.rows is None:
+            return None
+        self._written = {uuid: each for uuid, each in self._written.items() if each.part.step >= own.part.step}
+        store.rows.forget_removed(own.versions)
+        chain = (*own.part.chain, own.part.link(latest.uuid if latest is not None else ""))
+        same = (own.store, own.slots) == (store.name, slots)
+        if not same or len(chain) > most or any(link.uuid in damaged for link in chain):
+            return None
+        return DeltaBase(chain, own.versions)
+
+    def add(self, uuid: str, part: CheckpointPart, store: Store, slots: SlotMap, versions: Mapping[str, int]) -> None:
+        """A part that is written."""
+        if versions:
+            self._written[uuid] = _Written(part, store.name, slots, versions)
+
+
+def saving_of(context: PserverContext) -> SavingContext:
+    directory = context.directory
+    return SavingContext(
+        etcd=context.etcd,
+        directory=directory,
+        owner=context.pserver,
+        own_key=context.own_index,
+        offload=context.offload,
+        living=lambda _: {index: pserver_names([index]) for index in directory.pservers},
+        slots_of=lambda version: directory.slots if directory.slots and directory.slots.version == version else None,
+    )
+
+
+class StoreCopies(Copies):
+    """With the `checkpointer` that writes them."""
+
+    def __init__(self, context: PserverContext) -> None:
+        super().__init__(context.pserver.snapshot_ready)
+        self._context, self._pserver = context, context.pserver
+        self._chains = Chains()
+        self._store: Store | None = None  # of the copy that was taken last
+        self._taken: _Taken | None = None
+        self.checkpointer = Checkpointer(saving_of(context), self)
+
+    @property
+    def waits(self) -> bool:
+        return self._pserver.store is not None and self._pserver.store.snapshot_waits
+
+    def take(self) -> Copied | None:
+        store = self._pserver.store
+        snapshot = store.take_snapshot() if store is not None else None
+        if store is None or snapshot is None:
+            return None
+        self._store = store
+        return Copied(
+            snapshot=snapshot,
+            index=self._pserver.index,
+            timeline=self._pserver.timeline,
+            restored=self._pserver.checkpoint,
+            slots=snapshot.slots,
+            layout=store.layout,
+            mode=store.mode,
+            lanes=store.lanes,
+            skipped=store.skipped,
+        )
+
+    def is_of(self, timeline: int) -> bool:
+        return self._pserver.store is not None and self._pserver.timeline == timeline
+
+    async def cut(self, uuid: str, copied: Copied) -> Cut | None:
+        if not isinstance(copied.snapshot, AsyncSnapshot):
+            return None
+        return await read_cut(self._context.etcd, self._context.keys, uuid)
+
+    def may_build_on(self, latest: CheckpointLatest | None) -> str:
+        return latest.uuid if latest is not None and self._chains.has(latest.uuid) else ""
+
+    async def chain(
+        self, copied: Copied, slots: SlotMap, latest: CheckpointLatest | None, damaged: Collection[str]
+    ) -> tuple[PartLink, ...]:
+        snapshot, store = copied.snapshot, self._store
+        assert store is not None
+        self._taken = _Taken(store, slots, versions_of(snapshot))
+        base = self._chains.base(latest, damaged, store, slots, self._context.spec.deltas_per_base)
+        narrowed = base is not None and await self.checkpointer.offload(narrow, snapshot, base)
+        return base.chain if base is not None and narrowed else ()
+
+    def metadata(self, snapshot: Snapshot) -> Mapping[str, str]:
+        return ledger_metadata(snapshot)
+
+    def written(self, uuid: str, part: CheckpointPart) -> None:
+        taken, self._taken = self._taken, None
+        assert taken is not None
+        self._chains.add(uuid, part, taken.store, taken.slots, taken.versions)
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """The copy whose part is being written."""
+
+    store: Store
+    slots: SlotMap
+    versions: Mapping[str, int]
+
+
+TELL_S = 0.5  # the master takes a parameter server for frozen that says nothing for three times as long
+
+log = telemetry.logger("pserver.pause")
+
+
+class PausedCopy(StateFollower):
+    """Copies the blocks once for each paused checkpoint."""
+
+    def __init__(self, context: PserverContext) -> None:
+        super().__init__(context)
+        self._answered = ""
+
+    def is_due(self, state: JobState) -> bool:
+        if state.phase is not Phase.CHECKPOINTING or state.saving is None or not state.saving.cut:
+            return False
+        ready = self._pserver.store is not None and self._pserver.timeline == state.timeline
+        return ready and self._answered != state.saving.uuid
+
+    async def answer(self, state: JobState) -> None:
+        assert state.saving is not None
+        step, uuid = state.saving.step, state.saving.uuid
+        self._answered = uuid
+        begin = told = clock.monotonic()
+
+        def goes_on(blocks: int) -> bool:
+            nonlocal told
+            if clock.monotonic() - told >= TELL_S:
+                told = clock.monotonic()
+                self._own_index.set(copying=blocks)
+            now = self._directory.state
+            return now is not None and now.saving is not None and now.saving.uuid == uuid
+
+        whole = await copy(self._pserver, StepRecord(version=step, positions=()), state.generation, goes_on)
+        seconds = round(clock.monotonic() - begin, 3)
+        log.info("copied" if whole else "copy_given_up", index=self._pserver.index, step=step, seconds=seconds)
+        if whole:
+            self._own_index.set(copied=uuid, copying=0)
+
+
+COPY_BYTES = 4 << 20  # of values, with their optimizer's state: a few milliseconds
 
 
 async def copy(pserver: Pserver, record: StepRecord, generation: int, goes_on: Callable[[int], bool]) -> bool:

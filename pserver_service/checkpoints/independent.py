@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 
-from pserver_service.checkpoints.copies import begin
+from pserver_service.checkpoints.copies import begin, saving_of
 from pserver_service.checkpoints.ledger_text import ledger_metadata
-from pserver_service.checkpoints.store_copies import saving_of
 from pserver_service.context import PserverContext
 from trireme_shared.checkpoints import writer
 from trireme_shared.checkpoints.async_cut import Cut, GivenUp, cut_at

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
-from pserver_service.checkpoints.store_loader import load_store
+from pserver_service.recovery import load_store
 from tests.simulation.rows import records_of
 from trireme_shared.checkpoints import stored
 from trireme_shared.checkpoints.tables import table_in

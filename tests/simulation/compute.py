@@ -28,7 +28,7 @@ from trainer_agent.tables.files import StoredTable
 from trainer_agent.tables.remote import Lookup
 from trainer_agent.waiting import to_its_end
 from trireme_shared.blocks.buffer_mean import add_changes, combine_buffers
-from trireme_shared.blocks.narrow import DTYPES
+from trireme_shared.blocks.buffers import DTYPES
 from trireme_shared.protocol.lanes import Interval, combine
 from trireme_shared.protocol.logged_metrics import Logged
 from trireme_shared.protocol.records import Mode

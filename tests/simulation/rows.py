@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trainer_agent.tables.files import StoredTable, StoredTables
-from trireme_shared.blocks.narrow import DTYPES
+from trireme_shared.blocks.buffers import DTYPES
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.job_spec import Transported
 from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec

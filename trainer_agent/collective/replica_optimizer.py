@@ -15,14 +15,12 @@ import torch
 
 from trainer_agent.model.compute import Compute
 from trainer_agent.model.flat import Place
-from trireme_shared.blocks.buffers import bytes_of, tensor_over
-from trireme_shared.blocks.narrow import DTYPES
+from trireme_shared.blocks.buffers import DTYPES, bytes_of, tensor_over
 from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.records.layout import Block
 from trireme_shared.serving.core.optimizers import BlockOptimizer, Options, arguments, block_optimizer
-from trireme_shared.serving.optimizers.classes import OF_WHOLE_PARAMETERS
+from trireme_shared.serving.optimizers.classes import OF_WHOLE_PARAMETERS, SCALAR, kinds_of
 from trireme_shared.serving.optimizers.parameter_parts import ParameterParts
-from trireme_shared.serving.optimizers.state import SCALAR, kinds_of
 
 Gradients = Mapping[int, torch.Tensor | None]
 

@@ -25,7 +25,7 @@ from trainer_agent.model.devices import HOST, is_host
 from trainer_agent.model.optimizer.watched import check_has_not_begun
 from trainer_agent.model.optimizer_spec import spec_of
 from trainer_agent.model.watch.shared_storage import check_storage
-from trireme_shared.blocks.narrow import DTYPES
+from trireme_shared.blocks.buffers import DTYPES
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records.job_spec import Transported
 from trireme_shared.protocol.records.layout import ALIGNMENT_BYTES, ELEMENT_BYTES, Block, Layout, OptimizerSpec, Segment

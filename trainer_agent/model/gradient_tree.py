@@ -5,7 +5,7 @@
 
 Slots are allocated once: log2 of a node's lanes, plus one. A trainer that owns fewer lanes than before frees some. Not
 thread-safe: one thread computes at a time. In synchronous mode every node of the tree is rounded to the dtype in which
-gradients are sent (trireme_shared.blocks.narrow.round_to).
+gradients are sent (trireme_shared.blocks.buffers.round_to).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainer_agent.model.finite import all_finite, is_finite
 from trainer_agent.model.flat import Plan, Vector
 from trainer_agent.model.send_buffers import SendBuffers, overflow
 from trireme_shared.blocks.buffer_mean import add_changes, bits_of, combine_buffers
-from trireme_shared.blocks.narrow import DTYPES, round_to
+from trireme_shared.blocks.buffers import DTYPES, round_to
 from trireme_shared.protocol.lanes import Interval, combine
 from trireme_shared.protocol.records.job_spec import Narrow
 from trireme_shared.protocol.records.layout import Block

@@ -17,7 +17,12 @@ from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records import JobSpec, Strategy
 from trireme_shared.protocol.records.layout import OptimizerSpec
 from trireme_shared.protocol.records.step import LaneZero
-from trireme_shared.serving.optimizers.classes import ALL_CLASSES, CHOICES, OF_WHOLE_PARAMETERS, no_whole_parameters
+from trireme_shared.serving.optimizers.classes import (
+    ALL_CLASSES,
+    CHOICES,
+    OF_WHOLE_PARAMETERS,
+    no_whole_parameters,
+)
 from trireme_shared.serving.optimizers.own_step import check_step
 
 T = TypeVar("T")

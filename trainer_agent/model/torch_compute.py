@@ -38,7 +38,7 @@ from trainer_agent.start_values.load import start_values
 from trainer_agent.start_values.optimizer_state import load_start_state
 from trainer_agent.tables.files import StoredTable, StoredTables
 from trainer_agent.tables.trained import TrainedTables
-from trireme_shared.blocks.narrow import DTYPES
+from trireme_shared.blocks.buffers import DTYPES
 from trireme_shared.datasets.random_state import alone, drawing
 from trireme_shared.platform.runtime.light_torch import optimizers_without_compiler
 from trireme_shared.protocol.errors import InvalidArgument, UserCodeError

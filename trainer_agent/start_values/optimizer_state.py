@@ -16,7 +16,7 @@ from torch import nn
 from trainer_agent.start_values.read import TrainingState, read_training_state
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records import JobSpec
-from trireme_shared.serving.optimizers.state import SCALAR, kinds_of
+from trireme_shared.serving.optimizers.classes import SCALAR, kinds_of
 
 SHOWN = 5
 

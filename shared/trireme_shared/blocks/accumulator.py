@@ -4,7 +4,7 @@
 
 The tree fixes the order of arithmetic, whatever the order of arrival. The first contribution is kept (copied, if its memory may
 not be kept), later ones are combined with it. Two that may only be read are combined into memory of the tree, so neither is copied. A larger interval replaces the smaller ones inside it, which have the same bits.
-If gradients are sent in a narrower dtype, every node is rounded to it where it is computed (trireme_shared.blocks.narrow.round_to).
+If gradients are sent in a narrower dtype, every node is rounded to it where it is computed (trireme_shared.blocks.buffers.round_to).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from trireme_shared.blocks.buffers import Buffer, BufferPool
-from trireme_shared.blocks.narrow import round_to
+from trireme_shared.blocks.buffers import Buffer, BufferPool, round_to
 from trireme_shared.protocol.lanes import Interval, combine, parent, sibling
 
 

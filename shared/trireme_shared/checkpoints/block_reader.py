@@ -11,8 +11,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from trireme_shared.blocks.buffers import bytes_of
-from trireme_shared.blocks.narrow import DTYPES
+from trireme_shared.blocks.buffers import DTYPES, bytes_of
 from trireme_shared.checkpoints import stored
 from trireme_shared.platform.storage.tensor_file import Entry
 from trireme_shared.protocol.errors import CheckpointUnusable

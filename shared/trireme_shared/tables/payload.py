@@ -2,7 +2,7 @@
 
     counts (n of each table, in the order of the layout) in the header; then all ids (int64), then all rows (float32), table after table
 
-Rows may be cast to bfloat16 or float16, as blocks are (shared/trireme_shared/blocks/narrow.py). Little-endian, as everything on the wire.
+Rows may be cast to bfloat16 or float16, as blocks are (shared/trireme_shared/blocks/buffers.py). Little-endian, as everything on the wire.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trireme_shared.blocks.narrow import DTYPES, cast_into
+from trireme_shared.blocks.buffers import DTYPES, cast_into
 from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.records.job_spec import Narrow
 from trireme_shared.tables.hashing import Ids

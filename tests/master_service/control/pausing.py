@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from master_service.leadership.master import Master
-from pserver_service.checkpoints.pause import TELL_S
+from pserver_service.checkpoints.copies import TELL_S
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, spec_of
 from trireme_shared.protocol.records import JobState, Phase, PserverMember, TrainerMember

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pserver_service.checkpoints.store_loader import load_store
+from pserver_service.recovery import load_store
 from tests.equipment import logs
 from tests.equipment.cluster.cluster import Cluster
 from tests.equipment.cluster.crash_point import CrashPoint, StoppingProcess

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from pserver_service.checkpoints.ledger_text import ledger_metadata
-from pserver_service.checkpoints.store_loader import load_store
+from pserver_service.recovery import load_store
 from trireme_shared.blocks.snapshot import Snapshot
 from trireme_shared.checkpoints import stored, writer
 from trireme_shared.checkpoints.schedule import Schedule

@@ -8,7 +8,7 @@ import string
 
 import pytest
 
-from pserver_service.checkpoints import store_loader
+from pserver_service import recovery
 from pserver_service.recovery import Rollback
 from tests.equipment.replaced import replaced
 from tests.equipment.waiting import until
@@ -286,10 +286,10 @@ async def another_model(storage):
 def test_without_the_layout_digest_the_values_of_another_model_are_served(tmp_path):
     errors = run_scenario(another_model, tmp_path / "with")
     assert all("is of model d1, the job's model is d2" in error for error in errors)
-    load = store_loader.load_store
+    load = recovery.load_store
 
     def careless(url, job, _digest, ref, *others):
         return load(url, job, stored.read_manifest(url, job, ref).layout.digest, ref, *others)
 
-    with replaced(store_loader, "load_store", careless):
+    with replaced(recovery, "load_store", careless):
         assert run_scenario(another_model, tmp_path / "without") == {""}

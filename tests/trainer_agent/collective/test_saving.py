@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pserver_service.checkpoints.store_loader import load_store
+from pserver_service.recovery import load_store
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until

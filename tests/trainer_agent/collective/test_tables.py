@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pserver_service.checkpoints.store_loader import load_store
+from pserver_service.recovery import load_store
 from tests.trainer_agent import cluster as with_pservers
 from tests.trainer_agent.collective import cluster as with_shares
 from tests.trainer_agent.scripts import differing, spec_for, write_script

@@ -8,8 +8,8 @@ import torch
 from tests.trainer_agent.scripts import spec_for, write_script
 from trainer_agent.collective.replica import Replica
 from trainer_agent.script.user_module import load
+from trireme_shared.blocks.buffers import DTYPES
 from trireme_shared.blocks.gradient_norm import Clipping
-from trireme_shared.blocks.narrow import DTYPES
 from trireme_shared.protocol.errors import BadFrame, InvalidArgument
 from trireme_shared.protocol.records.layout import OptimizerSpec
 from trireme_shared.protocol.records.step import LanePosition, LaneZero, StepRecord

@@ -19,8 +19,7 @@ from xxhash import xxh3_64
 
 from trainer_agent.collective.native.given import ChosenNode
 from trireme_shared.blocks.buffer_mean import combine_buffers
-from trireme_shared.blocks.buffers import bytes_of, tensor_over
-from trireme_shared.blocks.narrow import DTYPES, cast_into, round_to
+from trireme_shared.blocks.buffers import DTYPES, bytes_of, cast_into, round_to, tensor_over
 from trireme_shared.collective.group import Group
 from trireme_shared.protocol.lanes import Interval, combine
 from trireme_shared.protocol.records.job_spec import Narrow

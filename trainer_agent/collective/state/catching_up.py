@@ -27,8 +27,7 @@ from trainer_agent.collective.state.messages import MOST_HURRY, Portion, StateRe
 from trainer_agent.collective.state.pieces import Piece, wanted_pieces, whole_blocks
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import SingleErrorGroup
-from trireme_shared.blocks.buffers import bytes_of, tensor_over
-from trireme_shared.blocks.narrow import DTYPES
+from trireme_shared.blocks.buffers import DTYPES, bytes_of, tensor_over
 from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.protocol.errors import BadFrame, Gone, NotReady, PeerError, StaleGeneration
 from trireme_shared.protocol.records.step import StepRecord

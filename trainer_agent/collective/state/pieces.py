@@ -13,7 +13,7 @@ import torch
 
 from trainer_agent.collective.replica_optimizer import Gathered, Gradients
 from trainer_agent.model.compute import Compute
-from trireme_shared.blocks.narrow import DTYPES
+from trireme_shared.blocks.buffers import DTYPES
 from trireme_shared.protocol.records.layout import Block, Layout
 from trireme_shared.serving.core.optimizers import BlockOptimizer, Options, arguments, block_optimizer
 from trireme_shared.serving.optimizers.classes import OF_WHOLE_PARAMETERS

@@ -20,7 +20,7 @@ from trireme_shared.protocol.errors import BadFrame, DeadlineExceeded, NotReady,
 from trireme_shared.protocol.records import PserverMember
 from trireme_shared.protocol.wire import codec
 from trireme_shared.serving.core.geometry import MAX_BLOCK_BYTES
-from trireme_shared.serving.data_plane.http_frames import write_block
+from trireme_shared.serving.data_plane.http import write_block
 
 PATH = "/v1/state"
 REQUEST_BYTES = 16 << 20

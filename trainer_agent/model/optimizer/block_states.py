@@ -18,7 +18,7 @@ from trainer_agent.model.optimizer_spec import decode
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records.step import LaneZero
-from trireme_shared.serving.optimizers.state import SCALAR, kinds_of
+from trireme_shared.serving.optimizers.classes import SCALAR, kinds_of
 
 
 class BlockStates:

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from trireme_shared.blocks.buffers import Buffer, BufferPool, bytes_of
-from trireme_shared.blocks.narrow import DTYPES
+from trireme_shared.blocks.buffers import DTYPES, Buffer, BufferPool, bytes_of
 from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.layout import ELEMENT_BYTES, ROWS, Block

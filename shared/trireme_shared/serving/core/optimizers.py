@@ -34,10 +34,11 @@ from trireme_shared.serving.optimizers.classes import (
     CHOICES,
     CLASSES,
     OF_WHOLE_PARAMETERS,
+    SCALAR,
+    kinds_of,
     no_whole_parameters,
 )
 from trireme_shared.serving.optimizers.parameter_parts import Parts, ends_of, is_narrow
-from trireme_shared.serving.optimizers.state import SCALAR, kinds_of
 
 # elements of 16-bit numbers that torch computes in one thread; where it would cut more of them depends on the number of threads
 SERIAL = 511 * 64

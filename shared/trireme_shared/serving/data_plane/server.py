@@ -21,7 +21,7 @@ from trireme_shared.protocol.errors import CallerError
 from trireme_shared.serving.block_server import BlockServer
 from trireme_shared.serving.data_plane import health, http
 from trireme_shared.serving.data_plane.guard import guard
-from trireme_shared.serving.data_plane.http_frames import TimeLimits
+from trireme_shared.serving.data_plane.http import TimeLimits
 
 READ_BUFFER_BYTES = 1 << 20
 ARRIVALS = web.AppKey("arrivals", Arrivals)

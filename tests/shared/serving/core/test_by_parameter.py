@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from trireme_shared.blocks.narrow import DTYPES
+from trireme_shared.blocks.buffers import DTYPES
 from trireme_shared.platform.runtime.light_torch import optimizers_without_compiler
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records.layout import ALIGNMENT_BYTES, ELEMENT_BYTES, Layout, OptimizerSpec, Segment

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.shared.serving.table.tables import INIT, LAYOUT, SGD, wanted
-from trireme_shared.blocks.narrow import DTYPES
+from trireme_shared.blocks.buffers import DTYPES
 from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.records.layout import TableSpec
 from trireme_shared.protocol.wire.messages import Verdict
