@@ -1,4 +1,12 @@
-"""One pserver as a member of its job, without HTTP: claims an index, holds it, writes checkpoints, takes part in rollbacks."""
+"""One pserver as a member of its job, without HTTP: claims an index, holds it, writes checkpoints, takes part in rollbacks.
+One that was asked to stop (SIGTERM, a spot notice) saves its parameters first, within a time limit:
+
+stopping -> draining in ps/<index> -> the master asks for a checkpoint -> it is the latest
+         -> parts and commits under way are finished -> the index is released
+
+It serves meanwhile. When another process has claimed the index, the job goes back to that checkpoint: few steps are done
+again, with the same bits. If nobody would make a checkpoint (nobody trains, no master), it leaves at once.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +24,11 @@ from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.records import Dispatch, Mode, Phase, Stage
 from trireme_shared.protocol.records.operations import saves_on_demand
 
+LOOK_S = 0.1
+NO_CHECKPOINT_S = 3.0  # until it leaves; a standby may take over, a trainer may come back
+
+log = telemetry.logger("pserver.drain")
+
 
 class Member:
     """`serve` runs until the process shall end. `run` does not drain and release at the end, and needs `directory.run()` beside it."""
@@ -31,7 +44,7 @@ class Member:
         self._parts = (*saving, self.rollback, self.rejoin, self.start_rows, HandOver(context))
 
     async def serve(self, stopping: asyncio.Event, claim_wait_s: float, drain_seconds: float) -> bool:
-        """True: it was asked to stop, has drained (drain.py) and released the index. False: the index is lost. Raises as `run`."""
+        """True: it was asked to stop, has drained and released the index. False: the index is lost. Raises as `run`."""
         async with asyncio.TaskGroup() as group:
             running, following = group.create_task(self.run(claim_wait_s)), group.create_task(self._directory.run())
             asked = group.create_task(stopping.wait())
@@ -62,13 +75,9 @@ class Member:
                 task.cancel()
 
 
-LOOK_S = 0.1
-NO_CHECKPOINT_S = 3.0  # until it leaves; a standby may take over, a trainer may come back
-
-log = telemetry.logger("pserver.drain")
-
-
 class Drain:
+    """Saves the parameters of a process that was asked to stop."""
+
     def __init__(self, context: PserverContext, checkpointer: Checkpointer) -> None:
         self._directory, self._pserver, self._own_index = context.directory, context.pserver, context.own_index
         self._checkpointer = checkpointer

@@ -243,6 +243,9 @@ class Rejoin(StateFollower):
         return now is not None and now.timeline == state.timeline and now.phase in GOING_ON
 
 
+# ---------------------------------------------------------------- a store from the parts of a checkpoint; all of it blocks
+
+
 def load_store(
     storage_url: str,
     job: str,
@@ -254,7 +257,8 @@ def load_store(
     pool: BufferPool | None = None,
     clipping: Clipping | None = None,
 ) -> tuple[Store, dict[str, int]]:
-    """A store of the blocks that `slots` gives to pserver `index`. Each part that holds some of them is read whole and checked.
+    """A store of the blocks that `slots` gives to pserver `index`; the number of pservers that wrote the parts does not
+    matter. Each part that holds some of them is read whole and checked.
     Second: how many minibatches all blocks have of each task that was open at an asynchronous checkpoint (-1: all).
     `digest`: of the job's layout.
 

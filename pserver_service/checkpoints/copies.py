@@ -1,6 +1,17 @@
 """What a parameter server copies for checkpoints: versions of its store, with ledger (asynchronous) and rows of embedding tables.
 
-Of the tables a part has all rows, or those that changed since the own part of the latest checkpoint (chains.py).
+Of the tables a part has all rows, or those that changed since the own part of the latest checkpoint (Chains):
+
+part written -> remembered -> its checkpoint is the latest one -> the next part may be a delta on it
+
+A paused checkpoint (PausedCopy): nobody trains, so all blocks are copied at one instant; then training goes on.
+
+CHECKPOINTING, cut -> older pushes are stale -> copy -> `copied` in ps/<index> -> written in the background
+                                                 |-- a long one: `copying` now and then, or the master takes it for frozen
+                                                 `-- the pause was given up meanwhile: nothing is kept
+
+Asynchronous copies have blocks, rows and ledger of one instant: a push that is being stepped is whole, rows and ledger are
+copied before the next one begins, then the blocks.
 """
 
 from __future__ import annotations
@@ -29,52 +40,10 @@ from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.stores import AsyncStore
 from trireme_shared.serving.pserver import Pserver
 
+TELL_S = 0.5  # the master takes a parameter server for frozen that says nothing for three times as long
+COPY_BYTES = 4 << 20  # of values, with their optimizer's state: a few milliseconds
 
-@dataclass(frozen=True, slots=True)
-class _Written:
-    part: CheckpointPart
-    store: str
-    slots: SlotMap
-    versions: Mapping[str, int]
-
-
-def versions_of(snapshot: Snapshot) -> dict[str, int]:
-    """Of its tables."""
-    return {table.spec.name: table.version for table in tables_of(snapshot)}
-
-
-class Chains:
-    """The parts of this process, by the uuid of their checkpoint, since the latest one."""
-
-    def __init__(self) -> None:
-        self._written: dict[str, _Written] = {}
-
-    def __repr__(self) -> str:
-        return f"<Chains: {len(self._written)} parts to build on>"
-
-    def has(self, uuid: str) -> bool:
-        """Whether a part may build on that checkpoint."""
-        return uuid in self._written
-
-    def base(
-        self, latest: CheckpointLatest | None, damaged: Collection[str], store: Store, slots: SlotMap, most: int
-    ) -> DeltaBase | None:
-        """For a part of `store` with these slots. `most`: deltas in a chain. None: it has to be whole. What nobody will build on is forgotten."""
-        own = self._written.get(latest.uuid) if latest is not None else None
-        if own is None or store.rows is None:
-            return None
-        self._written = {uuid: each for uuid, each in self._written.items() if each.part.step >= own.part.step}
-        store.rows.forget_removed(own.versions)
-        chain = (*own.part.chain, own.part.link(latest.uuid if latest is not None else ""))
-        same = (own.store, own.slots) == (store.name, slots)
-        if not same or len(chain) > most or any(link.uuid in damaged for link in chain):
-            return None
-        return DeltaBase(chain, own.versions)
-
-    def add(self, uuid: str, part: CheckpointPart, store: Store, slots: SlotMap, versions: Mapping[str, int]) -> None:
-        """A part that is written."""
-        if versions:
-            self._written[uuid] = _Written(part, store.name, slots, versions)
+log = telemetry.logger("pserver.copies")
 
 
 def saving_of(context: PserverContext) -> SavingContext:
@@ -91,7 +60,7 @@ def saving_of(context: PserverContext) -> SavingContext:
 
 
 class StoreCopies(Copies):
-    """With the `checkpointer` that writes them."""
+    """The copies of one parameter server's store, with the `checkpointer` that writes them."""
 
     def __init__(self, context: PserverContext) -> None:
         super().__init__(context.pserver.snapshot_ready)
@@ -162,9 +131,52 @@ class _Taken:
     versions: Mapping[str, int]
 
 
-TELL_S = 0.5  # the master takes a parameter server for frozen that says nothing for three times as long
+@dataclass(frozen=True, slots=True)
+class _Written:
+    part: CheckpointPart
+    store: str
+    slots: SlotMap
+    versions: Mapping[str, int]
 
-log = telemetry.logger("pserver.pause")
+
+def versions_of(snapshot: Snapshot) -> dict[str, int]:
+    """The versions of its tables."""
+    return {table.spec.name: table.version for table in tables_of(snapshot)}
+
+
+class Chains:
+    """The parts of this process, by the uuid of their checkpoint, since the latest one: a part may build on that of the
+    latest checkpoint, if nothing came in between."""
+
+    def __init__(self) -> None:
+        self._written: dict[str, _Written] = {}
+
+    def __repr__(self) -> str:
+        return f"<Chains: {len(self._written)} parts to build on>"
+
+    def has(self, uuid: str) -> bool:
+        """Whether a part may build on that checkpoint."""
+        return uuid in self._written
+
+    def base(
+        self, latest: CheckpointLatest | None, damaged: Collection[str], store: Store, slots: SlotMap, most: int
+    ) -> DeltaBase | None:
+        """For a part of `store` with these slots. `most`: deltas in a chain. None: it has to be whole. What nobody will build on is forgotten."""
+        own = self._written.get(latest.uuid) if latest is not None else None
+        if own is None or store.rows is None:
+            return None
+        self._written = {uuid: each for uuid, each in self._written.items() if each.part.step >= own.part.step}
+        store.rows.forget_removed(own.versions)
+        chain = (*own.part.chain, own.part.link(latest.uuid if latest is not None else ""))
+        same = (own.store, own.slots) == (store.name, slots)
+        if not same or len(chain) > most or any(link.uuid in damaged for link in chain):
+            return None
+        return DeltaBase(chain, own.versions)
+
+    def add(self, uuid: str, part: CheckpointPart, store: Store, slots: SlotMap, versions: Mapping[str, int]) -> None:
+        """A part that is written."""
+        if versions:
+            self._written[uuid] = _Written(part, store.name, slots, versions)
 
 
 class PausedCopy(StateFollower):
@@ -199,9 +211,6 @@ class PausedCopy(StateFollower):
         log.info("copied" if whole else "copy_given_up", index=self._pserver.index, step=step, seconds=seconds)
         if whole:
             self._own_index.set(copied=uuid, copying=0)
-
-
-COPY_BYTES = 4 << 20  # of values, with their optimizer's state: a few milliseconds
 
 
 async def copy(pserver: Pserver, record: StepRecord, generation: int, goes_on: Callable[[int], bool]) -> bool:

@@ -118,7 +118,6 @@ PURE_SHARED = (
     "protocol.slots",
     "protocol.times",
     "protocol.wire.messages",
-    "protocol.wire.verdict",
     "serving.optimizers",
     "tables",
 )

@@ -7,6 +7,10 @@ A reader that uses a buffer across an `await` (a pull that is being sent) retain
 
 Payloads of rows have ReusedMemory: it serves again as soon as nobody refers to it. New memory costs page faults where it is
 written first: those of a large page take up to 20 ms each, in the event loop.
+
+float32 values in a narrower dtype are rounded to nearest, ties to even; what does not fit float16 is refused. bfloat16 keeps 8
+bits of a value and the whole range of float32. float16 keeps 11 bits from 6e-5 to 65504, fewer below, and none below 3e-8.
+Nothing is scaled here: scale the loss if gradients are outside that range.
 """
 
 from __future__ import annotations
@@ -23,29 +27,6 @@ import torch
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int64": torch.int64}
 _FLOAT16_END = 65520.0  # the first value that is not rounded down to the largest, 65504
-
-
-def cast_into(narrow: torch.Tensor, values: torch.Tensor) -> None:
-    """`narrow` = `values`, of the same shape. Infinite and NaN stay so. Raises OverflowError for values beyond float16."""
-    if narrow.dtype == torch.float16:
-        low, high = torch.stack(torch.aminmax(values)).tolist()  # a GPU is waited for once
-        largest = max(-low, high)
-        if _FLOAT16_END <= largest < math.inf:
-            msg = f"{largest:g} does not fit float16, which ends at 65504"
-            raise OverflowError(msg)
-    narrow.copy_(values)
-
-
-def round_to(values: torch.Tensor, scratch: torch.Tensor) -> None:
-    """Round `values` **in place** to the dtype of `scratch`, which has the same shape and arbitrary content.
-
-    If gradients are sent in a narrower dtype, every node of the canonical tree is rounded, lanes and root included. Then what
-    is sent is exact, and the bits do not depend on which trainer computed which lanes. Raises as `cast_into`.
-    """
-    cast_into(scratch, values)
-    values.copy_(scratch)
-
-
 LEAST_BYTES = 256 << 10  # smaller payloads have memory of their own, and go through streams: that is as fast
 MOST_BYTES = 256 << 20  # of one ReceivedMemory
 M = TypeVar("M", bound=Sized)
@@ -263,3 +244,27 @@ class ReceivedMemory(ReusedMemory[bytearray]):
         copy = self.take(payload.nbytes)
         copy[:] = payload.cast("B")
         return copy
+
+
+# ---------------------------------------------------------------- values in a narrower dtype
+
+
+def cast_into(narrow: torch.Tensor, values: torch.Tensor) -> None:
+    """`narrow` = `values`, of the same shape. Infinite and NaN stay so. Raises OverflowError for values beyond float16."""
+    if narrow.dtype == torch.float16:
+        low, high = torch.stack(torch.aminmax(values)).tolist()  # a GPU is waited for once
+        largest = max(-low, high)
+        if _FLOAT16_END <= largest < math.inf:
+            msg = f"{largest:g} does not fit float16, which ends at 65504"
+            raise OverflowError(msg)
+    narrow.copy_(values)
+
+
+def round_to(values: torch.Tensor, scratch: torch.Tensor) -> None:
+    """Round `values` **in place** to the dtype of `scratch`, which has the same shape and arbitrary content.
+
+    If gradients are sent in a narrower dtype, every node of the canonical tree is rounded, lanes and root included. Then what
+    is sent is exact, and the bits do not depend on which trainer computed which lanes. Raises as `cast_into`.
+    """
+    cast_into(scratch, values)
+    values.copy_(scratch)

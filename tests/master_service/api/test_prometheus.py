@@ -20,7 +20,7 @@ from trireme.pool.host_metrics import HostMetrics
 from trireme_shared.protocol.records.cluster import PoolMember
 from trireme_shared.protocol.records.pauses import Losses
 from trireme_shared.serving.core.calls import Counters
-from trireme_shared.serving.data_plane.health import COUNTERS, Collector
+from trireme_shared.serving.data_plane.server import COUNTERS, Collector
 from trireme_shared.serving.pserver import Pserver
 
 DASHBOARD = Path(__file__).parents[3] / "docker" / "grafana" / "trireme.json"

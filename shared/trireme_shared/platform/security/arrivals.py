@@ -1,6 +1,6 @@
 """Connections that nobody vouches for: they are cut after a while, and each peer may have few of them.
 
-connect ──► waits ──a request with a good token──► admitted: its own time limits hold (http_frames.py, stream.py)
+connect ──► waits ──a request with a good token──► admitted: its own time limits hold (data_plane/http.py, stream.py)
               └── `patience_s` over, or more than `per_peer` of its address: cut
 
 Idle connections and half requests cost a file and some KiB each; a peer without a token must not be able to hold them for long.

@@ -30,7 +30,7 @@ class SavedTask:
 
 @dataclass(frozen=True, slots=True)
 class SavedEpoch:
-    """`applied[i]`: minibatches applied to position i. `closed`: chunk -> bits, as core/asynchronous/ledger.py has them."""
+    """`applied[i]`: minibatches applied to position i. `closed`: chunk -> bits, as EpochDetail has them."""
 
     applied: tuple[int, ...]
     open: Mapping[int, SavedTask]
@@ -40,7 +40,7 @@ class SavedEpoch:
 
 @dataclass(frozen=True, slots=True)
 class SavedLedger:
-    """`old`: epochs with counts only. Positions are those of the blocks, then those of `slots`, see core/asynchronous/ledger.py."""
+    """A ledger as a checkpoint keeps it (pserver_service/checkpoints/ledger_text.py writes and reads it). `old`: epochs with counts only. Positions are those of the blocks, then those of `slots`, see Ledger."""
 
     epochs: Mapping[int, SavedEpoch]
     old: tuple[EpochLedger, ...] = ()

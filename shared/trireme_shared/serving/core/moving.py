@@ -8,7 +8,7 @@ source   the slot map says so --> `forget`;  or another migration was planned --
 
 Synchronous: a block freezes at its next version, when nothing has been pushed for the step after it. So nothing accumulated has to
 move, and pushes for that step wait for the target while pulls of both versions are answered.
-Asynchronous: all rows are sent first, while pushes step them (table/moving_on_arrival.py). Then everything freezes at once, between two
+Asynchronous: all rows are sent first, while pushes step them (LeavingOnArrival in table/moving.py). Then everything freezes at once, between two
 pushes, and its part of the ledger moves with it.
 """
 

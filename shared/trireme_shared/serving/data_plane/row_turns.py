@@ -4,7 +4,7 @@ synchronous    all data of a step is there ─► step, TURN_S of work a turn �
 asynchronous   rows of a push ─► wait for those before ─► the same ─► the push is answered
 slots dropped  the memory of their rows is given back, TURN_S of work a turn
 
-Neither begins while steps keep too much for snapshots (core/table/kept.py). One push at a time is being stepped; it ends although who sent it may be gone.
+Neither begins while steps keep too much for snapshots (KeptRows in core/table/rows.py). One push at a time is being stepped; it ends although who sent it may be gone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _Push = tuple[ArrivedRows, Generator[None, None, Verdict]]
 
 
 class RowTurns:
-    """The RowSteps (core/row_steps.py) of one server, in an event loop. `turn_s`: seconds of work in one turn, TURN_S if None; at least one portion of a step."""
+    """The RowSteps (core/table/stepping.py) of one server, in an event loop. `turn_s`: seconds of work in one turn, TURN_S if None; at least one portion of a step."""
 
     def __init__(self, server: RowsServer, turn_s: float | None = None) -> None:
         self._server, self._turn_s = server, turn_s

@@ -1,33 +1,66 @@
-"""The HTTP server of one pserver: the routes of a `Pserver`, on TCP and, if configured, a UNIX socket."""
+"""The HTTP server of one server of blocks, on TCP and, if configured, a UNIX socket: the routes of its data plane (http.py),
+health and metrics, and the middleware that says who may ask.
+
+/healthz (the process serves), /readyz (it has parameters) ─► nobody is asked
+/metrics (Prometheus text) ─► viewer      everything else, streams too ─► member
+
+Members say which process they mean, by its incarnation: it is random, and they have it from the keys of their own job in
+their own cluster. So nobody's frames reach a process of another job, or one that has got the port of a dead one.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from trireme_shared.platform.runtime.http import hide_implementation
-from trireme_shared.platform.security.access import Access
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.platform.runtime.http import MEANT, hide_implementation
+from trireme_shared.platform.security.access import CHALLENGE, Access
 from trireme_shared.platform.security.arrivals import Arrivals
 from trireme_shared.platform.security.listening import listening
-from trireme_shared.protocol.errors import CallerError
+from trireme_shared.platform.security.tokens import Role
+from trireme_shared.protocol.errors import AnotherProcess, BadFrame, CallerError, PeerError, TriremeError, Unauthorized
+from trireme_shared.protocol.wire import codec
 from trireme_shared.serving.block_server import BlockServer
-from trireme_shared.serving.data_plane import health, http
-from trireme_shared.serving.data_plane.guard import guard
-from trireme_shared.serving.data_plane.http import TimeLimits
+from trireme_shared.serving.data_plane import http
+from trireme_shared.serving.data_plane.http import PSERVER, TimeLimits, asked_of
+from trireme_shared.serving.transport.stream import PATH
+
+if TYPE_CHECKING:
+    from trireme_shared.serving.core.table.rows import TableRows  # loads numba
+    from trireme_shared.tables.table import Table
 
 READ_BUFFER_BYTES = 1 << 20
 ARRIVALS = web.AppKey("arrivals", Arrivals)
 KEEP_ALIVE_S = 3600.0  # trainers keep their connection while they compute
 SHUTDOWN_S = 2.0
 SOCKET_PATH_BYTES = 107  # a kernel's limit
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+OPEN = frozenset({"/healthz", "/readyz"})
+READ_BY_VIEWERS = frozenset({"/metrics"})
+COUNTERS = {  # field of Counters -> (name, help); base units at the end, prometheus_client adds _total
+    "pushes": ("pushes", "pushes that began"),
+    "pulls": ("pulls", "pulls that began"),
+    "blocks_applied": ("applied_blocks", "pushed blocks that were applied"),
+    "blocks_duplicate": ("duplicate_blocks", "pushed blocks that had been applied before"),
+    "blocks_refused": ("refused_blocks", "pushed blocks that were refused"),
+    "bytes_pushed": ("pushed_bytes", "payloads of pushed blocks"),
+    "bytes_pulled": ("pulled_bytes", "payloads of pulled blocks"),
+}
+
+routes = web.RouteTableDef()
+log = telemetry.logger("pserver.http")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +84,7 @@ def make_app(
     app.on_response_prepare.append(hide_implementation)
     app.on_shutdown.append(http.close_streams)
     app.add_routes(http.routes)
-    app.add_routes(health.routes)
+    app.add_routes(routes)
     return app
 
 
@@ -98,3 +131,135 @@ def _bind_path(uds: str) -> socket.socket:
         msg = f"cannot listen on the UNIX socket {uds}: {error.strerror}; choose another TRIREME_UDS"
         raise CallerError(msg) from error
     return listener
+
+
+# ---------------------------------------------------------------- who may ask
+
+
+def guard(access: Access, incarnation: str, arrivals: Arrivals) -> Any:
+    """Middleware of all routes of the pserver `incarnation`: checks the token's role, the host and the origin of a
+    request, turns errors into msgpack maps."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            if request.path not in OPEN:
+                access.admit(asked_of(request), Role.VIEWER if request.path in READ_BY_VIEWERS else Role.MEMBER)
+                _check_meant(request, incarnation)
+                arrivals.admit(request.transport)
+            return await handler(request)
+        except TriremeError as error:
+            return _refusal(error)
+        except web.HTTPException as error:
+            return _refusal(BadFrame(f"{request.method} {request.path}: {error.reason}"), error.status)
+        except (ConnectionError, TimeoutError) as error:
+            return _refusal(PeerError(f"{request.method} {request.path} broke off: {type(error).__name__}: {error}"))
+        except Exception as error:
+            log.exception("request_failed", path=request.path)
+            return _refusal(TriremeError(f"{type(error).__name__}: {error}; see the log of this pserver"))
+
+    return middleware
+
+
+def _check_meant(request: web.Request, incarnation: str) -> None:
+    meant = request.headers.get(MEANT)
+    if meant is None and request.path == PATH:
+        raise BadFrame(f"{PATH} needs the header {MEANT}: the incarnation of the parameter server that is meant")
+    if meant not in (None, incarnation):
+        msg = f"this is the parameter server {incarnation}, not {str(meant)[:200]}; read its address again"
+        raise AnotherProcess(msg)
+
+
+def _refusal(error: TriremeError, status: int | None = None) -> web.Response:
+    headers = {"WWW-Authenticate": CHALLENGE} if isinstance(error, Unauthorized) else None
+    return web.Response(
+        body=codec.encode(error.to_map()),
+        status=status or error.status,
+        headers=headers,
+        content_type=codec.CONTENT_TYPE,
+    )
+
+
+# ---------------------------------------------------------------- health and metrics
+
+
+@routes.get("/healthz")
+async def healthz(request: web.Request) -> web.Response:
+    return web.json_response({"status": "ok", "incarnation": request.app[PSERVER].incarnation})
+
+
+@routes.get("/readyz")
+async def readyz(request: web.Request) -> web.Response:
+    pserver = request.app[PSERVER]
+    if pserver.index < 0:
+        return web.json_response({"status": "waiting", "reason": "no index claimed yet"}, status=503)
+    if pserver.store is None:
+        reason = "loads a checkpoint" if pserver.loading else "no parameters yet"
+        return web.json_response({"status": "waiting", "reason": reason}, status=503)
+    return web.json_response({"status": "ready", "index": pserver.index})
+
+
+@routes.get("/metrics")
+async def metrics(request: web.Request) -> web.Response:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Collector(request.app[PSERVER]))
+    ProcessCollector(registry=registry)
+    return web.Response(body=generate_latest(registry), content_type="text/plain", charset="utf-8")
+
+
+class Collector:
+    """Reads the metrics of a pserver when /metrics is requested."""
+
+    def __init__(self, pserver: BlockServer) -> None:
+        self._pserver = pserver
+
+    def collect(self) -> Iterator[Metric]:
+        for field, (name, text) in COUNTERS.items():
+            value = getattr(self._pserver.counters, field)
+            yield CounterMetricFamily(f"trireme_pserver_{name}", text, value=value)
+        store = self._pserver.store
+        gauges = [
+            ("generation", "the highest membership that it has seen", self._pserver.generation),
+            ("ready", "1 if it has parameters", int(store is not None)),
+        ]
+        if store is not None:
+            gauges += [
+                ("blocks", "blocks that it owns", len(store.blocks)),
+                ("parameter_bytes", "parameters that it owns", store.bytes),
+                ("version_lowest", "steps applied to every block", store.lowest),
+                ("version_highest", "steps applied to some block", store.highest),
+                ("pool_bytes", "buffers for blocks, in use or free", store.pool.allocated_bytes),
+                ("pool_free_bytes", "buffers for blocks that are free", store.pool.free_bytes),
+            ]
+        for name, text, number in gauges:
+            yield GaugeMetricFamily(f"trireme_pserver_{name}", text, value=number)
+        if (rows := self._pserver.rows_in_memory) is not None:
+            yield from _of_tables(rows)
+
+
+def _of_tables(rows: TableRows) -> Iterator[Metric]:
+    """Counters count since the process took its rows."""
+    families: list[tuple[GaugeMetricFamily | CounterMetricFamily, Callable[[Table], int]]] = [
+        (_gauge("rows", "rows that have memory, expired ones included"), lambda table: table.rows),
+        (_gauge("bytes", "memory of rows, their state and their index"), lambda table: table.bytes),
+        (_counter("admitted_rows", "rows that appeared"), lambda table: table.counts.admitted),
+        (_counter("evicted_rows", "rows that left"), lambda table: table.counts.evicted),
+        (_counter("refused_gradients", "gradients of ids that had no row yet"), lambda table: table.counts.refused),
+    ]
+    for family, number in families:
+        for table in rows.tables:
+            family.add_metric([table.spec.name], number(table))
+        yield family
+    kept = sum(snapshot.kept_bytes for snapshot in rows.snapshots)
+    text = "rows that steps keep for checkpoints being written"
+    yield GaugeMetricFamily("trireme_pserver_tables_kept_bytes", text, value=kept)
+    text = "that steps of rows waited for checkpoints being written"
+    yield CounterMetricFamily("trireme_pserver_tables_waited_seconds", text, value=rows.kept.waited_s)
+
+
+def _gauge(name: str, text: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"trireme_pserver_table_{name}", text, labels=["table"])
+
+
+def _counter(name: str, text: str) -> CounterMetricFamily:
+    return CounterMetricFamily(f"trireme_pserver_table_{name}", text, labels=["table"])

@@ -122,7 +122,7 @@ class RoundRobin:
 
 
 class PserverStream(FrameStream):
-    """`turns`, `answers`: of all streams of the pserver. `stall_s`, `idle_s`: see http_frames.TimeLimits. `over` is called when the
+    """`turns`, `answers`: of all streams of the pserver. `stall_s`, `idle_s`: see TimeLimits in http.py. `over` is called when the
     connection is lost. `check_token` is called now and then; it raises TriremeError once the peer's token was revoked."""
 
     def __init__(

@@ -1,7 +1,9 @@
-"""LARS and LAMB: the learning rate of each parameter follows the ratio of two norms, of the parameter and of its update. For large batches.
+"""The optimizers by name, optimizers of our own, and what each keeps for a parameter.
 
-Norms are taken over whole parameters, in the order in which they lie in memory, and no bit of them depends on the number of threads:
-plain PyTorch and every member of a collective job find the same. Parameter servers cut parameters into blocks and cannot step these.
+CLASSES have element-wise update rules, Lion too, so blocks can be stepped with the bits of whole parameters (see parameter_parts.py).
+OF_WHOLE_PARAMETERS (LARS and LAMB) need norms of whole parameters: members of collective jobs step them, parameter servers cut
+parameters into blocks and cannot. Their norms are taken in the order in which parameters lie in memory, and no bit of them depends
+on the number of threads: plain PyTorch and every member of a collective job find the same.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from trireme_shared.blocks.gradient_norm import in_float64, squares_of
 
 
 class Lion(torch.optim.Optimizer):
-    """`lr`: about a third to a tenth of AdamW's; `betas`: of the update, and of the momentum; `weight_decay`: decoupled, as AdamW's, so
+    """The sign of an interpolated momentum (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2). `lr`: about a third to a tenth of AdamW's; `betas`: of the update, and of the momentum; `weight_decay`: decoupled, as AdamW's, so
     three to ten times AdamW's. One number of state for each parameter (AdamW has two). Raises ValueError for options that cannot be."""
 
     def __init__(
@@ -27,36 +29,25 @@ class Lion(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
-        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                msg = f"Lion: {name} is {value}; expected a number that is not negative"
-                raise ValueError(msg)
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            msg = f"Lion: betas are {tuple(betas)}; expected two numbers in [0, 1)"
-            raise ValueError(msg)
+        _check_numbers("Lion", lr=lr, weight_decay=weight_decay)
+        _check_betas("Lion", betas)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """As of any torch.optim optimizer. Parameters without a gradient stay as they are."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                gradient, state = parameter.grad, self.state[parameter]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                momentum = state["exp_avg"]
-                if decay:
-                    parameter.mul_(1 - lr * decay)
-                update = momentum.mul(beta1).add_(gradient, alpha=1 - beta1).sign_()
-                parameter.add_(update, alpha=-lr)
-                momentum.mul_(beta2).add_(gradient, alpha=1 - beta2)
+        loss = _loss(closure)
+        for group, parameter, state in _trained(self):
+            lr, (beta1, beta2), decay, gradient = group["lr"], group["betas"], group["weight_decay"], parameter.grad
+            assert gradient is not None
+            if not state:
+                state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            momentum = state["exp_avg"]
+            if decay:
+                parameter.mul_(1 - lr * decay)
+            update = momentum.mul(beta1).add_(gradient, alpha=1 - beta1).sign_()
+            parameter.add_(update, alpha=-lr)
+            momentum.mul_(beta2).add_(gradient, alpha=1 - beta2)
         return loss
 
 
@@ -135,9 +126,7 @@ class LAMB(torch.optim.Optimizer):
         layerwise: bool = True,
     ) -> None:
         _check_numbers("LAMB", lr=lr, eps=eps, weight_decay=weight_decay)
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            msg = f"LAMB: betas are {tuple(betas)}; expected two numbers in [0, 1)"
-            raise ValueError(msg)
+        _check_betas("LAMB", betas)
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "layerwise": layerwise}
         )
@@ -208,6 +197,12 @@ def _check_numbers(name: str, **values: float) -> None:
             raise ValueError(msg)
 
 
+def _check_betas(name: str, betas: tuple[float, float]) -> None:
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        msg = f"{name}: betas are {tuple(betas)}; expected two numbers in [0, 1)"
+        raise ValueError(msg)
+
+
 OF_TORCH = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam")
 CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     **{name: getattr(torch.optim, name) for name in OF_TORCH},
@@ -223,7 +218,9 @@ def no_whole_parameters(name: str) -> str:
     return f"optimizer {name} needs the norm of each whole parameter, and parameter servers have blocks that cut them"
 
 
-SCALAR = torch.float32  # of numbers beside the parameter; tensors of its shape have its dtype
+# ---------------------------------------------------------------- what an optimizer keeps for each parameter
+
+SCALAR = torch.float32  # of numbers beside the parameter (`step`); tensors of its shape have its dtype
 
 Kinds = Mapping[str, bool]
 

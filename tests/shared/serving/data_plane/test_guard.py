@@ -23,8 +23,7 @@ from trireme_shared.platform.security.tokens import Role
 from trireme_shared.protocol.errors import AnotherProcess, Forbidden, PeerError, Unauthorized
 from trireme_shared.protocol.wire import codec
 from trireme_shared.protocol.wire.messages import HandoffHeader, LookupRequest
-from trireme_shared.serving.data_plane.guard import OPEN, READ_BY_VIEWERS
-from trireme_shared.serving.data_plane.server import make_app, serving
+from trireme_shared.serving.data_plane.server import OPEN, READ_BY_VIEWERS, make_app, serving
 from trireme_shared.serving.pserver import Pserver
 from trireme_shared.serving.transport.stream import upgrade
 

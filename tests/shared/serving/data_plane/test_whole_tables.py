@@ -14,7 +14,7 @@ from trireme_shared.protocol.records import SlotMap
 from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
 from trireme_shared.protocol.wire.messages import TableRequest
 from trireme_shared.serving.core.table import rows
-from trireme_shared.serving.data_plane.health import Collector
+from trireme_shared.serving.data_plane.server import Collector
 from trireme_shared.tables.payload import ids_in, rows_in
 
 __all__ = ["server"]
