@@ -18,9 +18,9 @@ from trainer_agent.model.flat import Place
 from trireme_shared.blocks.buffers import DTYPES, bytes_of, tensor_over
 from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.records.layout import Block
+from trireme_shared.serving.core.geometry import ParameterParts
 from trireme_shared.serving.core.optimizers import BlockOptimizer, Options, arguments, block_optimizer
 from trireme_shared.serving.optimizers.classes import OF_WHOLE_PARAMETERS, SCALAR, kinds_of
-from trireme_shared.serving.optimizers.parameter_parts import ParameterParts
 
 Gradients = Mapping[int, torch.Tensor | None]
 

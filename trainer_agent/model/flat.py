@@ -29,7 +29,7 @@ from trireme_shared.blocks.buffers import DTYPES
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records.job_spec import Transported
 from trireme_shared.protocol.records.layout import ALIGNMENT_BYTES, ELEMENT_BYTES, Block, Layout, OptimizerSpec, Segment
-from trireme_shared.serving.optimizers.parameter_parts import rounds_by_parameter
+from trireme_shared.serving.core.geometry import rounds_by_parameter
 from trireme_shared.serving.transport.shared_memory import new_region
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -15,9 +15,9 @@ from trainer_agent.collective.replica_optimizer import Gathered, Gradients
 from trainer_agent.model.compute import Compute
 from trireme_shared.blocks.buffers import DTYPES
 from trireme_shared.protocol.records.layout import Block, Layout
+from trireme_shared.serving.core.geometry import ParameterParts, Parts
 from trireme_shared.serving.core.optimizers import BlockOptimizer, Options, arguments, block_optimizer
 from trireme_shared.serving.optimizers.classes import OF_WHOLE_PARAMETERS
-from trireme_shared.serving.optimizers.parameter_parts import ParameterParts, Parts
 
 Tensors = Mapping[int, torch.Tensor]
 States = Mapping[int, Mapping[str, torch.Tensor]]

@@ -37,7 +37,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 class Segment(Record):
     """One flat vector: parameters (kind "param", stepped by optimizer group `group`) or buffers (kind "buffer"). `parameters`: how many elements each
-    has, in order, if the bits of a step depend on that (see trireme_shared.serving.optimizers.parameter_parts)."""
+    has, in order, if the bits of a step depend on that (see trireme_shared.serving.core.geometry)."""
 
     kind: str
     dtype: str

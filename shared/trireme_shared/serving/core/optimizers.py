@@ -29,6 +29,7 @@ import torch
 from trireme_shared.blocks.buffers import bytes_of
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records.layout import OptimizerSpec
+from trireme_shared.serving.core.geometry import Parts, ends_of, is_narrow
 from trireme_shared.serving.optimizers.classes import (
     ALL_CLASSES,
     CHOICES,
@@ -38,7 +39,6 @@ from trireme_shared.serving.optimizers.classes import (
     kinds_of,
     no_whole_parameters,
 )
-from trireme_shared.serving.optimizers.parameter_parts import Parts, ends_of, is_narrow
 
 # elements of 16-bit numbers that torch computes in one thread; where it would cut more of them depends on the number of threads
 SERIAL = 511 * 64

@@ -1,6 +1,6 @@
 """The optimizers by name, optimizers of our own, and what each keeps for a parameter.
 
-CLASSES have element-wise update rules, Lion too, so blocks can be stepped with the bits of whole parameters (see parameter_parts.py).
+CLASSES have element-wise update rules, Lion too, so blocks can be stepped with the bits of whole parameters (see geometry.py).
 OF_WHOLE_PARAMETERS (LARS and LAMB) need norms of whole parameters: members of collective jobs step them, parameter servers cut
 parameters into blocks and cannot. Their norms are taken in the order in which parameters lie in memory, and no bit of them depends
 on the number of threads: plain PyTorch and every member of a collective job find the same.

@@ -11,10 +11,9 @@ from trireme_shared.blocks.buffers import DTYPES
 from trireme_shared.platform.runtime.light_torch import optimizers_without_compiler
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records.layout import ALIGNMENT_BYTES, ELEMENT_BYTES, Layout, OptimizerSpec, Segment
-from trireme_shared.serving.core.geometry import Geometry
+from trireme_shared.serving.core.geometry import Geometry, ParameterParts, rounds_by_parameter
 from trireme_shared.serving.core.optimizers import BlockOptimizer, ByParameter, arguments, block_optimizer
 from trireme_shared.serving.optimizers.classes import CLASSES
-from trireme_shared.serving.optimizers.parameter_parts import ParameterParts, rounds_by_parameter
 
 optimizers_without_compiler()
 SIZES = (67, 1, 0, 33, 700, 64, 5, 32, 15, 421, 3)
