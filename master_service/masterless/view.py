@@ -18,7 +18,7 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from master_service.core.queue.file_table import FileTable
-from master_service.core.queue.repeats import Repeats
+from master_service.core.queue.open_tasks import Repeats
 from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.job import BESIDE, Job
 from master_service.core.state.operations import Operations

@@ -17,8 +17,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from master_service.core.queue.file_table import FileTable, TableFile
-from master_service.core.queue.task_sizes import TaskSizes
+from master_service.core.queue.file_table import FileTable, TableFile, TaskSizes
 from master_service.storage.heads import Heads
 from master_service.storage.partial_counts import Counter, PartialCounts
 from master_service.storage.task_starts import TaskStarts, count_framed

@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
-from master_service.core.queue.file_table import FileTable
-from master_service.core.queue.task_sizes import TaskSizes
+from master_service.core.queue.file_table import FileTable, TaskSizes
 from master_service.storage import counting
 from master_service.storage.partial_counts import CountingStopped, PartialCounts
 from master_service.storage.series_files import SeriesFiles, StoredSeries

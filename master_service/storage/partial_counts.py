@@ -10,8 +10,7 @@ import json
 import threading
 from collections.abc import Callable
 
-from master_service.core.queue.file_table import TableFile
-from master_service.core.queue.task_sizes import TaskSizes
+from master_service.core.queue.file_table import TableFile, TaskSizes
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import TriremeError

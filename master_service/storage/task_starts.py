@@ -9,8 +9,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from master_service.core.queue.file_table import TableFile
-from master_service.core.queue.task_sizes import TaskSizes
+from master_service.core.queue.file_table import TableFile, TaskSizes
 from trireme_shared.datasets import record_io, tar_records, tf_record
 from trireme_shared.platform.storage import files
 from trireme_shared.platform.storage.compressed import scanning

@@ -26,10 +26,9 @@ from master_service.core.changes import (
     RequireLatest,
     RestartQueue,
 )
-from master_service.core.queue.deadlines import Deadlines
-from master_service.core.queue.epoch_plan import plan_of
 from master_service.core.queue.file_table import FileTable
-from master_service.core.queue.streams import Streams
+from master_service.core.queue.open_tasks import Deadlines
+from master_service.core.queue.streams import Streams, plan_of
 from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.answers import KeptAnswers
 from master_service.core.state.event_log import EventLog

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from master_service.core.changes import Decision, DropDiscarded, DropPending, PutDiscarded
 from master_service.core.decisions import task_requests, tasks
-from master_service.core.queue.late_tasks import ENOUGH, LEAST_S
+from master_service.core.queue.open_tasks import ENOUGH_DURATIONS, LEAST_S
 from master_service.core.state.job import Job
 from master_service.store import schema
 from tests.equipment.queue_violations import violations
@@ -182,7 +182,7 @@ class SharedStream(Machine):
 
     @rule()
     def what_is_under_way_is_late(self) -> None:
-        for _ in range(ENOUGH):
+        for _ in range(ENOUGH_DURATIONS):
             self.job.training.late.observe(0.0)
         self.now += 2 * LEAST_S
         tasks.find_late(self.job, self.now)
