@@ -27,9 +27,8 @@ from master_service.api.resources import (
 from master_service.core.decisions.operations import abandoned, find_checkpoint
 from master_service.core.decisions.task_requests import AskedTask
 from master_service.core.queue.task_queue import TaskQueue
-from master_service.core.state.event_log import EventLog
-from master_service.core.state.job import Job
-from master_service.core.state.members import has
+from master_service.core.state.job import Job, holds_parameters
+from master_service.core.state.kept import EventLog
 from master_service.core.state.metrics import Metrics
 from master_service.leadership.master import Master
 from trireme_shared.platform.runtime import clock
@@ -237,7 +236,7 @@ def _member_view(job: Job, member: TrainerMember | PserverMember, held: Sequence
     lanes = job.trainers.lanes_of(member.trainer) if job.spec.mode is Mode.SYNC else None
     has_parameters = None
     if job.spec.strategy is Strategy.COLLECTIVE:
-        has_parameters = has(member.holds, job.state.timeline, job.state.checkpoint)
+        has_parameters = holds_parameters(member.holds, job.state.timeline, job.state.checkpoint)
     return MemberView(
         member_id=member.trainer,
         kind="trainer",

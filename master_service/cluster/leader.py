@@ -22,8 +22,8 @@ from master_service.core.decisions.cluster.versions import ANY, Expected
 from master_service.core.decisions.once import Once
 from master_service.core.decisions.scheduling.reasons import who_has
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
-from master_service.core.state.event_log import EventLog
-from master_service.core.state.job_tasks import failed as failed_tasks
+from master_service.core.state.cluster import failed as failed_tasks
+from master_service.core.state.kept import EventLog
 from master_service.leadership.candidate import Candidate
 from master_service.leadership.election import stand
 from master_service.leadership.master import Master

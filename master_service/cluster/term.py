@@ -18,7 +18,7 @@ from master_service.core.decisions.cluster.lifecycle import finish, follow_resiz
 from master_service.core.decisions.scheduling import lost_places, schedule
 from master_service.core.decisions.scheduling.portions import Portions
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
-from master_service.core.state.members import started_by
+from master_service.core.state.job import started_by
 from master_service.leadership.master import Master
 from master_service.store.writer import HeldLock
 from trireme_shared.platform.etcd import Etcd

@@ -17,8 +17,7 @@ from master_service.core.changes import Change, Event
 from master_service.core.decisions.membership import storage_events
 from master_service.core.decisions.recovery.rollback import ref_of
 from master_service.core.decisions.tasks import freed_by
-from master_service.core.state.job import Job
-from master_service.core.state.members import Members
+from master_service.core.state.job import Job, Members
 from master_service.store.leader_writer import LeaderWriter
 from master_service.store.members_watch import MembersWatch
 from master_service.store.takeover import Takeover

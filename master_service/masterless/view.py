@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 from master_service.core.queue.file_table import FileTable
 from master_service.core.queue.open_tasks import Repeats
 from master_service.core.queue.task_queue import TaskQueue
-from master_service.core.state.job import BESIDE, Job
-from master_service.core.state.operations import Operations
+from master_service.core.state.job import BESIDE, Job, Operations
 from master_service.storage.job_storage import JobStorage
 from master_service.store import schema
 from master_service.store.members_watch import MembersWatch

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from master_service.core.state.series import SeriesTable
-from master_service.core.state.whole_steps import WholeSteps
+from master_service.core.state.series import SeriesTable, WholeSteps
 from master_service.storage.series_files import FOLDER, add_encoded, to_read
 from master_service.trackers.assignment import Assignment, News
 from master_service.trackers.memory import Memory

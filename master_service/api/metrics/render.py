@@ -16,8 +16,7 @@ from master_service.api.resources import (
     SeriesSummary,
 )
 from master_service.core.state.metrics import Metrics
-from master_service.core.state.series import Series, SeriesTable
-from master_service.core.state.whole_steps import Epoch
+from master_service.core.state.series import Epoch, Series, SeriesTable
 from trireme_shared.protocol.errors import NotFound
 from trireme_shared.protocol.evaluations import Evaluation
 

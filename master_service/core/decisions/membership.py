@@ -14,8 +14,7 @@ from master_service.core.decisions import lifecycle, pause_checkpoint
 from master_service.core.decisions.collective import members as collective_members
 from master_service.core.decisions.recovery import lost, returns, rollback
 from master_service.core.placement.lanes import WORTH_MOVING, LaneSeconds, expected_s, new_list, step_s
-from master_service.core.state.job import Job
-from master_service.core.state.members import Members
+from master_service.core.state.job import Job, Members
 from trireme_shared.protocol.records import (
     JobSpec,
     JobState,

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from master_service.core.changes import Decision, DropAnswer
-from master_service.core.state.answers import KeptAnswers
 from master_service.core.state.job import Job
+from master_service.core.state.kept import KeptAnswers
 from trireme_shared.protocol.errors import IdempotencyKeyReused, TriremeError
 from trireme_shared.protocol.records.operations import KeptAnswer
 from trireme_shared.protocol.records.record import Record

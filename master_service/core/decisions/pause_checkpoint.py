@@ -15,8 +15,7 @@ from master_service.core.changes import Change, Decision, DropCut, DropPause, Ev
 from master_service.core.decisions.evaluations import evaluation
 from master_service.core.decisions.recovery.lost import has_parameters, holders, slots_fit
 from master_service.core.state import phases
-from master_service.core.state.job import Job
-from master_service.core.state.members import Members
+from master_service.core.state.job import Job, Members
 from trireme_shared.protocol.records import JobSpec, JobState, Mode, Phase, SlotMap, TrainerList
 from trireme_shared.protocol.records.checkpoints import CheckpointCut
 from trireme_shared.protocol.records.pauses import Pause, Saving

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from master_service.core.changes import Decision, Event
-from master_service.core.state.event_log import KEPT
 from master_service.core.state.job import Job
+from master_service.core.state.kept import KEPT_EVENTS
 from trireme_shared.protocol.errors import InvalidArgument, NotFound
 from trireme_shared.protocol.events import MESSAGE
 from trireme_shared.protocol.records import MetricBatch, StepMetrics, UserFailure
@@ -30,7 +30,7 @@ def current_metrics(job: Job, batch: MetricBatch) -> MetricBatch:
 
 def warnings_told(job: Job, warnings: Sequence[str]) -> Decision[None]:
     """As events of the job, without those that are among its events."""
-    told = {event.message for event in job.events.after(0, KEPT) if event.name == "warning"}
+    told = {event.message for event in job.events.after(0, KEPT_EVENTS) if event.name == "warning"}
     new = [text for text in dict.fromkeys(shortened(text, MESSAGE) for text in warnings) if text not in told]
     return Decision(None, (), tuple(Event("warning", text) for text in new))
 

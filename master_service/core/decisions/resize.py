@@ -16,8 +16,7 @@ from master_service.core.decisions import migration as migrations
 from master_service.core.decisions.migration import handed_of, measured, move, obstacle, placed
 from master_service.core.decisions.recovery import lost, rollback
 from master_service.core.placement import slot_moves as moves
-from master_service.core.state.job import Job
-from master_service.core.state.operations import end
+from master_service.core.state.job import Job, end_operation
 from trireme_shared.protocol.errors import Conflict, DeadlineExceeded, InvalidArgument
 from trireme_shared.protocol.records import Dispatch, JobSpec, Mode, Phase
 from trireme_shared.protocol.records import Strategy as JobStrategy
@@ -354,7 +353,9 @@ def _finish(job: Job, operation: Operation, stamp: str) -> Decision[None]:
     if resize.groups_moved:
         groups = f"{resize.groups_moved} group{'' if resize.groups_moved == 1 else 's'}"
         reason += f"; {groups} moved, the longest pause was {resize.longest_pause_s:.3f} s"
-    return Decision(None, (*closing, DesirePservers(resize.pservers))) + end(done, OperationState.DONE, reason, stamp)
+    return Decision(None, (*closing, DesirePservers(resize.pservers))) + end_operation(
+        done, OperationState.DONE, reason, stamp
+    )
 
 
 def _back_out(
@@ -387,7 +388,7 @@ def _end(job: Job, operation: Operation, phase: ResizePhase, reason: str, stamp:
     closing: tuple[Change, ...] = (DropMigration(),) if job.migration is not None else ()
     assert operation.resize is not None
     ended = operation.with_fields(resize=operation.resize.with_fields(phase=phase))
-    return Decision(None, closing) + end(ended, OperationState.FAILED, reason, stamp, code=code)
+    return Decision(None, closing) + end_operation(ended, OperationState.FAILED, reason, stamp, code=code)
 
 
 def _map_as_it_is(job: Job) -> Decision[None]:

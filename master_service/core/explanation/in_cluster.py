@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from master_service.core.explanation.cause import Cause, Code, Explanation, explanation_of
 from master_service.core.explanation.obstacles import failure_details
-from master_service.core.state.cluster import ClusterState
-from master_service.core.state.job_tasks import failed, run_of, unfinished
+from master_service.core.state.cluster import ClusterState, failed, run_of, unfinished
 from trireme_shared.protocol.records import JobState
 from trireme_shared.protocol.records.cluster import ClusterJob, Kind, Standing, TaskState, in_words, spoken
 from trireme_shared.protocol.times import instant

@@ -13,8 +13,7 @@ from master_service.core.decisions.collective.members import begins_without_some
 from master_service.core.decisions.membership import missing, only_joins, reconcile, storage_events
 from master_service.core.decisions.recovery import rollback
 from master_service.core.queue.file_table import FileTable
-from master_service.core.state.job import Job
-from master_service.core.state.members import Members
+from master_service.core.state.job import Job, Members
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.members import list_after, state_after, trainers
 from tests.master_service.core.test_rollback import LATEST, NEWEST, OLDER

@@ -16,8 +16,7 @@ from master_service.core.decisions.recovery import lost, rollback
 from master_service.core.decisions.recovery.queue import epoch_at, restore_to_positions
 from master_service.core.decisions.tasks import acquire, complete, fail_task
 from master_service.core.queue.file_table import FileTable, TableFile
-from master_service.core.state.job import Job
-from master_service.core.state.members import Members
+from master_service.core.state.job import Job, Members
 from tests.equipment.queue_violations import violations
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.members import (

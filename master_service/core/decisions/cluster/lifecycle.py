@@ -23,8 +23,9 @@ from master_service.core.state.cluster import (
     PutJob,
     PutSource,
     PutTaskRun,
+    run_of,
+    unfinished,
 )
-from master_service.core.state.job_tasks import run_of, unfinished
 from trireme_shared.protocol.errors import Conflict, InvalidArgument
 from trireme_shared.protocol.records.cluster import (
     RESERVED,

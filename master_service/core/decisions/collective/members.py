@@ -22,7 +22,7 @@ from master_service.core.decisions.recovery import rollback
 from master_service.core.decisions.recovery.lost import MissingParameters
 from master_service.core.placement.lanes import LaneSeconds, new_list
 from master_service.core.state import phases
-from master_service.core.state.members import Members
+from master_service.core.state.job import Members
 from trireme_shared.protocol.records import FailureCause, JobSpec, JobState, Phase, Stage, TrainerList
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from master_service.core.state.members import Members
+from master_service.core.state.job import Members
 from trireme_shared.protocol.records import JobSpec, JobState, Phase, PserverMember, SlotMap, Strategy, TrainerList
 
 

@@ -19,8 +19,7 @@ from master_service.core.decisions.recovery.lost import (
     why_incomplete,
 )
 from master_service.core.decisions.recovery.rollback import go_back
-from master_service.core.state.job import Job
-from master_service.core.state.members import Members
+from master_service.core.state.job import Job, Members
 from trireme_shared.protocol.records import FailureCause, JobSpec, JobState, PserverMember, SlotMap, Stage, TrainerList
 
 

@@ -29,8 +29,7 @@ from master_service.core.decisions.recovery.lost import (
 )
 from master_service.core.placement.lanes import new_list
 from master_service.core.state import phases
-from master_service.core.state.job import Job
-from master_service.core.state.members import Members
+from master_service.core.state.job import Job, Members
 from trireme_shared.protocol.records import (
     EvaluationSums,
     FailureCause,

@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from master_service.core.decisions.scheduling.readiness import readiness
-from master_service.core.state.cluster import ClusterState
-from master_service.core.state.job_tasks import unfinished
+from master_service.core.state.cluster import ClusterState, unfinished
 from trireme_shared.protocol.records.cluster import ClusterJob, Kind, Standing
 
 KINDS: tuple[Kind, Kind] = ("pserver", "trainer")

@@ -13,8 +13,17 @@ from dataclasses import dataclass, field
 from master_service.core.changes import Event
 from master_service.core.decisions.scheduling.admission import in_turn
 from master_service.core.decisions.scheduling.pool_view import PoolView
-from master_service.core.state.cluster import ClusterChange, ClusterState, Place, PutAssignment, PutTaskRun
-from master_service.core.state.job_tasks import failed, is_wanted, run_of, unfinished
+from master_service.core.state.cluster import (
+    ClusterChange,
+    ClusterState,
+    Place,
+    PutAssignment,
+    PutTaskRun,
+    failed,
+    is_wanted,
+    run_of,
+    unfinished,
+)
 from trireme_shared.protocol.records.cluster import (
     Assignment,
     ClusterJob,

@@ -14,8 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from master_service.core.state.cluster import ClusterState, Place
-from master_service.core.state.job_tasks import is_wanted, reports_end
+from master_service.core.state.cluster import ClusterState, Place, is_wanted, reports_end
 from trireme_shared.protocol.records.cluster import (
     Assignment,
     ClusterJob,

@@ -1,28 +1,33 @@
-"""The newest events of a job or of a cluster, as etcd holds them: bounded in number and in bytes. Ids grow by one.
-
-told(events) ─► PutEvents: the next ids; DropEvents: the oldest, once there are too many        nothing has happened yet
-apply(change)                                                                                   now it has
-"""
+"""What a job and a cluster keep for those who ask later, as etcd holds it, bounded in number and in bytes: their newest events, and the answers
+to requests that came with an Idempotency-Key."""
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from master_service.core.changes import DropEvents, Event, PutEvents
+from master_service.core.changes import DropAnswer, DropEvents, Event, PutEvents
 from trireme_shared.protocol.errors import CursorExpired
 from trireme_shared.protocol.events import EventChunk, EventRecord, event_record
+from trireme_shared.protocol.records.operations import KeptAnswer
+from trireme_shared.protocol.times import rfc3339
 
-KEPT = 1000
+KEPT_EVENTS = 1000
 KEPT_BYTES = 256 << 10
 IDS_PER_REVISION = 1_000_000
 
 
 @dataclass
 class EventLog:
-    """`next_id`: of the next event; 0 before `begin`. A chunk is what one transaction told, as etcd holds it: parsed events take
+    """Events with ids that grow by one.
+
+    told(events) ─► PutEvents: the next ids; DropEvents: the oldest, once there are too many        nothing has happened yet
+    apply(change)                                                                                   now it has
+
+    `next_id`: of the next event; 0 before `begin`. A chunk is what one transaction told, as etcd holds it: parsed events take
     several times as much memory, and hardly anybody asks for the old ones."""
 
     next_id: int = 0
@@ -60,7 +65,7 @@ class EventLog:
         put = PutEvents(made[0].event_id, made[-1].event_id, EventChunk(events=made).to_bytes())
         size, before = self._bytes + len(put.value), self.oldest
         for chunk, following in pairwise((*self._chunks, put)):
-            if put.last - chunk.first < KEPT and size <= KEPT_BYTES:
+            if put.last - chunk.first < KEPT_EVENTS and size <= KEPT_BYTES:
                 break
             size, before = size - len(chunk.value), following.first
         return (put,) if before == self.oldest else (put, DropEvents(before))
@@ -90,3 +95,47 @@ class EventLog:
             msg = f"the events right after {cursor} are not kept: the oldest is {self.oldest}, the newest {self.newest}"
             hint = "what is kept begins after=0; what happened before stands in the masters' logs"
             raise CursorExpired(msg, hint=hint, after=cursor, oldest=self.oldest, newest=self.newest)
+
+
+KEPT_ANSWERS = 1000
+KEPT_ANSWERS_S = 24 * 3600.0
+AT_ONCE = 20  # are forgotten when a new one comes
+
+
+class KeptAnswers:
+    """Answers by a digest of their key, for KEPT_ANSWERS_S. Only `apply` changes it."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, KeptAnswer] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KeptAnswers) and self._records == other._records
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def apply(self, change: KeptAnswer | DropAnswer) -> None:
+        """In place."""
+        match change:
+            case KeptAnswer():
+                self._records[change.key] = change
+            case DropAnswer(key):
+                self._records.pop(key, None)
+
+    def find(self, key: str, wall_time: float) -> KeptAnswer | None:
+        """`wall_time`: seconds since 1970. None: the key is new, or was used too long ago."""
+        found = self._records.get(key)
+        return None if found is None or found.create_time < _oldest(wall_time) else found
+
+    def surplus(self, wall_time: float) -> tuple[DropAnswer, ...]:
+        """What a new one takes the place of, the oldest first: at most AT_ONCE, more with the next ones."""
+        many, oldest = len(self._records) + 1 - KEPT_ANSWERS, _oldest(wall_time)
+        first = heapq.nsmallest(AT_ONCE, ((kept.create_time, key) for key, kept in self._records.items()))
+        return tuple(DropAnswer(key) for number, (time, key) in enumerate(first) if number < many or time < oldest)
+
+
+def _oldest(wall_time: float) -> str:
+    """The first time that counts: such times, all in UTC, are in the order of their texts."""
+    return rfc3339(wall_time - KEPT_ANSWERS_S)
