@@ -24,8 +24,8 @@ from master_service.api.resources import (
     TaskPage,
     TaskView,
 )
+from master_service.core.decisions.discarded_tasks import AskedTask
 from master_service.core.decisions.operations import abandoned, find_checkpoint
-from master_service.core.decisions.task_requests import AskedTask
 from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.job import Job, holds_parameters
 from master_service.core.state.kept import EventLog

@@ -21,8 +21,8 @@ from master_service.api.resources_cluster import (
     ScheduleView,
 )
 from master_service.cluster.term import ClusterTerm
-from master_service.core.decisions.cluster.versions import version_of_job, version_of_place, version_of_schedule
-from master_service.core.decisions.scheduling import needed
+from master_service.core.decisions.requests import version_of_job, version_of_place, version_of_schedule
+from master_service.core.decisions.scheduling.admission import needed
 from master_service.core.state.cluster import ClusterState, Place, run_of
 from master_service.leadership.master import Master
 from trireme_shared.platform.runtime import clock

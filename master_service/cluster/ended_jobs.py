@@ -16,7 +16,7 @@ from typing import Protocol
 
 from master_service.control.tracking import finish, result_of
 from master_service.core.changes import Event
-from master_service.core.decisions.cluster.lifecycle import due_for_deletion
+from master_service.core.decisions.cluster_jobs import due_for_deletion
 from master_service.core.state.cluster import ClusterState
 from master_service.storage.job_storage import JobStorage
 from master_service.trackers.memory import Memory

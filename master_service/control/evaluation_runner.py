@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from master_service.core.changes import Decision
-from master_service.core.decisions.evaluations import evaluation, lost_evaluation
+from master_service.core.decisions import evaluation, recovery
 from master_service.core.state.job import Job
 from master_service.store.writer import Writer
 from trireme_shared.platform.runtime import clock
@@ -47,8 +47,8 @@ class EvaluationRunner:
         if self._writer.job.spec.evaluate_every is None:
             return
         while True:
-            if lost_evaluation.is_lost(self._writer.job):
-                if await self._writer.decide(lambda job, _: lost_evaluation.go_back(job)):
+            if recovery.is_evaluation_lost(self._writer.job):
+                if await self._writer.decide(lambda job, _: recovery.go_back_for_evaluation(job)):
                     self._writer.job.awaited = None
                     self._on_rollback()
             elif evaluation.next_due(self._writer.job) is not None:

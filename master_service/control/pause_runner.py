@@ -15,8 +15,7 @@ from collections.abc import Callable
 
 from master_service.control.frozen_pservers import SILENT_S, FrozenPservers
 from master_service.core.changes import Decision
-from master_service.core.decisions import operations, pause_checkpoint
-from master_service.core.decisions.evaluations import evaluation
+from master_service.core.decisions import evaluation, operations, pause_checkpoint
 from master_service.core.state.job import Job
 from master_service.store.writer import Writer
 from trireme_shared.checkpoints import stored

@@ -23,8 +23,8 @@ from master_service.control.recovery import Recovery
 from master_service.control.task_service import TaskService
 from master_service.core.changes import Decision, Event
 from master_service.core.decisions import membership, tasks
-from master_service.core.decisions.collective.members import begins_without_some
-from master_service.core.placement.lanes import FORGOTTEN_AFTER
+from master_service.core.decisions.collective import begins_without_some
+from master_service.core.placement import FORGOTTEN_AFTER
 from master_service.core.state.job import Job
 from master_service.storage.job_storage import JobStorage
 from master_service.store.writer import HeldLock, Writer

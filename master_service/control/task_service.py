@@ -12,11 +12,16 @@ from master_service.control.evaluation_runner import note_awaited
 from master_service.control.events import EventFeed
 from master_service.control.evictions import Evictions
 from master_service.core.changes import Decision, Event, Fields
-from master_service.core.decisions import deaths, task_requests, tasks
+from master_service.core.decisions import discarded_tasks, tasks
+from master_service.core.decisions.discarded_tasks import AskedTask
 from master_service.core.decisions.lifecycle import count_outside_tasks
-from master_service.core.decisions.once import Once
-from master_service.core.decisions.reports import check_failure, check_trainer, current_metrics, warnings_told
-from master_service.core.decisions.task_requests import AskedTask
+from master_service.core.decisions.requests import Once
+from master_service.core.decisions.tasks import (
+    check_failure,
+    check_trainer,
+    current_metrics,
+    warnings_told,
+)
 from master_service.core.state.job import BESIDE, Job
 from master_service.core.state.metrics import Metrics
 from master_service.storage.job_storage import FileStorage, JobStorage
@@ -101,7 +106,7 @@ class TaskService(ABC):
         if ask.index > 0 and not ask.look:
             self.job.budget.started = True
         if self.job.budget.counts.deaths:
-            await writer.decide(lambda job, _: deaths.discard_deadly(job, ask))
+            await writer.decide(lambda job, _: discarded_tasks.discard_deadly(job, ask))
         answer = await writer.decide(lambda job, _: tasks.acquire(job, ask))
         if ask.beside:
             note_awaited(writer.job, ask, clock.monotonic())
@@ -143,7 +148,7 @@ class TaskService(ABC):
         Raises StaleAttempt, NotFound."""
 
         def decide(job: Job, _: float) -> Decision[None]:
-            failed = tasks.fail_task if report.died_at is None else deaths.count
+            failed = tasks.fail_task if report.died_at is None else discarded_tasks.count
             return Decision(None) + failed(job, task_id, report)
 
         await self._decide(decide, once)
@@ -151,11 +156,11 @@ class TaskService(ABC):
 
     async def retry_task(self, task_id: str, by: str, once: Once[AskedTask] | None = None) -> AskedTask:
         """Of a discarded task. `by`: who asks, for people. Raises NotFound, Conflict, NotReady."""
-        return await self._decide(lambda job, _: task_requests.retry(job, task_id, by), once)
+        return await self._decide(lambda job, _: discarded_tasks.retry(job, task_id, by), once)
 
     async def skip_task(self, task_id: str, by: str, once: Once[AskedTask] | None = None) -> AskedTask:
         """It is discarded, without more attempts. Raises NotFound, Conflict, NotReady."""
-        return await self._decide(lambda job, _: task_requests.skip(job, task_id, by), once)
+        return await self._decide(lambda job, _: discarded_tasks.skip(job, task_id, by), once)
 
     async def report_failure(self, member_id: str, failure: UserFailure, once: Once[None] | None = None) -> None:
         """The user's code failed outside a task (building the model, say). Raises NotFound unless that trainer is registered, or

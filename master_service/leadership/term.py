@@ -15,7 +15,7 @@ from master_service.control.tracking import Tracking, result_of
 from master_service.control.waiting_asks import WaitingAsks
 from master_service.core.changes import Change, Event
 from master_service.core.decisions.membership import storage_events
-from master_service.core.decisions.recovery.rollback import ref_of
+from master_service.core.decisions.recovery import ref_of
 from master_service.core.decisions.tasks import freed_by
 from master_service.core.state.job import Job, Members
 from master_service.store.leader_writer import LeaderWriter

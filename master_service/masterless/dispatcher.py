@@ -20,8 +20,8 @@ from master_service.control.task_service import TaskService
 from master_service.core.changes import Event
 from master_service.core.decisions import tasks
 from master_service.core.decisions.membership import storage_events
-from master_service.core.decisions.once import Once
-from master_service.core.decisions.reports import current_metrics
+from master_service.core.decisions.requests import Once
+from master_service.core.decisions.tasks import current_metrics
 from master_service.core.state.job import Members
 from master_service.leadership.election import campaign, stand
 from master_service.masterless.view import WatchedJob

@@ -14,7 +14,7 @@ from master_service.api.resources import EvaluationPage, MetricPage, SeriesPage,
 from master_service.api.routes.dependencies import JobsOf, MasterOf, PageSize, PageToken, answered, committed
 from master_service.api.routes.keyed import AnsweringInJob
 from master_service.cluster.leader import ClusterMaster
-from master_service.core.decisions.evaluations.evaluation import in_force
+from master_service.core.decisions.evaluation import in_force
 from master_service.leadership.jobs_led import JobsLed
 from master_service.leadership.master import Master
 from trireme_shared.protocol.errors import Conflict

@@ -19,7 +19,7 @@ from typing import Annotated
 
 from fastapi import Depends, Header, Request, Response
 
-from master_service.core.decisions.cluster.versions import ANY, Expected
+from master_service.core.decisions.requests import ANY, Expected
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records.record import Record
 

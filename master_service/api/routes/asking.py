@@ -11,7 +11,7 @@ from fastapi import Depends, Request, Response
 from master_service.api.problems import RETRY_AFTER_S
 from master_service.api.routes.dependencies import MasterOf, WaitS, answered, asked_by, committed
 from master_service.api.routes.keyed import Key, keyed_request
-from master_service.core.decisions.once import AnsweredBefore, Keyed, Once
+from master_service.core.decisions.requests import AnsweredBefore, Keyed, Once
 from master_service.leadership.master import Master
 from trireme_shared.protocol.errors import NotFound
 from trireme_shared.protocol.records.operations import Operation

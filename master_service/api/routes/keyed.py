@@ -15,7 +15,7 @@ from fastapi import Depends, Header, Request
 
 from master_service.api.resources import Empty
 from master_service.api.routes.dependencies import MasterOf, answered
-from master_service.core.decisions.once import AnsweredBefore, Keyed, Once
+from master_service.core.decisions.requests import AnsweredBefore, Keyed, Once
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.records.record import Record
 

@@ -13,8 +13,7 @@ Decisions only; the files are read by control/operation_runner.py.
 from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, DropOperation, Event
-from master_service.core.decisions import resize
-from master_service.core.decisions.recovery import rollback
+from master_service.core.decisions import recovery, resize
 from master_service.core.state.job import KEPT_OPERATIONS, Job, Members, end_operation, operation_fields
 from trireme_shared.protocol.errors import CheckpointUnusable, Conflict, DeadlineExceeded, NotFound
 from trireme_shared.protocol.records import Mode, Phase, Stage, Strategy
@@ -88,7 +87,7 @@ def ask_for_draining(job: Job, stamp: str) -> Decision[None]:
 
 def find_checkpoint(job: Job, checkpoint_id: str) -> CheckpointRef:
     """Raises NotFound, which lists the existing ids."""
-    ref = rollback.ref_of(job.members.latest, checkpoint_id)
+    ref = recovery.ref_of(job.members.latest, checkpoint_id)
     if ref is None:
         there = [f"{ref.uuid} ({saved_point(job.spec.mode, ref.step)})" for ref in _kept(job.members)]
         msg = f"job {job.spec.job} has no checkpoint {checkpoint_id}; there are: {', '.join(there) or 'none yet'}"
@@ -180,10 +179,10 @@ def verified(job: Job, operation_id: str, error: CheckpointUnusable | None, stam
         return end_operation(operation, OperationState.DONE, "every part is as it was written", stamp)
     if job.state.phase is Phase.CHECKPOINTING:
         return Decision(None)  # decided again after the pause
-    ref = rollback.ref_of(job.members.latest, operation.checkpoint_id)
+    ref = recovery.ref_of(job.members.latest, operation.checkpoint_id)
     if ref is None or job.state.phase.final:
         return _advance_restoration(job, operation, stamp) if ref else _deleted(operation, stamp)
-    back = rollback.back_to(job.spec, job.state, job.slots, ref, operation.cause)
+    back = recovery.back_to(job.spec, job.state, job.slots, ref, operation.cause)
     begun = operation.with_fields(timeline=job.state.generation + 1)
     return Decision(None, (begun,)) + back
 

@@ -5,7 +5,7 @@ Each rule is (situation) -> the cause, or None.
 
 from __future__ import annotations
 
-from master_service.core.decisions.collective.members import still_loading
+from master_service.core.decisions.collective import still_loading
 from master_service.core.explanation.cause import Cause, Code
 from master_service.core.explanation.situation import Situation, listed, seconds
 from trireme_shared.protocol.records import Phase

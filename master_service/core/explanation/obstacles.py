@@ -5,9 +5,8 @@ Each rule is (situation) -> the cause, or None.
 
 from __future__ import annotations
 
-from master_service.core.decisions import pause_checkpoint
-from master_service.core.decisions.collective.members import storage_waits
-from master_service.core.decisions.recovery import lost
+from master_service.core.decisions import pause_checkpoint, recovery
+from master_service.core.decisions.collective import storage_waits
 from master_service.core.explanation.cause import Cause, Code
 from master_service.core.explanation.reports import refusals, start_failures
 from master_service.core.explanation.situation import Situation, listed, seconds
@@ -142,7 +141,7 @@ def rolling_back(now: Situation) -> Cause | None:
     loading = [
         f"pserver-{index}"
         for index in sorted(job.members.pservers)
-        if index < job.spec.pservers and not lost.has_parameters(state, job.members, index)
+        if index < job.spec.pservers and not recovery.has_parameters(state, job.members, index)
     ]
     if loading:
         details.append(f"Registered and not loaded yet: {now.named(loading)}.")

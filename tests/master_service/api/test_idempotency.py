@@ -8,7 +8,7 @@ import pytest
 
 from master_service.api.app import make_api
 from master_service.core.changes import DropAnswer
-from master_service.core.decisions.once import Once
+from master_service.core.decisions.requests import Once
 from master_service.core.state.kept import AT_ONCE, KEPT_ANSWERS, KEPT_ANSWERS_S, KeptAnswers
 from tests.equipment.cluster.crash_point import StoppingProcess
 from tests.equipment.replaced import replaced

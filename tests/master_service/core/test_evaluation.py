@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from master_service.core.changes import Decision
-from master_service.core.decisions import tasks
-from master_service.core.decisions.evaluations import evaluation
+from master_service.core.decisions import evaluation, tasks
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.state.job import Job, Members
 from trireme_shared.checkpoints.schedule import kept_after

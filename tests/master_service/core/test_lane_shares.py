@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from master_service.core.changes import Decision
 from master_service.core.decisions.membership import rebalance
-from master_service.core.placement.lanes import (
+from master_service.core.placement import (
     ALIGNING_COSTS,
     WORTH_MOVING,
     aligned,
@@ -274,7 +274,7 @@ def moves_of_equal_trainers(rebalance_s: float) -> int:
 
 def test_lanes_do_not_move_by_noise_however_often_the_leader_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert moves_of_equal_trainers(0.5) <= 3
-    monkeypatch.setattr(speeds_module, "WINDOW_S", 0.0)
+    monkeypatch.setattr(speeds_module, "SPEED_WINDOW_S", 0.0)
     assert moves_of_equal_trainers(0.5) > 10, "without the window they do"
 
 

@@ -16,11 +16,10 @@ until it knows how far the others are.
 from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, Event, Fields
-from master_service.core.decisions import lifecycle
+from master_service.core.decisions import lifecycle, recovery
 from master_service.core.decisions.lifecycle import fail
-from master_service.core.decisions.recovery import rollback
-from master_service.core.decisions.recovery.lost import MissingParameters
-from master_service.core.placement.lanes import LaneSeconds, new_list
+from master_service.core.decisions.recovery import MissingParameters
+from master_service.core.placement import LaneSeconds, new_list
 from master_service.core.state import phases
 from master_service.core.state.job import Members
 from trireme_shared.protocol.records import FailureCause, JobSpec, JobState, Phase, Stage, TrainerList
@@ -33,7 +32,7 @@ def reconcile(
     if state.phase is Phase.ROLLING_BACK:
         return _supervise(spec, state, members)
     if members.init_done and (why := why_lost(state, listed, members)):
-        return rollback.go_back(spec, state, None, members, why)
+        return recovery.go_back(spec, state, None, members, why)
     if obstacle := why_waiting(spec, state, members):
         return _wait(spec, state, listed, members, obstacle)
     having = _without_doubted(spec, listed, members, members.holding(state.timeline, state.checkpoint))
@@ -95,7 +94,7 @@ def still_loading(state: JobState, members: Members) -> list[str]:
 
 def give_up_loading(spec: JobSpec, state: JobState, members: Members) -> Decision[None]:
     """ROLLING_BACK takes longer than recovery_timeout_s: the job fails if too few trainers have loaded the checkpoint."""
-    if state.phase is not Phase.ROLLING_BACK or rollback.is_restored(spec, state, None, members):
+    if state.phase is not Phase.ROLLING_BACK or recovery.is_restored(spec, state, None, members):
         return Decision(None)
     having, waits = members.holding(state.timeline, state.checkpoint), storage_waits(members)
     why = f" ({next(iter(waits.values()))})" if waits else ""
@@ -131,14 +130,14 @@ def _is_doubted(members: Members, name: str) -> bool:
 def _supervise(spec: JobSpec, state: JobState, members: Members) -> Decision[None]:
     """While trainers load: another checkpoint if none of them can. One that can is enough: the others get everything from it."""
     if not state.checkpoint:
-        return rollback.start_over(spec, state, None, state.reason)
+        return recovery.start_over(spec, state, None, state.reason)
     if members.holding(state.timeline, state.checkpoint) or not members.trainers or still_loading(state, members):
         return Decision(None)
     said = {name: holds for name, member in members.trainers.items() if (holds := member.holds) is not None}
     if any(holds.superseded for holds in said.values()):
-        return rollback.choose_again(spec, state, None, members.latest)
+        return recovery.choose_again(spec, state, None, members.latest)
     name, holds = next(iter(said.items()))
-    return rollback.fall_back(spec, state, None, members.latest, f"{name}: {holds.error}")
+    return recovery.fall_back(spec, state, None, members.latest, f"{name}: {holds.error}")
 
 
 def _wait(spec: JobSpec, state: JobState, listed: TrainerList, members: Members, reason: str) -> Decision[None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from master_service.core.changes import Decision, Event
-from master_service.core.decisions.cluster import lifecycle
+from master_service.core.decisions import cluster_jobs
 from master_service.core.state.cluster import (
     ClusterChange,
     ClusterDecision,
@@ -62,7 +62,7 @@ def create(
 def delete(state: ClusterState, name: str) -> ClusterDecision[JobSchedule]:
     """Its jobs stay. Raises NotFound."""
     found = state.schedule(name)
-    drops: tuple[ClusterChange, ...] = (DropSchedule(name), *lifecycle.drop_unused(state, found.source_digest))
+    drops: tuple[ClusterChange, ...] = (DropSchedule(name), *cluster_jobs.drop_unused(state, found.source_digest))
     return Decision(found, drops, (_event("schedule_deleted", f"schedule {name} was deleted", found),))
 
 
@@ -100,7 +100,7 @@ def _run(state: ClusterState, found: JobSchedule, time: float, wall_time: float)
         event = _event("schedule_skipped", f"schedule {found.name}: {reason}", found)
         return Decision(again, (PutSchedule(moved),), (event,))
     try:
-        created = lifecycle.create(state, job, None, stamp)
+        created = cluster_jobs.create(state, job, None, stamp)
     except CallerError as error:
         reason = f"job {job.job} could not be created: {error.message}"
         moved = ran.with_fields(reason=reason)
@@ -110,7 +110,7 @@ def _run(state: ClusterState, found: JobSchedule, time: float, wall_time: float)
     reason = f"created job {job.job} for {rfc3339(latest)}{missed}"
     changes, events = created.changes, created.events
     if before is not None and busy:
-        cancelled = lifecycle.cancel(state, before.job, stamp)
+        cancelled = cluster_jobs.cancel(state, before.job, stamp)
         changes, events = changes + cancelled.changes, events + cancelled.events
     moved = ran.with_fields(last_job=job.job, reason=reason)
     events += (_event("schedule_ran", f"schedule {found.name} {reason}", found),)
@@ -141,7 +141,7 @@ def _check(state: ClusterState, asked: JobSchedule) -> None:
         if value := getattr(asked.scheduling, field):
             msg = f"jobs of a schedule start at its times: {field} {value} cannot be given"
             raise InvalidArgument(msg, hint=f"leave {field} out", schedule=asked.name)
-    lifecycle.check_scheduling(asked.spec, asked.scheduling)
+    cluster_jobs.check_scheduling(asked.spec, asked.scheduling)
 
 
 def _event(name: str, message: str, found: JobSchedule) -> Event:

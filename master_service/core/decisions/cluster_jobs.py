@@ -1,11 +1,11 @@
 """The life of a cluster's jobs: what their users ask for (create, pause, resume, cancel, delete), what becomes of a job whose term has
-ended, when it is forgotten, and the places that it has after a resize. Decisions only.
+ended, when it is forgotten, and the places that it has after a resize; and members that users drain. Decisions only.
 
 QUEUED and PAUSED jobs change at once. An ACTIVE job is asked (`wanted`): its leader stops it with a checkpoint first and then
 writes where it is (`finish`). Asking again for what is so already changes nothing.
 
 createResize -> the job's spec has other numbers -> `follow_resize`: ClusterJob has them, too -> the schedule gives places, or takes them
-"""
+drain ─► its assignment goes with the next schedule ─► its process leaves in order ─► drained         undrain ─► idle"""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from master_service.core.state.cluster import (
     ClusterDecision,
     ClusterState,
     DropAssignment,
+    DropDrain,
     DropJob,
     DropSource,
+    Place,
+    PutDrain,
     PutJob,
     PutSource,
     PutTaskRun,
@@ -30,6 +33,7 @@ from trireme_shared.protocol.errors import Conflict, InvalidArgument
 from trireme_shared.protocol.records.cluster import (
     RESERVED,
     ClusterJob,
+    Drain,
     Scheduling,
     Source,
     Standing,
@@ -350,3 +354,29 @@ def follow_resize(
     drops = tuple(DropAssignment(place) for place in without[:surplus])
     event = Event("places_freed", f"job {name} gives {in_words('pserver', len(drops))} back", {"job": name})
     return Decision(True, drops, (event,))
+
+
+MAX_DRAINS = 10_000  # of places that may have no member any more
+
+
+def drain(state: ClusterState, member: str, stamp: str) -> ClusterDecision[Place]:
+    """Draining it again changes nothing. Raises NotFound, Conflict."""
+    place = state.place(member)
+    if place in state.drains:
+        return Decision(place)
+    if len(state.drains) >= MAX_DRAINS:
+        msg = f"{len(state.drains)} members are drained, at most {MAX_DRAINS} are kept"
+        raise Conflict(msg, hint="`trireme pool undrain` those that are gone for good")
+    held = state.assignments.get(place)
+    leaves = f": it leaves job {held.job}" if held else ""
+    event = Event("member_drained", f"{place[0]} {member} is drained{leaves}", {"member": member})
+    return Decision(place, (PutDrain(place, Drain(ask_time=stamp)),), (event,))
+
+
+def undrain(state: ClusterState, member: str) -> ClusterDecision[Place]:
+    """Also of a member that is gone. Raises NotFound."""
+    place = state.place(member)
+    if place not in state.drains:
+        return Decision(place)
+    event = Event("member_undrained", f"{place[0]} {member} may get work again", {"member": member})
+    return Decision(place, (DropDrain(place),), (event,))
