@@ -18,13 +18,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from master_service.api.limits import read_body, replayed
 from master_service.api.problems import CONTENT_TYPE, problem_of, problem_of_bug, request_id_of, retry_after_s
-from master_service.api.resources import Empty, Problem
 from master_service.api.routes.dependencies import answered
 from master_service.api.routes.task_leases import REPORTS, Reporting, acquired
 from master_service.leadership.jobs_led import JobsLed
 from trireme_shared.platform.runtime import telemetry
 from trireme_shared.protocol.errors import TriremeError
 from trireme_shared.protocol.records import AcquireTask, Record
+from trireme_shared.protocol.rest import Empty, Problem
 
 LEASES = "task-leases"
 

@@ -6,24 +6,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 from master_service.api.pages import offset_of, page_of
-from master_service.api.resources import (
-    CheckpointDetails,
-    CheckpointPage,
-    CheckpointView,
-    EvaluationProgress,
-    EventPage,
-    JobProgress,
-    JobView,
-    MasterView,
-    MemberCounts,
-    MemberPage,
-    MemberView,
-    OperationPage,
-    ResizePage,
-    ResizeView,
-    TaskPage,
-    TaskView,
-)
 from master_service.core.decisions.discarded_tasks import AskedTask
 from master_service.core.decisions.operations import abandoned, find_checkpoint
 from master_service.core.queue.task_queue import TaskQueue
@@ -46,6 +28,24 @@ from trireme_shared.protocol.records import (
 )
 from trireme_shared.protocol.records.checkpoints import CheckpointRef
 from trireme_shared.protocol.records.operations import Operation, OperationState
+from trireme_shared.protocol.rest import (
+    CheckpointDetails,
+    CheckpointPage,
+    CheckpointView,
+    EvaluationProgress,
+    EventPage,
+    JobProgress,
+    JobView,
+    MasterView,
+    MemberCounts,
+    MemberPage,
+    MemberView,
+    OperationPage,
+    ResizePage,
+    ResizeView,
+    TaskPage,
+    TaskView,
+)
 
 SCANNED_AT_ONCE = 10_000
 

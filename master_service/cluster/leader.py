@@ -20,8 +20,7 @@ from master_service.core.changes import Decision, Event
 from master_service.core.decisions import cluster_jobs, job_schedules
 from master_service.core.decisions.requests import ANY, Expected, Once
 from master_service.core.decisions.scheduling.schedule import who_has
-from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
-from master_service.core.state.cluster import failed as failed_tasks
+from master_service.core.state.cluster import ClusterDecision, ClusterState, Place, failed_tasks
 from master_service.core.state.kept import EventLog
 from master_service.leadership.candidate import Candidate
 from master_service.leadership.election import stand

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from master_service.core import placement
 from master_service.core.decisions import resize
 from master_service.core.state.job import Job
 from tests.equipment.cluster.network import STEADY, conditions_of

@@ -9,7 +9,6 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 
 from master_service.api.logs.source import ELSEWHERE, LogSource, shown
-from master_service.api.resources import LogLine, LogLines, LogPage
 from master_service.api.routes.dependencies import JobsOf, PageSize, PageToken
 from master_service.api.server_sent import Messages, ServerSent
 from master_service.cluster.leader import ClusterMaster
@@ -17,6 +16,7 @@ from master_service.leadership.jobs_led import JobsLed
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.runtime.log_files import Line, LogFile
 from trireme_shared.protocol.errors import Conflict, InvalidArgument, NotFound, NotReady
+from trireme_shared.protocol.rest import LogLine, LogLines, LogPage
 
 router = APIRouter(tags=["logs"])
 LOOK_S = 0.5  # how often a file is looked at while somebody waits

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from master_service.api.pages import offset_of, page_of
-from master_service.api.resources import LogLine, LogLines, LogPage, LogView
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.runtime.log_files import Line, LogFile
 from trireme_shared.protocol.errors import DeadlineExceeded, NotFound, TooManyRequests
+from trireme_shared.protocol.rest import LogLine, LogLines, LogPage, LogView
 from trireme_shared.protocol.times import rfc3339
 
 SUFFIX = ".log"

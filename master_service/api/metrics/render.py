@@ -6,7 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from master_service.api.pages import offset_of, page_of
-from master_service.api.resources import (
+from master_service.core.state.metrics import Metrics
+from master_service.core.state.series import Epoch, Series, SeriesTable
+from trireme_shared.protocol.errors import NotFound
+from trireme_shared.protocol.evaluations import Evaluation
+from trireme_shared.protocol.rest import (
     EvaluationPage,
     MetricPage,
     MetricPoint,
@@ -15,10 +19,6 @@ from master_service.api.resources import (
     SeriesPoints,
     SeriesSummary,
 )
-from master_service.core.state.metrics import Metrics
-from master_service.core.state.series import Epoch, Series, SeriesTable
-from trireme_shared.protocol.errors import NotFound
-from trireme_shared.protocol.evaluations import Evaluation
 
 
 @dataclass(frozen=True, slots=True)

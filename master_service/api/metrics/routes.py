@@ -10,7 +10,6 @@ from fastapi import APIRouter, Path, Query, Request
 
 from master_service.api.metrics import render
 from master_service.api.metrics.render import KeptMetrics
-from master_service.api.resources import EvaluationPage, MetricPage, SeriesPage, SeriesPoints
 from master_service.api.routes.dependencies import JobsOf, MasterOf, PageSize, PageToken, answered, committed
 from master_service.api.routes.keyed import AnsweringInJob
 from master_service.cluster.leader import ClusterMaster
@@ -20,6 +19,7 @@ from master_service.leadership.master import Master
 from trireme_shared.protocol.errors import Conflict
 from trireme_shared.protocol.evaluations import Evaluation
 from trireme_shared.protocol.records import MetricBatch, MetricsTaken
+from trireme_shared.protocol.rest import EvaluationPage, MetricPage, SeriesPage, SeriesPoints
 
 router = APIRouter(tags=["metrics"])
 MOST_STEP = 2**62

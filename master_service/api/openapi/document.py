@@ -18,7 +18,7 @@ from master_service.api.openapi.examples import examples
 from master_service.api.openapi.links import add_links
 from master_service.api.openapi.properties import PARAMETERS, PROPERTIES, TAGS
 from master_service.api.problems import CONTENT_TYPE
-from master_service.api.resources import Problem
+from trireme_shared.protocol.rest import Problem
 
 Json = dict[str, Any]
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel
 
-from master_service.api import resources as of_job
-from master_service.api import resources_cluster as of_cluster
-from master_service.core.explanation.cause import Cause, Code, Explanation
 from trireme_shared import __version__
+from trireme_shared.protocol import rest as of_job
+from trireme_shared.protocol import rest_cluster as of_cluster
 from trireme_shared.protocol.evaluations import Evaluation
 from trireme_shared.protocol.events import EventRecord
+from trireme_shared.protocol.explanations import Cause, Code, Explanation
 from trireme_shared.protocol.records import (
     AcquireTask,
     Completed,

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from master_service.api.openapi.paths import DocumentedPaths
 from master_service.api.problems import invalid, problem_response
-from master_service.api.resources import ProblemPart
+from trireme_shared.protocol.rest import ProblemPart
 
 
 class EveryMethod:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from master_service.api import render
-from master_service.api.resources import CheckpointDetails, CheckpointPage, CreateCheckpoint
 from master_service.api.routes.asking import Asking
 from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, answered, committed
 from trireme_shared.protocol.records.operations import Operation
+from trireme_shared.protocol.rest import CheckpointDetails, CheckpointPage, CreateCheckpoint
 
 router = APIRouter(prefix="/checkpoints", tags=["checkpoints"])
 

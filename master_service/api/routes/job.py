@@ -6,10 +6,10 @@ from fastapi import APIRouter, Response
 
 from master_service.api import render
 from master_service.api.requests.conditional import ReadingIf
-from master_service.api.resources import JobView, MasterView
 from master_service.api.routes.dependencies import MasterOf, committed
-from master_service.core.explanation.cause import Explanation
 from master_service.leadership.explanation import explain_job as explain_master
+from trireme_shared.protocol.explanations import Explanation
+from trireme_shared.protocol.rest import JobView, MasterView
 
 router = APIRouter()  # below /v1/jobs/{job}
 

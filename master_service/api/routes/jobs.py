@@ -9,25 +9,31 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from master_service.api import render_cluster as render
 from master_service.api.requests.conditional import ExpectedVersion, ReadingIf
-from master_service.api.resources import Empty, JobView, MasterView
-from master_service.api.resources_cluster import (
+from master_service.api.routes.dependencies import JobName, PageSize, PageToken, answered
+from master_service.api.routes.keyed import AnsweringInCluster
+from master_service.cluster.leader import ClusterMaster
+from master_service.core.explanation.explain import explain_unled, failing_places
+from master_service.leadership.explanation import explain_job as explain_master
+from master_service.trackers.made import check as check_trackers
+from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.explanations import Explanation
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.cluster import ClusterJob, JobSchedule, Standing
+from trireme_shared.protocol.records.job_spec import JobSettings
+from trireme_shared.protocol.rest import Empty, JobView, MasterView
+from trireme_shared.protocol.rest_cluster import (
     ClusterJobPage,
     ClusterJobView,
     CreateJob,
+    CreateSchedule,
     JobSource,
     JobTaskPage,
     PoolMemberPage,
     PoolMemberView,
     PoolView,
 )
-from master_service.api.routes.dependencies import JobName, PageSize, PageToken, answered
-from master_service.api.routes.keyed import AnsweringInCluster
-from master_service.cluster.leader import ClusterMaster
-from master_service.core.explanation.cause import Explanation
-from master_service.core.explanation.in_cluster import explain_unled, failing_places
-from master_service.leadership.explanation import explain_job as explain_master
-from trireme_shared.platform.runtime import clock
-from trireme_shared.protocol.records.cluster import Standing
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
 pool = APIRouter(prefix="/v1", tags=["pool"])
@@ -43,10 +49,44 @@ async def cluster_of(request: Request) -> ClusterMaster:
 ClusterOf = Annotated[ClusterMaster, Depends(cluster_of)]
 
 
+def job_of(asked: CreateJob, storage_url: str) -> ClusterJob:
+    """`storage_url`: the cluster's. Raises InvalidArgument."""
+    if asked.settings.dispatch != "master":
+        raise InvalidArgument("dispatch etcd is for jobs without a master; a cluster's jobs have one")
+    check_trackers(asked.settings.trackers)
+    spec = JobSpec(
+        job=asked.name,
+        script=asked.source.script if asked.source else asked.script,
+        storage=asked.storage or files.join(storage_url, asked.name),
+        **{name: getattr(asked.settings, name) for name in JobSettings.model_fields},
+    )
+    return ClusterJob(
+        job=asked.name,
+        spec=spec,
+        scheduling=asked.scheduling,
+        source_digest=asked.source.digest if asked.source else "",
+        create_time=clock.timestamp(),
+    )
+
+
+def schedule_of(asked: CreateSchedule, storage_url: str) -> JobSchedule:
+    """`storage_url`: the cluster's. Raises InvalidArgument."""
+    job = job_of(asked, storage_url)
+    return JobSchedule(
+        name=asked.name,
+        cron=asked.cron,
+        time_zone=asked.time_zone,
+        concurrency=asked.concurrency,
+        spec=job.spec.with_fields(storage=asked.storage or storage_url),
+        scheduling=job.scheduling,
+        source_digest=job.source_digest,
+    )
+
+
 @router.post("/jobs", operation_id="createJob", status_code=201)
 async def create_job(cluster: ClusterOf, asked: CreateJob, answering: AnsweringInCluster) -> ClusterJobView:
     """Queue a job. It starts when the pool has its parameter servers and `min_trainers` for it."""
-    job = asked.to_job(cluster.storage_url)
+    job = job_of(asked, cluster.storage_url)
     call = partial(cluster.create_job, job, asked.source)
     return await answering.answer(ClusterJobView, call, partial(render.job, cluster.term))
 

@@ -13,11 +13,11 @@ from typing import Annotated, Generic, Protocol, TypeVar
 
 from fastapi import Depends, Header, Request
 
-from master_service.api.resources import Empty
 from master_service.api.routes.dependencies import MasterOf, answered
 from master_service.core.decisions.requests import AnsweredBefore, Keyed, Once
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.records.record import Record
+from trireme_shared.protocol.rest import Empty
 
 A = TypeVar("A")
 A_contra = TypeVar("A_contra", contravariant=True)

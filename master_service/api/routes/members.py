@@ -7,10 +7,10 @@ from functools import partial
 from fastapi import APIRouter
 
 from master_service.api import render
-from master_service.api.resources import Empty, MemberPage, MemberView, SuspectAnswer
 from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, committed
 from master_service.api.routes.keyed import AnsweringInJob, empty
 from trireme_shared.protocol.records import UserFailure
+from trireme_shared.protocol.rest import Empty, MemberPage, MemberView, SuspectAnswer
 
 router = APIRouter(prefix="/members", tags=["members"])
 

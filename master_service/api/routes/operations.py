@@ -7,9 +7,9 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from master_service.api import render
-from master_service.api.resources import OperationPage
 from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, WaitS, committed
 from trireme_shared.protocol.records.operations import Operation, OperationState
+from trireme_shared.protocol.rest import OperationPage
 
 router = APIRouter(prefix="/operations", tags=["operations"])
 

@@ -11,12 +11,12 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from master_service.api import render
-from master_service.api.resources import CreateResize, ResizePage, ResizeView
 from master_service.api.routes.asking import Asking
 from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, WaitS, committed
 from master_service.api.routes.keyed import AnsweringInJob
 from trireme_shared.protocol.records.job_spec import MAX_MEMBERS
 from trireme_shared.protocol.records.operations import ResizePrediction, Strategy
+from trireme_shared.protocol.rest import CreateResize, ResizePage, ResizeView
 
 router = APIRouter(tags=["resizes"])
 

@@ -8,10 +8,10 @@ from fastapi import APIRouter, Response
 
 from master_service.api import render_cluster as render
 from master_service.api.requests.conditional import ExpectedVersion, ReadingIf
-from master_service.api.resources_cluster import CreateSchedule, SchedulePage, ScheduleView
 from master_service.api.routes.dependencies import PageSize, PageToken, answered
-from master_service.api.routes.jobs import ClusterOf
+from master_service.api.routes.jobs import ClusterOf, schedule_of
 from master_service.api.routes.keyed import AnsweringInCluster
+from trireme_shared.protocol.rest_cluster import CreateSchedule, SchedulePage, ScheduleView
 
 router = APIRouter(prefix="/v1/schedules", tags=["schedules"])
 
@@ -19,7 +19,7 @@ router = APIRouter(prefix="/v1/schedules", tags=["schedules"])
 @router.post("", operation_id="createSchedule", status_code=201)
 async def create_schedule(cluster: ClusterOf, asked: CreateSchedule, answering: AnsweringInCluster) -> ScheduleView:
     """Its jobs are called `<name>-<UTC time as yyyymmddhhmm>`. Of times that pass while no master lives the latest one runs."""
-    found = asked.to_schedule(cluster.storage_url)
+    found = schedule_of(asked, cluster.storage_url)
     return await answering.answer(ScheduleView, partial(cluster.create_schedule, found, asked.source), render.schedule)
 
 

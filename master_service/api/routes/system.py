@@ -6,10 +6,10 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from master_service.api.prometheus import exposition
-from master_service.api.resources import Health, TokenAccess, Version
 from master_service.api.routes.dependencies import JobsOf
 from trireme_shared import __version__
 from trireme_shared.platform.security.tokens import Role
+from trireme_shared.protocol.rest import Health, TokenAccess, Version
 
 router = APIRouter(tags=["system"])
 open_router = APIRouter(tags=["system"])

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Request
 from starlette.types import Receive
 
-from master_service.api.resources import Empty
 from master_service.api.routes.dependencies import MasterOf, answered, unless_gone
 from master_service.api.routes.keyed import AnsweringInJob, empty
 from master_service.leadership.master import Master
@@ -23,6 +22,7 @@ from trireme_shared.protocol.records import (
     TaskAnswer,
     TaskProgress,
 )
+from trireme_shared.protocol.rest import Empty
 
 router = APIRouter(prefix="/task-leases", tags=["task leases"])
 Reporting = Callable[[Master, str, Any], Awaitable[Record | None]]

@@ -9,10 +9,10 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BeforeValidator
 
 from master_service.api import render
-from master_service.api.resources import TaskPage, TaskView
 from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, asked_by, committed
 from master_service.api.routes.keyed import AnsweringInJob
 from trireme_shared.protocol.records import TaskKind, TaskSummary
+from trireme_shared.protocol.rest import TaskPage, TaskView
 
 router = APIRouter(tags=["tasks"])
 

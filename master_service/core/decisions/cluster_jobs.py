@@ -27,7 +27,7 @@ from master_service.core.state.cluster import (
     PutSource,
     PutTaskRun,
     run_of,
-    unfinished,
+    unfinished_tasks,
 )
 from trireme_shared.protocol.errors import Conflict, InvalidArgument
 from trireme_shared.protocol.records.cluster import (
@@ -117,7 +117,7 @@ def resume(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
 def cancel(state: ClusterState, name: str, stamp: str) -> ClusterDecision[ClusterJob]:
     """Of a job that has ended: the post-tasks that are not over. Raises NotFound, Conflict."""
     job = state.job(name)
-    if job.standing.final and (names := unfinished(job, state.task_runs.get(name, {}))):
+    if job.standing.final and (names := unfinished_tasks(job, state.task_runs.get(name, {}))):
         return _cancel_tasks(state, job, names, stamp)
     match job.standing:
         case Standing.CANCELLED:
@@ -139,7 +139,7 @@ def begin_delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
     if not job.standing.final:
         msg = f"job {name} is {job.standing}: only jobs that are COMPLETED, FAILED or CANCELLED can be deleted"
         raise Conflict(msg, hint=f"`trireme cancel {name}` first", job=name, standing=str(job.standing))
-    if names := unfinished(job, state.task_runs.get(name, {})):
+    if names := unfinished_tasks(job, state.task_runs.get(name, {})):
         msg = f"job {name} is {job.standing}, and its {spoken(names[0])} is not over"
         raise Conflict(msg, hint=f"wait for it, or stop it with `trireme cancel {name}`", job=name)
     waiting = [other.job for other in state.jobs.values() if _waits_for(other, name)]
@@ -318,7 +318,7 @@ def due_for_deletion(state: ClusterState, wall_time: float, retention_s: float |
             return job.standing.final
         if retention_s is None or not job.end_time or instant(job.end_time) + retention_s > wall_time:
             return False
-        return job.job not in waited_for and not unfinished(job, state.task_runs.get(job.job, {}))
+        return job.job not in waited_for and not unfinished_tasks(job, state.task_runs.get(job.job, {}))
 
     return [job.job for job in sorted(state.jobs.values(), key=lambda job: (job.end_time, job.job)) if is_due(job)]
 

@@ -248,7 +248,7 @@ class ClusterState:
 Runs = Mapping[str, TaskRun]
 
 
-def is_wanted(job: ClusterJob, name: str) -> bool:
+def is_task_wanted(job: ClusterJob, name: str) -> bool:
     """Whether that task may run now, as far as the job is concerned."""
     task = job.spec.named_tasks.get(name)
     if task is None:
@@ -264,16 +264,18 @@ def reports_end(member: PoolMember, held: Assignment) -> bool:
     return same and member.incarnation == held.incarnation and (member.ended or bool(member.trouble))
 
 
-def unfinished(job: ClusterJob, runs: Runs) -> list[str]:
+def unfinished_tasks(job: ClusterJob, runs: Runs) -> list[str]:
     """Names of the tasks that may run now and are not over, in their order."""
     if not (job.spec.pre_tasks or job.spec.post_tasks):
         return []
     return [
-        name for name in job.spec.named_tasks if is_wanted(job, name) and not (name in runs and runs[name].state.over)
+        name
+        for name in job.spec.named_tasks
+        if is_task_wanted(job, name) and not (name in runs and runs[name].state.over)
     ]
 
 
-def failed(runs: Runs, stage: str = "") -> list[TaskRun]:
+def failed_tasks(runs: Runs, stage: str = "") -> list[TaskRun]:
     """`stage`: pre or post; "": both."""
     found = (run for _, run in sorted(runs.items()) if run.name.startswith(stage))
     return [run for run in found if run.state is TaskState.FAILED]

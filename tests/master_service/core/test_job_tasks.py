@@ -10,8 +10,7 @@ from master_service.core.decisions import cluster_jobs
 from master_service.core.decisions.scheduling import pool_view
 from master_service.core.decisions.scheduling.admission import needed
 from master_service.core.decisions.scheduling.schedule import schedule
-from master_service.core.explanation.cause import Code
-from master_service.core.explanation.in_cluster import explain_unled
+from master_service.core.explanation.explain import explain_unled
 from master_service.core.state.cluster import ClusterState, PutAssignment, PutTaskRun
 from tests.equipment.replaced import replaced
 from tests.master_service.cluster import spec_of
@@ -28,6 +27,7 @@ from tests.master_service.core.cluster_jobs import (
     step,
 )
 from trireme_shared.protocol.errors import Conflict
+from trireme_shared.protocol.explanations import Code
 from trireme_shared.protocol.records import JobState
 from trireme_shared.protocol.records.cluster import ClusterJob, Standing, TaskRun, TaskState
 from trireme_shared.protocol.records.job_spec import JobTask, Mode

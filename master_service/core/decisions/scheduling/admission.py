@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from master_service.core.decisions.scheduling.pool_view import KINDS
-from master_service.core.state.cluster import ClusterState, unfinished
+from master_service.core.state.cluster import ClusterState, unfinished_tasks
 from trireme_shared.protocol.records.cluster import ClusterJob, Kind, Standing
 from trireme_shared.protocol.times import instant
 
@@ -204,7 +204,7 @@ def needed(state: ClusterState, wall_time: float) -> dict[Kind, int]:
     jobs = [*active, *readiness(state.jobs, wall_time).ready]
     found = {kind: sum(_needed_by(job, kind) for job in jobs) for kind in KINDS}
     ended = (job for job in state.jobs.values() if job.standing.final)
-    if not found["trainer"] and any(unfinished(job, state.task_runs.get(job.job, {})) for job in ended):
+    if not found["trainer"] and any(unfinished_tasks(job, state.task_runs.get(job.job, {})) for job in ended):
         found["trainer"] = 1  # post-tasks run on trainers
     return found
 

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from master_service.core.state.cluster import ClusterState, Place, is_wanted, reports_end
+from master_service.core.state.cluster import ClusterState, Place, is_task_wanted, reports_end
 from trireme_shared.protocol.records.cluster import (
     Assignment,
     ClusterJob,
@@ -129,7 +129,7 @@ def _look_at_task(view: PoolView, state: ClusterState, place: Place, held: Assig
     if member is not None and reports_end(member, held):
         view.reported.add(place)
     current = run is not None and run.state is TaskState.RUNNING and run.attempt == held.attempt
-    if job is None or not current or not is_wanted(job, held.task):
+    if job is None or not current or not is_task_wanted(job, held.task):
         view.drops[place] = f"its {spoken(held.task)} is over"
     elif member is None and left_s <= 0:
         view.drops[place] = f"it is gone for {GONE_GRACE_S:g} s"

@@ -1,4 +1,4 @@
-"""Answers and requests of the REST API about jobs of a cluster and its pool."""
+"""What the REST API answers and takes about jobs of a cluster and its pool."""
 
 from __future__ import annotations
 
@@ -6,15 +6,8 @@ from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from master_service.api.resources import JobProgress
-from master_service.trackers.made import check as check_trackers
-from trireme_shared.platform.runtime import clock
-from trireme_shared.platform.storage import files
-from trireme_shared.protocol.errors import InvalidArgument
-from trireme_shared.protocol.records import JobSpec, Mode, Record
+from trireme_shared.protocol.records import Mode, Record
 from trireme_shared.protocol.records.cluster import (
-    ClusterJob,
-    JobSchedule,
     Kind,
     Scheduling,
     Source,
@@ -22,6 +15,7 @@ from trireme_shared.protocol.records.cluster import (
     TaskState,
 )
 from trireme_shared.protocol.records.job_spec import JOB_NAME, JobSettings
+from trireme_shared.protocol.rest import JobProgress
 
 
 class CreateJob(Record):
@@ -48,25 +42,6 @@ class CreateJob(Record):
             raise ValueError(msg)
         return self
 
-    def to_job(self, storage_url: str) -> ClusterJob:
-        """`storage_url`: the cluster's. Raises InvalidArgument."""
-        if self.settings.dispatch != "master":
-            raise InvalidArgument("dispatch etcd is for jobs without a master; a cluster's jobs have one")
-        check_trackers(self.settings.trackers)
-        spec = JobSpec(
-            job=self.name,
-            script=self.source.script if self.source else self.script,
-            storage=self.storage or files.join(storage_url, self.name),
-            **{name: getattr(self.settings, name) for name in JobSettings.model_fields},
-        )
-        return ClusterJob(
-            job=self.name,
-            spec=spec,
-            scheduling=self.scheduling,
-            source_digest=self.source.digest if self.source else "",
-            create_time=clock.timestamp(),
-        )
-
 
 class CreateSchedule(CreateJob):
     """A job as in createJob, which begins at each time of `cron` (minute, hour, day of month, month, day of week) in `time_zone`.
@@ -75,19 +50,6 @@ class CreateSchedule(CreateJob):
     cron: str = Field(max_length=200)
     time_zone: str = Field(default="UTC", max_length=64)
     concurrency: Literal["forbid", "replace"] = "forbid"
-
-    def to_schedule(self, storage_url: str) -> JobSchedule:
-        """`storage_url`: the cluster's. Raises InvalidArgument."""
-        job = self.to_job(storage_url)
-        return JobSchedule(
-            name=self.name,
-            cron=self.cron,
-            time_zone=self.time_zone,
-            concurrency=self.concurrency,
-            spec=job.spec.with_fields(storage=self.storage or storage_url),
-            scheduling=job.scheduling,
-            source_digest=job.source_digest,
-        )
 
 
 class ScheduleView(Record):

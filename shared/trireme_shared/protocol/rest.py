@@ -1,4 +1,4 @@
-"""Answers of the REST API beside the records of shared/trireme_shared/protocol/records: one class for a resource, one for a page of them."""
+"""What the REST API answers and takes about one job, beside the records of protocol/records: one class for a resource, one for a page of them."""
 
 from __future__ import annotations
 
