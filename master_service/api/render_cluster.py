@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from master_service.api import render
-from master_service.api.pages import offset_of, page_of
+from master_service.api.render import offset_of, page_of
 from master_service.cluster.term import ClusterTerm
 from master_service.core.decisions.requests import version_of_job, version_of_place, version_of_schedule
 from master_service.core.decisions.scheduling.admission import needed

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, NoReturn
 
 from master_service.api import render
-from master_service.api.metrics.render import metrics
+from master_service.api.render import metrics
 from master_service.control.events import EventFeed
 from master_service.control.observation import Movement, Observer
 from master_service.control.operation_runner import OperationRunner
