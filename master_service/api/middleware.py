@@ -3,7 +3,8 @@
 Guarded              who may use which route, before a body is read
 ForwardedToLeader    pages at a standby: the leader answers
 Bounded              the id of each request, the body's size, end and depth, bugs as problems
-EveryMethod          HEAD, OPTIONS, and names that would be ignored in silence"""
+EveryMethod          HEAD, OPTIONS, and names that would be ignored in silence
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ OF_ONE_MEMBER = frozenset({"suspect", "failures"})  # members/{member_id}/...
 def role_needed(method: str, path: str) -> Role | None:
     """The role that a path, or a path template, needs. A route that is not named here needs an admin. None: no token is needed.
 
-    GET, HEAD, OPTIONS ─► viewer      what trainers report and ask for ─► member      everything else, also what does not exist ─► admin"""
+    GET, HEAD, OPTIONS ─► viewer      what trainers report and ask for ─► member      everything else, also what does not exist ─► admin
+    """
     if method in READING:
         is_open = path in HEALTH or path in PAGES or path.startswith(FILES_OF_PAGES)
         return None if is_open else Role.VIEWER
@@ -115,7 +117,8 @@ class ForwardedToLeader:
 
     For pages: a browser shows a page of the master that it was opened at, and may not ask another one. Programs follow `details.leader` of
     NOT_LEADER by themselves. A request is passed on once: the leader of a moment ago answers NOT_LEADER, and it comes again.
-    `tls`: for leaders at https."""
+    `tls`: for leaders at https.
+    """
 
     def __init__(self, app: ASGIApp, jobs: JobsLed, tls: ssl.SSLContext | None = None) -> None:
         self._app, self._jobs, self._tls = app, jobs, tls
@@ -321,7 +324,8 @@ class EveryMethod:
     HEAD    ─► as GET, without the body
     OPTIONS ─► 204 with Allow; no CORS headers: pages of other sites get nothing
     ?page_sise=5 ─► 422
-    POST with If-Match to an operation that compares no versions ─► 422"""
+    POST with If-Match to an operation that compares no versions ─► 422
+    """
 
     def __init__(self, app: ASGIApp, paths: DocumentedPaths) -> None:
         self._app, self._paths = app, paths

@@ -6,13 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from master_service.control.observation import Observer
+from master_service.control.observation import Observer, StallWatch
 from master_service.control.series_keeper import Origin, SeriesKeeper
-from master_service.control.stall import StallWatch
 from master_service.control.supervisor import Supervisor
-from master_service.control.task_service import TaskService
+from master_service.control.task_service import TaskService, WaitingAsks
 from master_service.control.tracking import Tracking, result_of
-from master_service.control.waiting_asks import WaitingAsks
 from master_service.core.changes import Change, Event
 from master_service.core.decisions.membership import storage_events
 from master_service.core.decisions.recovery import ref_of

@@ -2,7 +2,8 @@
 
 In PROPERTIES `name` is the meaning in every schema, `Schema.name` in that one. What only one record has is told at the record
 (`Field(description=...)`). tests/tidy/test_openapi.py fails for a property without a description, and for a line that no property uses.
-Each example is a validated record, by the name of its schema."""
+Each example is a validated record, by the name of its schema.
+"""
 
 from __future__ import annotations
 

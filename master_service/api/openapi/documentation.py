@@ -97,7 +97,8 @@ class DocumentedPaths:
     A path of the only job is documented with the job's name in it.
 
     `document` is asked for by `ready`, in a thread: it takes a second of a processor, in which the event loop would renew no lease. `beside`: paths that
-    can be read, which the document leaves out."""
+    can be read, which the document leaves out.
+    """
 
     def __init__(self, document: Callable[[], dict[str, Any]], beside: Iterable[str] = ()) -> None:
         self._document = document

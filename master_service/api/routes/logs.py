@@ -1,6 +1,7 @@
 """What the members of a job wrote, dead ones included. Who follows a log by its cursor misses no line and sees none twice.
 
-request ─► a thread: listing, lines from the end or after a cursor, JSON ─► answer            no file is read by the event loop"""
+request ─► a thread: listing, lines from the end or after a cursor, JSON ─► answer            no file is read by the event loop
+"""
 
 from __future__ import annotations
 
@@ -174,7 +175,8 @@ class LogSource:
     """Logs of a job's members, from files of the machine that the master runs on. A name from a request is only compared with the listing.
 
     `folders`: patterns (as of a shell) of the folders where logs lie. `by_job`: each of these has a folder for each job. At most
-    `most` reads at once: of more, each raises TooManyRequests."""
+    `most` reads at once: of more, each raises TooManyRequests.
+    """
 
     def __init__(self, folders: Sequence[str] = (), *, by_job: bool = False, most: int = 64) -> None:
         self._folders, self._by_job, self._most = folders, by_job, most

@@ -1,7 +1,8 @@
 """What takes long (operations), and what asks for it: checkpoints, and resizes of the running job.
 
 A request answers 202 with an Operation; `wait_s` waits for its end. One resize runs at a time; what one would move is told without it.
-Models are exported by `trireme export`: that needs torch and the job's script, which a master does not load."""
+Models are exported by `trireme export`: that needs torch and the job's script, which a master does not load.
+"""
 
 from __future__ import annotations
 

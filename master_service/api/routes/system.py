@@ -1,7 +1,8 @@
 """Version, metrics and health, for monitoring.
 
 Prometheus metrics are made from the jobs at each scrape: nothing is counted twice, nothing is kept from one term to the next. Their names:
-`trireme_`, base units at the end, `_total` for what only grows; no rates (Prometheus makes them). Labels have few values."""
+`trireme_`, base units at the end, `_total` for what only grows; no rates (Prometheus makes them). Labels have few values.
+"""
 
 from __future__ import annotations
 

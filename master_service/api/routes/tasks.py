@@ -5,7 +5,8 @@ The requests of trainers for every task are served in front of FastAPI: same URL
     POST /v1/jobs/{job}/task-leases..., JSON, a valid body ──► DirectTaskLeases: the Master's method ──► its record as JSON, or its problem
     anything else ──► FastAPI, with the body as it came: it documents these routes and refuses every request that is not valid
 
-Nothing is accepted in front that FastAPI would refuse. What a request does is said once: in `acquired`, and in REPORTS."""
+Nothing is accepted in front that FastAPI would refuse. What a request does is said once: in `acquired`, and in REPORTS.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ QUEUED and PAUSED jobs change at once. An ACTIVE job is asked (`wanted`): its le
 writes where it is (`finish`). Asking again for what is so already changes nothing.
 
 createResize -> the job's spec has other numbers -> `follow_resize`: ClusterJob has them, too -> the schedule gives places, or takes them
-drain ─► its assignment goes with the next schedule ─► its process leaves in order ─► drained         undrain ─► idle"""
+drain ─► its assignment goes with the next schedule ─► its process leaves in order ─► drained         undrain ─► idle
+"""
 
 from __future__ import annotations
 

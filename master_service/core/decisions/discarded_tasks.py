@@ -7,7 +7,8 @@ deadly records     a process dies ─► its successor reports the minibatch tha
 Requests are for the epoch that is under way, and change nothing if it is so already. Deadly records end the process which computes them (a
 crash in C, exit, out of memory, a hang): they are found by where processes die. Deaths from outside hit a minibatch by chance. It would take
 LEAST_DEATHS of them in a row at the same one, before anybody gets past it. What else the dead process had begun is counted too, and is read by
-itself from then on (`Task.alone`), so it is counted once or twice at most."""
+itself from then on (`Task.alone`), so it is counted once or twice at most.
+"""
 
 from __future__ import annotations
 

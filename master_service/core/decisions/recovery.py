@@ -6,7 +6,8 @@ RUNNING --parameters lost--> ROLLING_BACK(timeline, checkpoint) --every pserver 
    +-- there is no checkpoint yet --> WAITING: from the very start, with new members
 
 A parameter server says in its own key which checkpoint it has loaded, in which timeline. In a timeline without a checkpoint those that
-were there when the parameters got their first values have them."""
+were there when the parameters got their first values have them.
+"""
 
 from __future__ import annotations
 

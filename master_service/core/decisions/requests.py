@@ -65,7 +65,8 @@ class Once(Generic[A]):
     same key ──► same request: AnsweredBefore, nothing changes │ another request: IdempotencyKeyReused
 
     A request that was refused changes nothing, and nothing is kept of it: sent again it is decided anew.
-    `view`: the body of the answer, from what the decision answers; it is called before the changes are made."""
+    `view`: the body of the answer, from what the decision answers; it is called before the changes are made.
+    """
 
     request: Keyed
     view: Callable[[A], Record]
@@ -166,7 +167,8 @@ class Expected:
     is compared here is what etcd holds when the request takes effect.
 
     `versions`: one of them is expected; None: any. Its methods give decisions that raise NotFound, PreconditionFailed, and what the
-    given one raises."""
+    given one raises.
+    """
 
     versions: frozenset[str] | None = None
 

@@ -1,7 +1,8 @@
 """Decisions about tasks: who is given which one, and what its end, its failure or its silence leads to; and whether a report can be true.
 
 complete_and_take: the end of a task and the next one in one transaction. When more ends than the task (an epoch, a stage),
-no next one is taken: the trainer asks again."""
+no next one is taken: the trainer asks again.
+"""
 
 from __future__ import annotations
 

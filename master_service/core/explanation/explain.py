@@ -4,7 +4,8 @@ over? ─► obstacles (nothing can be trained) ─► still: who is waited for,
                                           `──► moving: PROGRESS_IS_FINE, who is waited for ─► notes
 
 A new situation is one rule in one of the tuples below, one Code, and one row in docs/explain.md. Of a job of a cluster that nobody leads now,
-`explain_unled` tells that it waits, was stopped, or is over."""
+`explain_unled` tells that it waits, was stopped, or is over.
+"""
 
 from __future__ import annotations
 

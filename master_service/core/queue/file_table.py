@@ -4,7 +4,8 @@ counted files ──TaskSizes──► FileTable         files      a (10 record
                                                tasks      0    1    2        3    4         a task never spans files; a file's last one may be short
                                                records    0-3  4-7  8-9      0-3  4
 
-Tasks are computed from prefix sums and never stored."""
+Tasks are computed from prefix sums and never stored.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +156,8 @@ class TaskSizes:
     While files are counted nobody knows that number yet. Formats of lines keep the byte of every minibatch, and of large files fewer.
 
     `minibatch`: records of one. `streams`: those that should end together. `fixed`: records of a task, as the job says. `drop_last`: a
-    minibatch that would be short, at the end of a file, is left out."""
+    minibatch that would be short, at the end of a file, is left out.
+    """
 
     minibatch: int
     streams: int = 1

@@ -1,7 +1,8 @@
 """What a queue keeps of tasks that are under way: those that are given out or put back, how long each may be silent (Deadlines), which are
 late (LateTasks), and which requests and reports were taken before (Repeats).
 
-Only `Pending.record` and the requeued tasks are stored; a new leader measures everything else again."""
+Only `Pending.record` and the requeued tasks are stored; a new leader measures everything else again.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +104,8 @@ class Deadlines:
     the lanes of others may be silent for longer. The ceiling is that of a minibatch, and all wait for the trainer with the most lanes, so everybody's counts
     for each of those. Otherwise a trainer that is left alone with many lanes would be evicted in every step, for ever, although no minibatch takes that long.
 
-    `trainers`: who has which lanes."""
+    `trainers`: who has which lanes.
+    """
 
     floor_s: float
     ceiling_s: float
@@ -152,7 +154,8 @@ LEAST_S = 1.0
 class LateTasks:
     """Tasks that take longer than the usual, while nothing else is left to give: they are given to another trainer too.
 
-    `durations`: seconds from dispatch to completion of the last tasks. `found`: those that were late, the longest first."""
+    `durations`: seconds from dispatch to completion of the last tasks. `found`: those that were late, the longest first.
+    """
 
     durations: deque[float] = field(default_factory=lambda: deque(maxlen=DURATIONS))
     found: list[str] = field(default_factory=list)
@@ -189,7 +192,8 @@ class Repeats:
     """Requests and reports that were taken before: one whose answer got lost is recognised when it comes again.
 
     `asks`: (trainer, request) -> the pending task it got. `requests`: those whose tasks have ended. `reports`: (epoch, task,
-    attempt, trainer) that were taken. The last two are bounded, and empty in a new master."""
+    attempt, trainer) that were taken. The last two are bounded, and empty in a new master.
+    """
 
     asks: dict[tuple[str, str], str] = field(default_factory=dict)
     requests: OrderedDict[str, None] = field(default_factory=OrderedDict)

@@ -5,7 +5,8 @@ A stream is every `streams`-th position: stream s, index i  <->  position s + i 
 EpochOrder   t7 t2 t9 t4 t0 t5       streams = 2:   stream 0 = t7 t9 t0     stream 1 = t2 t4 t5
 
 The streams of lanes get equal shares of the epoch's minibatches (Dealing). One stream has its tasks in the order of the epoch.
-`plan_of` and `news_of` tell before a job begins what an epoch is made of."""
+`plan_of` and `news_of` tell before a job begins what an epoch is made of.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class EpochOrder:
     position --keyed Feistel over 2**(2k) >= n, repeated until inside [0, n)--> task number      (and back)
 
     The cost is fewer than 4 walks of 6 rounds on average, in O(1) memory. Source: J. Black, P. Rogaway, "Ciphers with Arbitrary Finite Domains"
-    (cycle walking), rounds keyed by splitmix64."""
+    (cycle walking), rounds keyed by splitmix64.
+    """
 
     n: int
     seed: int
@@ -161,7 +163,8 @@ class Dealing:
                                                     each lane's share depends on no epoch: lane 0 has the most, 3 + 3 + 2
 
     Which task of a class takes which of its places, and the order of the rows, are permutations of the epoch. Tasks that are all alike are
-    dealt as one class, and rows stay where they are. Two lanes differ by fewer minibatches than the largest task has."""
+    dealt as one class, and rows stay where they are. Two lanes differ by fewer minibatches than the largest task has.
+    """
 
     classes: Classes
     lanes: int

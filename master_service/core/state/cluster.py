@@ -1,6 +1,7 @@
 """What the leader knows of its cluster: jobs, pool members, assignments. Only `ClusterState.apply` changes jobs and assignments.
 
-The functions at the end tell how the pre- and post-tasks of a job stand, by its record and their runs."""
+The functions at the end tell how the pre- and post-tasks of a job stand, by its record and their runs.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """What a master knows of one job: everything it decides from. Only `Job.apply` changes it, by changes that etcd holds.
 
-Members are who is registered in etcd, and what they have written there. Operations are the requests that take long."""
+Members are who is registered in etcd, and what they have written there. Operations are the requests that take long.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ from trireme_shared.protocol.records.record import MESSAGE_CHARACTERS, shortened
 class Operations:
     """Checkpoints, verifications, restorations, resizes: those that run, and the last ones that ended.
 
-    `since`: when this master first saw each one, by its own clock; `requested`: when it first saw it in `making`."""
+    `since`: when this master first saw each one, by its own clock; `requested`: when it first saw it in `making`.
+    """
 
     records: dict[str, Operation] = field(default_factory=dict)
     since: dict[str, float] = field(default_factory=dict)

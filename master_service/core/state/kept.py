@@ -28,7 +28,8 @@ class EventLog:
     apply(change)                                                                                   now it has
 
     `next_id`: of the next event; 0 before `begin`. A chunk is what one transaction told, as etcd holds it: parsed events take
-    several times as much memory, and hardly anybody asks for the old ones."""
+    several times as much memory, and hardly anybody asks for the old ones.
+    """
 
     next_id: int = 0
     _chunks: deque[PutEvents] = field(default_factory=deque)

@@ -4,7 +4,8 @@ report ─► Series.add: values of one step and timeline come together, those o
 whole steps in their order ─► Series.append: each once          the job goes back ─► rewind: later steps are dropped, and come again
 full ───► buckets twice as wide, so any number of steps fits          query ─► at most so many points
 
-WholeSteps decides which steps of a synchronous job are new. LeftSteps has those that a restore of an older checkpoint left."""
+WholeSteps decides which steps of a synchronous job are new. LeftSteps has those that a restore of an older checkpoint left.
+"""
 
 from __future__ import annotations
 
@@ -248,7 +249,8 @@ class LeftSteps:
     restore of 19: timeline 1 begins at step 19          `take` keeps steps 19 to 50 of timeline 0 aside
     restore of 44: timeline 2 begins at step 44          `give` puts steps 19 to 44 of timeline 0 back, those of timeline 1 are kept aside
 
-    Steps are kept aside for as long as a checkpoint is kept that was made after them."""
+    Steps are kept aside for as long as a checkpoint is kept that was made after them.
+    """
 
     begins: dict[int, tuple[int, int | None]] = field(default_factory=dict)
     #: By timeline: the metrics that were left in it.
@@ -395,7 +397,8 @@ class WholeSteps:
 
     the next step ─► taken          an earlier one ─► known already          a later one ─► some are missing, they are asked for
 
-    `next`: the first step that is not known. `timeline`: of the steps. `epochs`: the last ones. `left`: steps that the job left in restores."""
+    `next`: the first step that is not known. `timeline`: of the steps. `epochs`: the last ones. `left`: steps that the job left in restores.
+    """
 
     next: int = 0
     timeline: int = 0

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from master_service.core.queue.file_table import KEPT_BY_LANE, TaskSizes
-from master_service.storage.counting import count_records
+from master_service.storage.counting import TaskStarts, count_records
 from master_service.storage.job_storage import FileStorage
-from master_service.storage.task_starts import TaskStarts
 from tests.equipment.replaced import replaced
 from tests.master_service.cluster import spec_of
 from trainer_agent.data import open_dataset

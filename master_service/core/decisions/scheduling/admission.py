@@ -2,7 +2,8 @@
 
 Each job needs its parameter servers and its least number of trainers at once (gang), or it waits. Jobs are asked in the order of priority, then of
 submission. A job that does not fit holds back later ones, which would otherwise take one by one what it waits for; trainers above a minimum work for
-running jobs meanwhile. A preemptible job of a lower priority is not held back, because it can be taken away again."""
+running jobs meanwhile. A preemptible job of a lower priority is not held back, because it can be taken away again.
+"""
 
 from __future__ import annotations
 
@@ -233,7 +234,8 @@ def shares(claims: Iterable[Claim], trainers: int) -> dict[str, int]:
     numbers alone are.
 
     Of two jobs with the same priority the one with fewer trainers for its weight gets the next one, until it has all that are of use
-    to it. A job's least number is a floor, as in Hadoop's fair scheduler: it is not added to its fair share."""
+    to it. A job's least number is a floor, as in Hadoop's fair scheduler: it is not added to its fair share.
+    """
     claims = list(claims)
     found = {claim.job: claim.least for claim in claims}
     left = trainers - sum(found.values())

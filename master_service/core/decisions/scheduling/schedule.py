@@ -1,7 +1,8 @@
 """`schedule`: what the leader of a cluster has to write now, and when it has to look again. `Portions`: it is written piece by piece.
 
 Promises: a place works for one job at a time; no job has less than its minimum while another has more, unless that one holds it and
-comes first; what was decided once is not decided differently on the state that it leads to. O((jobs + members) log members)."""
+comes first; what was decided once is not decided differently on the state that it leads to. O((jobs + members) log members).
+"""
 
 from __future__ import annotations
 
@@ -342,7 +343,8 @@ class Portions:
     schedule ──next──► written ──next──► written ─► …      what a change is about has changed in between ─► stale: schedule anew
 
     They are what is left to write of a schedule that was just made of `state`. A transaction takes at most `most` changes and `most_bytes`
-    of values. `stale`: the rest must not be written."""
+    of values. `stale`: the rest must not be written.
+    """
 
     def __init__(self, state: ClusterState, planned: Schedule, most: int, most_bytes: int) -> None:
         self.next_look_s, self.stale = planned.next_look_s, False
