@@ -30,7 +30,6 @@ import numpy as np
 import psutil
 
 from benchmarks.dispatch import memory_mib
-from master_service.api.resources_cluster import ClusterJobView
 from trireme.client import AsyncClient, CreateJob
 from trireme.launch.processes import PYTHON_MODULE
 from trireme.pool import cluster_folder
@@ -44,6 +43,7 @@ from trireme_shared.protocol.errors import NotReady, TriremeError
 from trireme_shared.protocol.records.cluster import Source
 from trireme_shared.protocol.records.datasets import Npy
 from trireme_shared.protocol.records.job_spec import JobSettings
+from trireme_shared.protocol.rest_cluster import ClusterJobView
 
 RECORDS, BATCH = 64, 8
 LOOK_S = 1.0

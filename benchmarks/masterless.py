@@ -12,8 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from master_service.core.queue.file_table import FileTable, TableFile
-from master_service.core.queue.task_sizes import TaskSizes
+from master_service.core.queue.file_table import FileTable, TableFile, TaskSizes
 from master_service.masterless.dispatcher import Dispatcher
 from trainer_agent.tasks.master import HttpMaster, MasterPort
 from trireme_shared.platform.etcd import connect

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import numpy as np
 
-from master_service.api.resources import ResizeView
 from trireme.client import ONLY_JOB, AsyncClient
 from trireme.launch.cluster import LocalCluster
 from trireme.view.job_address import client_of
@@ -31,6 +30,7 @@ from trireme_shared.platform.runtime import ids, telemetry
 from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.datasets import Npy
 from trireme_shared.protocol.records.operations import Strategy
+from trireme_shared.protocol.rest import ResizeView
 
 MIB = 1 << 20
 STATES = 4  # values of two versions, and Adam's two tensors

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.measurements import Memory
-from master_service.core.queue.task_sizes import TaskSizes
+from master_service.core.queue.file_table import TaskSizes
 from master_service.storage.counting import count_records
 from trainer_agent.data import Minibatch, default_collate
 from trainer_agent.script import user_module

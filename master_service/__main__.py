@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from master_service.api.app import guarded, make_api, warm_up
-from master_service.api.logs.source import LogSource
+from master_service.api.routes.logs import LogSource
 from master_service.api.server import Server
 from master_service.cluster.leader import ClusterMaster
 from master_service.leadership.master import Master

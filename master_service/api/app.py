@@ -1,7 +1,7 @@
 """The REST API of the jobs that a process leads: token, request id, limit of the body, routes, problems.
 
-request -> guarded (auth.py) -> of a page at a standby: requests/forwarding.py -> bounded -> HEAD, OPTIONS, query (openapi/methods.py) -> route: decode -> the job's master -> encode        every error -> problem+json
-               └─ requests for every task: hot_routes.py, without FastAPI
+request -> Guarded -> of a page at a standby: ForwardedToLeader -> Bounded -> EveryMethod (middleware.py) -> route: decode -> the job's master -> encode
+               └─ requests for every task: DirectTaskLeases (routes/tasks.py), without FastAPI                 every error -> problem+json
 """
 
 from __future__ import annotations
@@ -14,31 +14,19 @@ from fastapi import Depends, FastAPI
 from starlette.types import ASGIApp
 
 from master_service.api import problems
-from master_service.api.auth import Guarded
-from master_service.api.hot_routes import DirectTaskLeases
-from master_service.api.limits import MAX_BODY_BYTES, Bounded
-from master_service.api.logs import routes as logs
-from master_service.api.logs.source import LogSource
-from master_service.api.metrics import routes as metrics
+from master_service.api.middleware import (
+    Bounded,
+    EveryMethod,
+    ForwardedToLeader,
+    Guarded,
+)
 from master_service.api.openapi import documentation
 from master_service.api.openapi.document import document_of
-from master_service.api.openapi.methods import EveryMethod
-from master_service.api.openapi.paths import DocumentedPaths
-from master_service.api.requests.forwarding import ForwardedToLeader
-from master_service.api.routes import (
-    checkpoints,
-    events,
-    job,
-    members,
-    operations,
-    resizes,
-    schedules,
-    system,
-    task_leases,
-    tasks,
-)
-from master_service.api.routes import jobs as cluster_jobs
+from master_service.api.openapi.documentation import DocumentedPaths
+from master_service.api.routes import events, job, jobs, logs, operations, system, tasks
 from master_service.api.routes.dependencies import job_in_path
+from master_service.api.routes.logs import LogSource
+from master_service.api.routes.tasks import DirectTaskLeases
 from master_service.api.server_sent import Streams
 from master_service.cluster.leader import ClusterMaster
 from master_service.leadership.jobs_led import JobsLed
@@ -56,6 +44,18 @@ DESCRIPTION = (
     "only, below /v1, too (/v1/job, /v1/tasks, ...). Errors are RFC 9457 problem details."
 )
 
+OF_ONE_JOB = (
+    job.metrics,
+    events.router,
+    logs.router,
+    tasks.router,
+    tasks.leases,
+    job.members,
+    operations.checkpoints,
+    operations.resizes,
+    operations.router,
+)
+
 
 def make_app(jobs: JobsLed, access: Access | None = None, logs_of: LogSource | None = None) -> ASGIApp:
     """The application. `access` None: it needs no token and answers at loopback names only. `logs_of` None: it serves no logs."""
@@ -66,7 +66,7 @@ def guarded(
     api: FastAPI, jobs: JobsLed, access: Access | None = None, to_leader: ssl.SSLContext | None = None
 ) -> ASGIApp:
     """The application around `make_api(jobs)`. `to_leader`: for a leader at https."""
-    routes = DirectTaskLeases(api, jobs, max_body_bytes=MAX_BODY_BYTES)
+    routes = DirectTaskLeases(api, jobs)
     return Guarded(ForwardedToLeader(routes, jobs, to_leader), access or Access())
 
 
@@ -112,15 +112,15 @@ def api_of(*, clustered: bool) -> FastAPI:
         redirect_slashes=False,  # a path with a slash at its end does not exist
     )
     if clustered:
-        for resource in (cluster_jobs.router, cluster_jobs.pool, schedules.router, events.of_cluster):
-            app.include_router(resource)
+        for routes in (jobs.router, jobs.pool, jobs.schedules, events.of_cluster):
+            app.include_router(routes)
     for prefix, of_job in (("/v1/jobs/{job}", "/v1/jobs/{job}"), ("/v1", "/v1/job")):  # the second: of the only job
         named = "{job}" in prefix
         parameters = [Depends(job_in_path)] if named else []
         if not (named and clustered):  # a cluster answers for jobs that nobody leads now, too
             app.include_router(job.router, prefix=of_job, dependencies=parameters, include_in_schema=named)
-        for routes in (metrics, events, logs, tasks, task_leases, members, checkpoints, resizes, operations):
-            app.include_router(routes.router, prefix=prefix, dependencies=parameters, include_in_schema=named)
+        for routes in OF_ONE_JOB:
+            app.include_router(routes, prefix=prefix, dependencies=parameters, include_in_schema=named)
     app.include_router(documentation.router)
     app.include_router(system.router)
     app.include_router(system.open_router)

@@ -10,10 +10,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from master_service.api.openapi.paths import DocumentedPaths
-from master_service.api.resources import Problem, ProblemPart
+from master_service.api.openapi.documentation import DocumentedPaths
 from trireme_shared.platform.runtime import ids
 from trireme_shared.protocol.errors import InvalidArgument, NotFound, TriremeError
+from trireme_shared.protocol.rest import Problem, ProblemPart
 
 CONTENT_TYPE = "application/problem+json"
 RETRY_AFTER_S = 1  # where nothing better is known

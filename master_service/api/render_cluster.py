@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from master_service.api import render
-from master_service.api.pages import offset_of, page_of
-from master_service.api.resources import JobProgress, JobView, MasterView, MemberCounts
-from master_service.api.resources_cluster import (
+from master_service.api.render import offset_of, page_of
+from master_service.cluster.term import ClusterTerm
+from master_service.core.decisions.requests import version_of_job, version_of_place, version_of_schedule
+from master_service.core.decisions.scheduling.admission import needed
+from master_service.core.state.cluster import ClusterState, Place, run_of
+from master_service.leadership.master import Master
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.records import JobState, Phase
+from trireme_shared.protocol.records.cluster import ClusterJob, JobSchedule, Kind, PoolMember, Standing
+from trireme_shared.protocol.records.job_spec import JobTask
+from trireme_shared.protocol.rest import JobProgress, JobView, MasterView, MemberCounts
+from trireme_shared.protocol.rest_cluster import (
     ClusterJobPage,
     ClusterJobView,
     JobTaskPage,
@@ -20,16 +29,6 @@ from master_service.api.resources_cluster import (
     SchedulePage,
     ScheduleView,
 )
-from master_service.cluster.term import ClusterTerm
-from master_service.core.decisions.cluster.versions import version_of_job, version_of_place, version_of_schedule
-from master_service.core.decisions.scheduling import needed
-from master_service.core.state.cluster import ClusterState, Place
-from master_service.core.state.job_tasks import run_of
-from master_service.leadership.master import Master
-from trireme_shared.platform.runtime import clock
-from trireme_shared.protocol.records import JobState, Phase
-from trireme_shared.protocol.records.cluster import ClusterJob, JobSchedule, Kind, PoolMember, Standing
-from trireme_shared.protocol.records.job_spec import JobTask
 
 AWAY = "it is not registered"
 

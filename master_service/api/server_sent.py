@@ -55,7 +55,7 @@ class ServerSent(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  as Response's
         self._streams.open += 1
         streaming = asyncio.ensure_future(self._stream(send))
-        leaving = asyncio.ensure_future(_gone(receive))
+        leaving = asyncio.ensure_future(until_gone(receive))
         try:
             await asyncio.wait({streaming, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if streaming.done():
@@ -91,6 +91,7 @@ def _lines(messages: Messages) -> str:
     return "".join(f"id: {name}\ndata: {data}\n\n" for name, data in messages)
 
 
-async def _gone(receive: Receive) -> None:
+async def until_gone(receive: Receive) -> None:
+    """Wait until the caller has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -16,10 +16,10 @@ from typing import Protocol
 
 from master_service.control.tracking import finish, result_of
 from master_service.core.changes import Event
-from master_service.core.decisions.cluster.lifecycle import due_for_deletion
+from master_service.core.decisions.cluster_jobs import due_for_deletion
 from master_service.core.state.cluster import ClusterState
 from master_service.storage.job_storage import JobStorage
-from master_service.trackers.memory import Memory
+from master_service.trackers.assignment import Memory
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.errors import CallerError, PeerError, TriremeError
 from trireme_shared.protocol.records import JobSpec, JobState

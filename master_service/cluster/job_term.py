@@ -11,8 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from master_service.core.changes import Event
-from master_service.core.state.job import Job
-from master_service.core.state.members import Members
+from master_service.core.state.job import Job, Members
 from master_service.leadership.master import Master
 from master_service.leadership.term import Term
 from trireme_shared.platform.etcd import Compare, Delete, Lease, LeaseLost

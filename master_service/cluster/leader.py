@@ -17,13 +17,11 @@ from master_service.cluster.term import ClusterTerm
 from master_service.control.events import EventFeed
 from master_service.control.task_service import Probe
 from master_service.core.changes import Decision, Event
-from master_service.core.decisions.cluster import drains, job_schedules, lifecycle
-from master_service.core.decisions.cluster.versions import ANY, Expected
-from master_service.core.decisions.once import Once
-from master_service.core.decisions.scheduling.reasons import who_has
-from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
-from master_service.core.state.event_log import EventLog
-from master_service.core.state.job_tasks import failed as failed_tasks
+from master_service.core.decisions import cluster_jobs, job_schedules
+from master_service.core.decisions.requests import ANY, Expected, Once
+from master_service.core.decisions.scheduling.schedule import who_has
+from master_service.core.state.cluster import ClusterDecision, ClusterState, Place, failed_tasks
+from master_service.core.state.kept import EventLog
 from master_service.leadership.candidate import Candidate
 from master_service.leadership.election import stand
 from master_service.leadership.master import Master
@@ -194,11 +192,11 @@ class ClusterMaster:
         self, job: ClusterJob, source: Source | None, once: Once[ClusterJob] | None = None
     ) -> ClusterJob:
         """Raises Conflict, InvalidArgument, NotFound."""
-        return await self._decide(lambda state, _: lifecycle.create(state, job, source, clock.timestamp()), once)
+        return await self._decide(lambda state, _: cluster_jobs.create(state, job, source, clock.timestamp()), once)
 
     async def pause_job(self, name: str, once: Once[ClusterJob] | None = None, expected: Expected = ANY) -> ClusterJob:
         """With a checkpoint; its members become free. Raises Conflict, NotFound."""
-        return await self._decide(expected.job(name, lambda state, _: lifecycle.pause(state, name)), once)
+        return await self._decide(expected.job(name, lambda state, _: cluster_jobs.pause(state, name)), once)
 
     async def resume_job(self, name: str, once: Once[ClusterJob] | None = None, expected: Expected = ANY) -> ClusterJob:
         """PAUSED, or FAILED but not by its script: it is QUEUED again. Raises Conflict, NotFound, PeerError."""
@@ -213,7 +211,7 @@ class ClusterMaster:
         if failed and not before and not await self._opened_again(name):
             msg = f"job {name} has FAILED for good: {self.state.job(name).reason}"
             raise Conflict(msg, hint="mend its script and submit it under another name, or delete this one first")
-        return await self._decide(expected.job(name, lambda state, _: lifecycle.resume(state, name)), once)
+        return await self._decide(expected.job(name, lambda state, _: cluster_jobs.resume(state, name)), once)
 
     async def _opened_again(self, name: str) -> bool:
         """Also if a leader before this one has done it, and died before the job was QUEUED."""
@@ -224,7 +222,7 @@ class ClusterMaster:
     async def cancel_job(self, name: str, once: Once[ClusterJob] | None = None, expected: Expected = ANY) -> ClusterJob:
         """Without a checkpoint. Raises Conflict, NotFound."""
         stamp = rfc3339(clock.wall_time())
-        return await self._decide(expected.job(name, lambda state, _: lifecycle.cancel(state, name, stamp)), once)
+        return await self._decide(expected.job(name, lambda state, _: cluster_jobs.cancel(state, name, stamp)), once)
 
     async def delete_job(self, name: str, expected: Expected = ANY) -> ClusterJob:
         """Its keys, and its files if they lie below the cluster's own storage. Calls for one job are one deletion, which goes on
@@ -252,13 +250,13 @@ class ClusterMaster:
                 else f"is {job.standing}: cancel it first"
             )
             raise (NotReady if job.standing.final else Conflict)(f"job {name} {what}")
-        await self._decide(expected.job(name, lambda state, _: lifecycle.begin_delete(state, name)))
+        await self._decide(expected.job(name, lambda state, _: cluster_jobs.begin_delete(state, name)))
 
     async def _delete_job(self, name: str) -> ClusterJob:
         job = self.state.job(name)
         if job.spec.storage == files.join(self.storage_url, name):
             await self.remove_files(job.spec)
-        return await self._decide(lambda state, _: lifecycle.delete(state, name))
+        return await self._decide(lambda state, _: cluster_jobs.delete(state, name))
 
     async def create_schedule(
         self, schedule: JobSchedule, source: Source | None, once: Once[JobSchedule] | None = None
@@ -274,11 +272,13 @@ class ClusterMaster:
     async def drain_member(self, member: str, once: Once[Place] | None = None, expected: Expected = ANY) -> Place:
         """It gets no work any more, and what it runs leaves in order. Raises NotFound."""
         stamp = clock.timestamp()
-        return await self._decide(expected.place(member, lambda state, _: drains.drain(state, member, stamp)), once)
+        return await self._decide(
+            expected.place(member, lambda state, _: cluster_jobs.drain(state, member, stamp)), once
+        )
 
     async def undrain_member(self, member: str, once: Once[Place] | None = None, expected: Expected = ANY) -> Place:
         """It may get work again. Raises NotFound."""
-        return await self._decide(expected.place(member, lambda state, _: drains.undrain(state, member)), once)
+        return await self._decide(expected.place(member, lambda state, _: cluster_jobs.undrain(state, member)), once)
 
     async def source_of(self, name: str) -> Source:
         """The script that the job runs. Raises NotFound, also for a job whose script was a path."""

@@ -13,12 +13,12 @@ from master_service.cluster.takeover import ClusterTakeover
 from master_service.cluster.watch import PoolWatch
 from master_service.cluster.writer import MAX_BYTES, MAX_CHANGES, ClusterWriter
 from master_service.core.changes import Decision, Event
-from master_service.core.decisions.cluster import job_schedules
-from master_service.core.decisions.cluster.lifecycle import finish, follow_resize
-from master_service.core.decisions.scheduling import lost_places, schedule
-from master_service.core.decisions.scheduling.portions import Portions
+from master_service.core.decisions import job_schedules
+from master_service.core.decisions.cluster_jobs import finish, follow_resize
+from master_service.core.decisions.scheduling.pool_view import lost_places
+from master_service.core.decisions.scheduling.schedule import Portions, schedule
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
-from master_service.core.state.members import started_by
+from master_service.core.state.job import started_by
 from master_service.leadership.master import Master
 from master_service.store.writer import HeldLock
 from trireme_shared.platform.etcd import Etcd

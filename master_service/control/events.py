@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from master_service.core.changes import Event
-from master_service.core.state.event_log import EventLog
+from master_service.core.state.kept import EventLog
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.platform.runtime.waiting import event_within
 from trireme_shared.protocol.events import EventRecord

@@ -10,9 +10,8 @@ from collections.abc import Callable
 
 from master_service.control.events import EventFeed
 from master_service.core.changes import Decision
-from master_service.core.decisions import operations, resize
-from master_service.core.decisions.once import Once
-from master_service.core.decisions.recovery import rollback
+from master_service.core.decisions import operations, recovery, resize
+from master_service.core.decisions.requests import Once
 from master_service.core.state.job import Job
 from master_service.storage.job_storage import JobStorage
 from master_service.store.writer import Writer
@@ -178,7 +177,7 @@ class OperationRunner:
 
     async def _damage(self, operation: Operation) -> CheckpointUnusable | None:
         """What is wrong with the files."""
-        ref = rollback.ref_of(self._writer.job.members.latest, operation.checkpoint_id)
+        ref = recovery.ref_of(self._writer.job.members.latest, operation.checkpoint_id)
         if ref is None:
             return CheckpointUnusable(f"checkpoint {operation.checkpoint_id} was deleted before it was read")
         failed: OSError | None = None

@@ -15,11 +15,9 @@ from collections.abc import Sequence
 
 from master_service.control.evictions import Evictions
 from master_service.core.changes import Change, Decision, Event, NextEpoch
-from master_service.core.decisions.collective import members as collective
-from master_service.core.decisions.evaluations import evaluation
+from master_service.core.decisions import collective, evaluation, recovery
 from master_service.core.decisions.lifecycle import fail
-from master_service.core.decisions.recovery import lost, returns, rollback
-from master_service.core.decisions.recovery.queue import (
+from master_service.core.decisions.queue_at_checkpoint import (
     cut_in,
     epoch_at,
     missed_minibatches,
@@ -92,7 +90,7 @@ class Recovery:
         if manifest is None:
             return True
         job = self._job
-        if not rollback.is_restored(job.spec, job.state, job.slots, job.members):
+        if not recovery.is_restored(job.spec, job.state, job.slots, job.members):
             return False
         if job.spec.strategy is Strategy.COLLECTIVE and self._others_load(job, clock.monotonic()):
             await asyncio.sleep(LOOK_S)
@@ -118,8 +116,8 @@ class Recovery:
             state = job.state
             if job.spec.strategy is Strategy.COLLECTIVE:
                 return collective.give_up_loading(job.spec, state, job.members)
-            needed = lost.holders(job.spec, job.slots)
-            missing = [i for i in needed if not lost.has_parameters(state, job.members, i)]
+            needed = recovery.holders(job.spec, job.slots)
+            missing = [i for i in needed if not recovery.has_parameters(state, job.members, i)]
             if not missing or (state.phase is not Phase.ROLLING_BACK and not state.absent):
                 return Decision(None)
             there = [job.members.pservers[index] for index in missing if index in job.members.pservers]
@@ -138,7 +136,7 @@ class Recovery:
         job = self._job
         if job.spec.mode is not Mode.ASYNC or job.state.phase.final:
             return False
-        back = returns.returned(job.state, job.members)
+        back = recovery.returned(job.state, job.members)
         return any([await self._record_return(member) for member in back])
 
     async def _record_return(self, member: PserverMember) -> bool:
@@ -166,7 +164,7 @@ class Recovery:
             key = str(member.index)
             before = cut.losses.lost.get(key, 0), cut.losses.skipped.get(key, 0)
             missed = missed_minibatches(job, cut, restored.positions) if restored.blocks else 0
-            return returns.record_return(job, member, missed, before)
+            return recovery.record_return(job, member, missed, before)
 
         await self._writer.decide(count)
         self._job.training.grant_again(clock.monotonic())
@@ -187,7 +185,7 @@ class Recovery:
     async def _evict_survivors(self) -> None:
         """Without any checkpoint, pservers that still hold parameters have to leave."""
         job = self._job
-        leaving = lost.survivors(job.spec, job.state, job.slots, job.members)
+        leaving = recovery.survivors(job.spec, job.state, job.slots, job.members)
         if not leaving:
             return
         there = await read_checkpoints(self._etcd, self._keys)
@@ -200,9 +198,9 @@ class Recovery:
         """The manifest of the checkpoint. None if it cannot be used; then another checkpoint is chosen, or the job fails."""
         if self._manifest is not None and self._manifest.uuid == state.checkpoint:
             return self._manifest
-        ref = rollback.ref_of(self._job.members.latest, state.checkpoint)
+        ref = recovery.ref_of(self._job.members.latest, state.checkpoint)
         if ref is None:  # the watch may be late
-            ref = rollback.ref_of((await read_checkpoints(self._etcd, self._keys)).latest, state.checkpoint)
+            ref = recovery.ref_of((await read_checkpoints(self._etcd, self._keys)).latest, state.checkpoint)
         error = f"checkpoint {state.checkpoint} is not among those kept"
         try:
             if ref is not None:
@@ -215,8 +213,8 @@ class Recovery:
             if job.state != state:
                 return Decision(None)
             if ref is None and job.members.latest is not None:
-                return rollback.choose_again(job.spec, job.state, job.slots, job.members.latest)
-            return rollback.fall_back(job.spec, job.state, job.slots, job.members.latest, error)
+                return recovery.choose_again(job.spec, job.state, job.slots, job.members.latest)
+            return recovery.fall_back(job.spec, job.state, job.slots, job.members.latest, error)
 
         await self._writer.decide(fall_back)
         return None
@@ -276,7 +274,7 @@ class Recovery:
         def resume(job: Job, _now: float) -> Decision[bool]:
             if job.state != state:
                 return Decision(False)
-            return rollback.resume(job, epoch, step, records=records, seconds=seconds)
+            return recovery.resume(job, epoch, step, records=records, seconds=seconds)
 
         if await self._writer.decide(resume) and self._job.spec.mode is Mode.SYNC:
             self._metrics.rewind(step)

@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from master_service.core.state.metrics import KEPT_STEPS
-from master_service.core.state.series import SeriesTable, Value
-from master_service.core.state.whole_steps import Epoch, WholeSteps, values_of
+from master_service.core.state.series import Epoch, SeriesTable, Value, WholeSteps, values_of
 from master_service.storage.series_files import SeriesFiles, add_encoded, encoded, name_of, to_read
 from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.runtime.waiting import Notices

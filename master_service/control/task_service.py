@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeVar
 
-from master_service.control.evaluation_runner import note_awaited
 from master_service.control.events import EventFeed
 from master_service.control.evictions import Evictions
 from master_service.core.changes import Decision, Event, Fields
-from master_service.core.decisions import deaths, task_requests, tasks
+from master_service.core.decisions import discarded_tasks, tasks
+from master_service.core.decisions.discarded_tasks import AskedTask
 from master_service.core.decisions.lifecycle import count_outside_tasks
-from master_service.core.decisions.once import Once
-from master_service.core.decisions.reports import check_failure, check_trainer, current_metrics, warnings_told
-from master_service.core.decisions.task_requests import AskedTask
+from master_service.core.decisions.requests import Once
+from master_service.core.decisions.tasks import (
+    check_failure,
+    check_trainer,
+    current_metrics,
+    warnings_told,
+)
 from master_service.core.state.job import BESIDE, Job
 from master_service.core.state.metrics import Metrics
 from master_service.storage.job_storage import FileStorage, JobStorage
@@ -34,6 +39,7 @@ from trireme_shared.protocol.records import (
     JobSpec,
     MetricBatch,
     MetricsTaken,
+    Mode,
     PserverMember,
     TaskAnswer,
     TaskKind,
@@ -43,10 +49,73 @@ from trireme_shared.protocol.records import (
 )
 from trireme_shared.protocol.records.cluster import Kind
 
+
+class WaitingAsks:
+    """Requests for a task that wait in the master until there may be one for them.
+
+    nothing to give ─► next(): in line ─► freed(n): the first n look again │ changed(): all do │ the limit is over: "wait" is answered
+
+    `changes` counts what may have made tasks: who finds none after looking at it misses nothing by `next(changes, ...)`.
+    """
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self._line: dict[asyncio.Future[None], None] = {}
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def freed(self, tasks: int) -> None:
+        """So many tasks were put back: each takes one of the line along."""
+        self.changes += 1
+        for waiting in list(self._line)[:tasks] if tasks < len(self._line) else [*self._line]:
+            self._wake(waiting)
+
+    def changed(self) -> None:
+        """There may be tasks for any number of them, or another answer than to wait."""
+        self.freed(len(self._line))
+
+    async def next(self, changes: int, limit_s: float) -> bool:
+        """Whether to look again: something came after `changes`, within `limit_s`. Who then takes nothing passes it on (`freed(1)`)."""
+        if self.changes != changes:
+            return True
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line[waiting] = None
+        try:
+            async with asyncio.timeout(limit_s):
+                await waiting
+        except TimeoutError:
+            return False
+        except asyncio.CancelledError:
+            if waiting.done() and not waiting.cancelled():
+                self.freed(1)
+            raise
+        finally:
+            self._line.pop(waiting, None)
+        return True
+
+    def _wake(self, waiting: asyncio.Future[None]) -> None:
+        self._line.pop(waiting, None)
+        if not waiting.done():
+            waiting.set_result(None)
+
+
 REPORTED = 64  # failures that are kept to explain what goes on
 
 A = TypeVar("A")
 Probe = Callable[[str], Awaitable[bool]]
+
+
+def note_awaited(job: Job, ask: AcquireTask, now: float) -> None:
+    """In place and in memory only: a trainer asks for a task of an evaluation that has not begun. It does not train meanwhile, so no
+    task of training is late."""
+    status = job.evaluation
+    if job.spec.mode is Mode.ASYNC or status.running is not None or ask.epoch <= status.settled:
+        job.awaited = None
+        return
+    if job.awaited is None or job.awaited[0] != ask.epoch:
+        job.awaited = ask.epoch, now
+    job.training.grant_again(now)
 
 
 @dataclass(eq=False, repr=False)
@@ -101,7 +170,7 @@ class TaskService(ABC):
         if ask.index > 0 and not ask.look:
             self.job.budget.started = True
         if self.job.budget.counts.deaths:
-            await writer.decide(lambda job, _: deaths.discard_deadly(job, ask))
+            await writer.decide(lambda job, _: discarded_tasks.discard_deadly(job, ask))
         answer = await writer.decide(lambda job, _: tasks.acquire(job, ask))
         if ask.beside:
             note_awaited(writer.job, ask, clock.monotonic())
@@ -143,7 +212,7 @@ class TaskService(ABC):
         Raises StaleAttempt, NotFound."""
 
         def decide(job: Job, _: float) -> Decision[None]:
-            failed = tasks.fail_task if report.died_at is None else deaths.count
+            failed = tasks.fail_task if report.died_at is None else discarded_tasks.count
             return Decision(None) + failed(job, task_id, report)
 
         await self._decide(decide, once)
@@ -151,11 +220,11 @@ class TaskService(ABC):
 
     async def retry_task(self, task_id: str, by: str, once: Once[AskedTask] | None = None) -> AskedTask:
         """Of a discarded task. `by`: who asks, for people. Raises NotFound, Conflict, NotReady."""
-        return await self._decide(lambda job, _: task_requests.retry(job, task_id, by), once)
+        return await self._decide(lambda job, _: discarded_tasks.retry(job, task_id, by), once)
 
     async def skip_task(self, task_id: str, by: str, once: Once[AskedTask] | None = None) -> AskedTask:
         """It is discarded, without more attempts. Raises NotFound, Conflict, NotReady."""
-        return await self._decide(lambda job, _: task_requests.skip(job, task_id, by), once)
+        return await self._decide(lambda job, _: discarded_tasks.skip(job, task_id, by), once)
 
     async def report_failure(self, member_id: str, failure: UserFailure, once: Once[None] | None = None) -> None:
         """The user's code failed outside a task (building the model, say). Raises NotFound unless that trainer is registered, or

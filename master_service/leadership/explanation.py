@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from master_service.control.observation import ANSWER_S, Movement
 from master_service.core.decisions.scheduling.admission import KINDS
-from master_service.core.explanation.cause import Cause, Code, Explanation, explanation_of
 from master_service.core.explanation.explain import explain
 from master_service.core.explanation.situation import seconds
 from master_service.leadership.master import Master
@@ -12,6 +11,7 @@ from trireme_shared.platform.etcd import Get
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.errors import NotLeader, NotReady, PeerError, StorageUnreachable
+from trireme_shared.protocol.explanations import Cause, Code, Explanation, explanation_of
 from trireme_shared.protocol.records import JobSpec
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from master_service.control.evictions import Evictions
 from master_service.control.task_service import TaskService
 from master_service.core.changes import Event
-from master_service.core.decisions.once import Once
-from master_service.core.decisions.reports import current_metrics
+from master_service.core.decisions.requests import Once
+from master_service.core.decisions.tasks import current_metrics
 from master_service.leadership.candidate import Candidate
 from master_service.leadership.election import stand
 from master_service.leadership.term import Term

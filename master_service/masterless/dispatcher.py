@@ -20,12 +20,11 @@ from master_service.control.task_service import TaskService
 from master_service.core.changes import Event
 from master_service.core.decisions import tasks
 from master_service.core.decisions.membership import storage_events
-from master_service.core.decisions.once import Once
-from master_service.core.decisions.reports import current_metrics
-from master_service.core.state.members import Members
+from master_service.core.decisions.requests import Once
+from master_service.core.decisions.tasks import current_metrics
+from master_service.core.state.job import Members
 from master_service.leadership.election import campaign, stand
-from master_service.masterless.view import WatchedJob
-from master_service.masterless.writer import SharedWriter
+from master_service.masterless.shared_job import SharedWriter, WatchedJob
 from master_service.store.leader_writer import LeaderWriter
 from master_service.store.takeover import take_over
 from master_service.store.writer import HeldLock

@@ -2,7 +2,10 @@
 
     urls --expand--> files --count each (threads)--> FileTable --save--> {storage}/dataset-<digest>.json --load-->
 
-Everything here blocks. Every error names the URL and what to do.
+    stopped before the end: file counted --every KEEP_S, and when stopped--> {storage}/counting-<digest>.json --next master--> taken if the file is unchanged
+
+Of lines and framed records (RecordIO, TFRecord, tar files) the bytes at which tasks may start are kept: 8 bytes each. Everything here
+blocks. Every error names the URL and what to do.
 """
 
 from __future__ import annotations
@@ -10,24 +13,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+import threading
+from array import array
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path, PurePosixPath
 
 import numpy as np
+import numpy.typing as npt
 
-from master_service.core.queue.file_table import FileTable, TableFile
-from master_service.core.queue.task_sizes import TaskSizes
+from master_service.core.queue.file_table import FileTable, TableFile, TaskSizes
 from master_service.storage.heads import Heads
-from master_service.storage.partial_counts import Counter, PartialCounts
-from master_service.storage.task_starts import TaskStarts, count_framed
-from trireme_shared.datasets import npy
+from trireme_shared.datasets import npy, record_io, tar_records, tf_record
 from trireme_shared.datasets.custom_reader import load_custom
 from trireme_shared.datasets.dataset_files import files_of
 from trireme_shared.datasets.image_listing import list_images
 from trireme_shared.datasets.in_code import count_object
 from trireme_shared.datasets.line_scan import Lines, RecordScanner, chunks, data_start, refuse_archive
+from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.platform.storage import files
 from trireme_shared.platform.storage.compressed import scanning
 from trireme_shared.platform.storage.stamps import joined, stamp_of
@@ -52,6 +57,9 @@ THREADS = 8
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 Progress = Callable[[int, int], None]
+
+
+Counter = Callable[[str], TableFile]
 
 
 def count_records(
@@ -321,3 +329,134 @@ def _why_empty(dataset: Dataset) -> str:
             return "the first line of a CSV file is its header; without one, give column_names"
         case _:
             return "point dataset() at files with records"
+
+
+KEEP_S = 5.0
+
+log = telemetry.logger("partial_counts")
+
+
+class CountingStopped(Exception):
+    """The master that counted was asked to stop, or leads no more."""
+
+
+class PartialCounts:
+    """Counts of a dataset that was not counted to its end: the next master goes on where the last one was stopped.
+
+    Of one dataset whose tasks are cut in one way. Its methods block; several threads may count at once. What cannot be kept or read is
+    counted again.
+    """
+
+    def __init__(self, storage_url: str, dataset: Dataset, sizes: TaskSizes | int) -> None:
+        self.stop = threading.Event()
+        named = f"{sizes!r} {dataset.model_dump_json()}".encode()
+        self._url = files.join(storage_url, f"counting-{hashlib.sha256(named).hexdigest()[:32]}.json")
+        self._counted: dict[str, tuple[str, TableFile]] = {}
+        self._lock = threading.Lock()
+        self._kept_at = 0.0
+        self._kept = 0
+
+    def load(self) -> None:
+        """What an earlier master has kept. In the thread that counts."""
+        self._kept_at = clock.monotonic()
+        try:
+            stored = json.loads(files.read_bytes(self._url))
+            for file in map(TableFile.from_map, stored["files"]):
+                self._counted[file.path] = str(stored["stamps"][file.path]), file
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError, TriremeError) as error:
+            log.warning("counts_unreadable", url=self._url, cause=str(error))
+            return
+        self._kept = len(self._counted)
+        log.info("counting_goes_on", files=self._kept)
+
+    def counted(self, url: str, count: Counter) -> TableFile:
+        """The count of a file, as kept if the file is unchanged. Raises CountingStopped, and what `count` raises."""
+        self.check()
+        stamp = files.stamp(url)
+        known, file = self._counted.get(url, ("", None))
+        if stamp and file is not None and known == stamp:
+            return file
+        file = count(url)
+        if stamp:
+            with self._lock:
+                self._counted[url] = stamp, file
+        return file
+
+    def check(self) -> None:
+        """Raises CountingStopped."""
+        if self.stop.is_set():
+            raise CountingStopped
+
+    def keep(self, *, now: bool = False) -> None:
+        """Write what is counted, every KEEP_S or `now`."""
+        with self._lock:
+            counted = dict(self._counted)
+        if len(counted) <= self._kept or (not now and clock.monotonic() - self._kept_at < KEEP_S):
+            return
+        stored = {
+            "stamps": {url: stamp for url, (stamp, _) in counted.items()},
+            "files": [file.to_map() for _, file in counted.values()],
+        }
+        try:
+            files.write_bytes(self._url, json.dumps(stored, separators=(",", ":")).encode())
+        except (OSError, TriremeError) as error:
+            log.warning("counts_not_kept", url=self._url, cause=str(error))
+        self._kept, self._kept_at = len(counted), clock.monotonic()
+
+    def remove(self) -> None:
+        """The whole dataset is counted."""
+        if self._kept:
+            try:
+                files.remove_file(self._url)
+            except (OSError, TriremeError) as error:
+                log.warning("counts_not_removed", url=self._url, cause=str(error))
+
+
+CHECK_EVERY = 1024
+
+
+class TaskStarts:
+    """Every so many records one byte (`kept`), as TaskSizes says; of a long file fewer."""
+
+    def __init__(self, sizes: TaskSizes) -> None:
+        self.records = 0
+        self._sizes, self._stride = sizes, sizes.stride(0)
+        self.kept = array("q")
+
+    def take(self, starts: npt.NDArray[np.int64]) -> None:
+        """In place: the bytes of the next records."""
+        self.kept.frombytes(starts[-self.records % self._stride :: self._stride].tobytes())
+        self.records += len(starts)
+        if (stride := self._sizes.stride(self.records)) > self._stride:
+            self.kept, self._stride = self.kept[:: stride // self._stride], stride
+
+    def counted(self, file: str) -> TableFile:
+        """The file, all of whose records were taken."""
+        return TableFile(file, self.records, tuple(self.kept))
+
+
+def count_framed(
+    file: str, dataset: TFRecord | RecordIO | WebDataset, sizes: TaskSizes, check: Callable[[], None]
+) -> TableFile:
+    """`check` is called often, and raises when counting shall stop. Raises DatasetError with the byte of what is damaged."""
+    with files.reading(file, dataset.kind), scanning(file) as source:
+        if isinstance(dataset, RecordIO):  # readers find chunks by their heads
+            records = 0
+            for chunk in record_io.chunks(source, file):
+                check()
+                records += chunk.records
+            return TableFile(file, records)
+        if isinstance(dataset, TFRecord):
+            return _counted(file, tf_record.starts(source, file), sizes, check)
+        starts = (record.start for record in tar_records.records(source, file))
+        return _counted(file, starts, sizes, check)
+
+
+def _counted(file: str, starts: Iterator[int], sizes: TaskSizes, check: Callable[[], None]) -> TableFile:
+    kept = TaskStarts(sizes)
+    while len(some := np.fromiter(islice(starts, CHECK_EVERY), np.int64)):
+        check()
+        kept.take(some)
+    return kept.counted(file)

@@ -7,10 +7,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
-from master_service.core.queue.file_table import FileTable
-from master_service.core.queue.task_sizes import TaskSizes
+from master_service.core.queue.file_table import FileTable, TaskSizes
 from master_service.storage import counting
-from master_service.storage.partial_counts import CountingStopped, PartialCounts
+from master_service.storage.counting import CountingStopped, PartialCounts
 from master_service.storage.series_files import SeriesFiles, StoredSeries
 from trireme_shared.checkpoints import stored
 from trireme_shared.datasets.custom_reader import find_beside

@@ -15,9 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from master_service.core.state.left_steps import LeftSteps
-from master_service.core.state.series import SeriesTable, Value
-from master_service.core.state.whole_steps import Epoch, WholeSteps
+from master_service.core.state.series import Epoch, LeftSteps, SeriesTable, Value, WholeSteps
 from trireme_shared.platform.runtime import telemetry
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import DeadlineExceeded, StorageUnreachable, TooManyRequests

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TypeVar
 
-from master_service.core.state.members import LEFT_KEPT, Members
+from master_service.core.state.job import LEFT_KEPT, Members
 from trireme_shared.platform.etcd import Etcd, KeyValue, WatchBatch
 from trireme_shared.platform.etcd.reading import read_number, read_record
 from trireme_shared.protocol.keys import Keys

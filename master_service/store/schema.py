@@ -35,8 +35,8 @@ from master_service.core.changes import (
     RequireLatest,
     RestartQueue,
 )
-from master_service.core.state.event_log import EventLog
 from master_service.core.state.job import Job
+from master_service.core.state.kept import EventLog
 from master_service.store.batch import merge
 from trireme_shared.platform.etcd import Compare, Delete, Etcd, KeyValue, Put, WatchEvent
 from trireme_shared.platform.etcd.reading import must_read, read_below, read_number, read_record, understood

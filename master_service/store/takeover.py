@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from master_service.core.changes import Event
 from master_service.core.decisions.lifecycle import fail
-from master_service.core.queue.epoch_plan import news_of
-from master_service.core.queue.file_table import FileTable
-from master_service.core.queue.task_sizes import TaskSizes
+from master_service.core.queue.file_table import FileTable, TaskSizes
+from master_service.core.queue.streams import news_of
 from master_service.core.state.job import Job
 from master_service.storage.job_storage import JobStorage
 from master_service.store import schema

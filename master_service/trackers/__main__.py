@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import IO
 
 from master_service.trackers.assignment import Assignment, News, Permit
-from master_service.trackers.follower import Follower
+from master_service.trackers.follower import Follower, text_of
 from master_service.trackers.made import make
-from master_service.trackers.worker import text_of
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.platform.runtime.waiting import Notices
 from trireme_shared.platform.security.hidden import hidden

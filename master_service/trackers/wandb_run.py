@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from master_service.trackers.points import told_with
-from master_service.trackers.tracker import Point, Run
+from master_service.trackers.tracker import Point, Run, told_with
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument
 

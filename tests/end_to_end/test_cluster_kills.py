@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 import pytest
 
-from master_service.api.resources import JobView
 from tests.end_to_end.cluster_command import AWAY, model_of, script_in, up
 from tests.end_to_end.command import Command
 from tests.end_to_end.local_cluster import EPOCHS, RECORDS, same_bits, spec_of
@@ -26,6 +25,7 @@ from trireme.script_source import read_source
 from trireme.view.job_address import client_of
 from trireme_shared.protocol.errors import Conflict
 from trireme_shared.protocol.records.job_spec import JobSettings
+from trireme_shared.protocol.rest import JobView
 
 pytestmark = [pytest.mark.processes, pytest.mark.soak, pytest.mark.timeout(400)]
 ANSWER_S, END_S = 60.0, 200.0

@@ -10,7 +10,6 @@ from asyncio.subprocess import PIPE, STDOUT
 
 import pytest
 
-from master_service.api.resources import JobView
 from tests.end_to_end.command import command_in
 from tests.end_to_end.local_cluster import END_S, EPOCHS, cluster_of, completed, same_bits, spec_of
 from tests.end_to_end.scripts import RECORDS, write_script
@@ -18,6 +17,7 @@ from trainer_agent.data_plane.http import HttpPserver
 from trireme.launch.cluster import LocalCluster
 from trireme.view.job_address import open_job
 from trireme_shared.protocol.records import MasterLock
+from trireme_shared.protocol.rest import JobView
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 

@@ -9,13 +9,13 @@ from contextlib import suppress
 
 import pytest
 
-from master_service.api.resources import ResizeView
 from tests.end_to_end.local_cluster import EPOCHS, RECORDS, cluster_of, completed, ended, reach_step, same_bits, spec_of
 from trireme.launch.cluster import LocalCluster
 from trireme.view.job_address import client_of
 from trireme_shared.platform.runtime import ids
 from trireme_shared.protocol.errors import DeadlineExceeded, PeerError
 from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.rest import ResizeView
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 

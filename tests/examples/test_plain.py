@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from master_service.core.queue.epoch_order import EpochOrder
-from master_service.core.queue.task_sizes import TaskSizes
+from master_service.core.queue.file_table import TaskSizes
+from master_service.core.queue.streams import EpochOrder
 from master_service.storage.counting import count_records
 from tests.trainer_agent.cluster import trained
 from tests.trainer_agent.loops.test_nonfinite import script_with

@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from master_service.core.queue.file_table import FileTable, TableFile
-from master_service.core.queue.task_sizes import TaskSizes
+from master_service.core.queue.file_table import FileTable, TableFile, TaskSizes
 from master_service.leadership.master import Master
 from master_service.storage.series_files import SeriesFiles
 from tests.equipment.cluster.cluster import Cluster

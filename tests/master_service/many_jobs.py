@@ -8,7 +8,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
 from master_service.cluster.leader import ClusterMaster
-from master_service.core.decisions.once import AnsweredBefore, Keyed, Once
+from master_service.core.decisions.requests import AnsweredBefore, Keyed, Once
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.waiting import until
 from tests.master_service.cluster import Storage, spec_of

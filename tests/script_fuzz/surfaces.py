@@ -28,9 +28,8 @@ import structlog
 import torch
 from torch.optim import optimizer
 
-from master_service.core.queue.epoch_order import EpochOrder
-from master_service.core.queue.file_table import FileTable
-from master_service.core.queue.task_sizes import TaskSizes
+from master_service.core.queue.file_table import FileTable, TaskSizes
+from master_service.core.queue.streams import EpochOrder
 from master_service.storage.counting import count_records
 from tests.script_fuzz.script import Script
 from tests.trainer_agent import cluster as with_pservers

@@ -14,8 +14,8 @@ import numpy as np
 
 from master_service.core.changes import DropPending
 from master_service.core.queue.task_queue import TaskQueue
-from master_service.core.state.whole_steps import WholeSteps
-from master_service.masterless.writer import SharedWriter
+from master_service.core.state.series import WholeSteps
+from master_service.masterless.shared_job import SharedWriter
 from master_service.store.writer import MasterWriter
 from tests.equipment.replaced import replaced
 from trainer_agent.data_plane.row_lookups import RowRouter

@@ -8,8 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from master_service.core.state.series import SeriesTable
-from master_service.core.state.whole_steps import WholeSteps
+from master_service.core.state.series import SeriesTable, WholeSteps
 from master_service.storage.series_files import add_encoded, to_read
 from tests.simulation.asynchronous_evaluations import asynchronous_evaluations
 from tests.simulation.cluster import SimulatedCluster

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from master_service.core.queue.file_table import FileTable
-from master_service.core.queue.task_sizes import TaskSizes
+from master_service.core.queue.file_table import FileTable, TaskSizes
 from tests.simulation.dataset import files_of
 from tests.simulation.job_spec import EVALUATION, TRAINING
 from tests.simulation.plans import Plan

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from master_service.core.queue.epoch_order import EpochOrder
 from master_service.core.queue.file_table import FileTable, TableFile
-from master_service.core.queue.streams import Streams
+from master_service.core.queue.streams import EpochOrder, Streams
 from master_service.core.state.series import Value
 from tests.simulation.compute import (
     BLOCK_ELEMENTS,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from master_service.core.decisions.collective import members
+from master_service.core.decisions import collective
 from tests.equipment.cluster.network import STEADY
 from tests.equipment.replaced import replaced
 from tests.simulation.collective import collective_plan
@@ -151,7 +151,7 @@ def test_without_doubt_who_comes_back_is_listed_with_a_version_that_it_cannot_go
         fault = Fault(3.0, FaultKind.CUT_TRAINER if seed % 2 else FaultKind.FREEZE_TRAINER, lasts_s=10.0)
         steady = {"masters": 1, "speed": Speed(0.2, 0.4), "conditions": STEADY, "slow": 1.0, "stragglers": False}
         plan = replace(drawn, job=job, trainers=3, faults=(fault,), **steady)
-        with replaced(members, "_without_doubted", listed_at_once), replaced(mean_blocks, "KEPT_BYTES", 0):
+        with replaced(collective, "_without_doubted", listed_at_once), replaced(mean_blocks, "KEPT_BYTES", 0):
             broken = simulate(seed, Mode.SYNC, plan=plan).violations
         if broken and not simulate(seed, Mode.SYNC, plan=plan).violations:
             return

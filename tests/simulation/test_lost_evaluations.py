@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from master_service.core.decisions.evaluations import lost_evaluation
+from master_service.core.decisions import recovery
 from tests.equipment.replaced import replaced
 from tests.simulation.collective import collective_plan
 from tests.simulation.drawn import drawn_plan
@@ -55,7 +55,7 @@ def test_the_result_is_that_of_the_undisturbed_run(seed: int, plan: Plan, why: s
 
 
 def test_without_going_back_the_result_is_another_one() -> None:
-    with replaced(lost_evaluation, "is_lost", lambda job: False):
+    with replaced(recovery, "is_evaluation_lost", lambda job: False):
         violations, why = played(27, killed(27))
     assert violations
     assert not why

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import pytest
 
+from master_service.core import placement
 from master_service.core.decisions import resize
-from master_service.core.placement import slot_moves as moves
 from master_service.core.state.job import Job
 from tests.equipment.cluster.network import STEADY, conditions_of
 from tests.equipment.replaced import replaced
@@ -76,9 +76,9 @@ def growing(seed: int, mode: Mode) -> Plan:
 
 def played(plan: Plan) -> Outcome:
     if plan.job.tables and plan.job.mode is Mode.ASYNC:
-        with replaced(moves, "GROUP_BYTES", ROWS_BYTES // 8), replaced(TableRows, "handed_bytes", ROWS_BYTES):
+        with replaced(placement, "GROUP_BYTES", ROWS_BYTES // 8), replaced(TableRows, "handed_bytes", ROWS_BYTES):
             return simulate(plan.seed, plan.job.mode, plan=plan)
-    with replaced(moves, "GROUP_BYTES", WITH_SKETCHES_BYTES if plan.job.tables else SMALL_GROUP_BYTES):
+    with replaced(placement, "GROUP_BYTES", WITH_SKETCHES_BYTES if plan.job.tables else SMALL_GROUP_BYTES):
         return simulate(plan.seed, plan.job.mode, plan=plan)
 
 

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from master_service.control.frozen_pservers import SILENT_S
-from master_service.control.pause_runner import seconds_between
+from master_service.control.pause_runner import SILENT_S, seconds_between
 from tests.equipment.cluster.network import STEADY
 from tests.simulation.cluster import MASTER_TTL_S
 from tests.simulation.compute import Speed

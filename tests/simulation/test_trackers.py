@@ -14,8 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from master_service.trackers.follower import StoredSeriesReader
 from master_service.trackers.made import make
-from master_service.trackers.points import new_points, told_with
-from master_service.trackers.tracker import Run, Tracker
+from master_service.trackers.tracker import Run, Tracker, new_points, told_with
 from tests.equipment.replaced import replaced
 from tests.simulation.memory_storage import MemorySeries
 from tests.simulation.plans import plan_of

@@ -13,12 +13,12 @@ from contextlib import suppress
 
 import pytest
 
-from master_service.api.resources import ResizeView
 from tests.soak.run import POLL_S, Run, SoakError, asked
 from tests.soak.soak import undisturbed
 from tests.soak.verify import check_bits, check_exactly_once, check_records
 from trireme.cli.faults.chaos import alive
 from trireme.client import ONLY_JOB, AsyncClient
+from trireme_shared.protocol.rest import ResizeView
 
 pytestmark = [pytest.mark.processes, pytest.mark.soak, pytest.mark.timeout(400)]
 SIZES = ((3, 4), (2, 2))  # parameter servers and trainers

@@ -111,6 +111,7 @@ PURE_SHARED = (
     "protocol.errors",
     "protocol.evaluations",
     "protocol.events",
+    "protocol.explanations",
     "protocol.keys",
     "protocol.lanes",
     "protocol.metric_names",

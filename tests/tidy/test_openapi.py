@@ -14,8 +14,8 @@ from jsonschema import Draft202012Validator
 
 from clients.write_openapi import OPENAPI, current
 from master_service.api.app import api_of
+from master_service.api.openapi.descriptions import PARAMETERS, PROPERTIES, TAGS
 from master_service.api.openapi.document import FOLLOWED, PROBLEMS, operations
-from master_service.api.openapi.properties import PARAMETERS, PROPERTIES, TAGS
 from tests.tidy.sources import ROOT
 from trireme_shared.protocol import errors
 
@@ -78,7 +78,7 @@ def test_every_operation_is_named_verb_noun_has_one_tag_and_a_description() -> N
 def test_every_property_schema_and_parameter_has_a_description() -> None:
     silent = [f"{name}.{each}" for name, each, value in properties() if not value.get("description")]
     assert not silent, (
-        f"say what these mean, in their Field, or in master_service/api/openapi/properties.py if several schemas share them: {silent}"
+        f"say what these mean, in their Field, or in master_service/api/openapi/descriptions.py if several schemas share them: {silent}"
     )
     silent = [name for name, schema in schemas().items() if not schema.get("description")]
     assert not silent, f"these classes have no docstring: {silent}"
@@ -118,7 +118,7 @@ def test_every_body_has_an_example_that_its_schema_accepts() -> None:
         names |= set(found)
     assert len(names) > 35
     for name in sorted(names):
-        assert schemas()[name].get("examples"), f"{name} has no example in master_service/api/openapi/examples.py"
+        assert schemas()[name].get("examples"), f"{name} has no example in master_service/api/openapi/descriptions.py"
         [example] = schemas()[name]["examples"]
         Draft202012Validator({"$defs": local, "$ref": f"#/$defs/{name}"}).validate(example)
 
@@ -214,4 +214,6 @@ def test_every_link_names_what_there_is() -> None:
                     if where == "$response.body":
                         assert pointed(content["schema"], pointer.split("/")), link
     unlinked = {each["operationId"] for _, path, each in operations(document()) if "{" in path} - linked
-    assert not unlinked, f"say in master_service/api/openapi/links.py after which answer these can be asked: {unlinked}"
+    assert not unlinked, (
+        f"say in master_service/api/openapi/document.py after which answer these can be asked: {unlinked}"
+    )

@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from master_service.core.queue.epoch_order import EpochOrder
-from master_service.core.queue.file_table import FileTable, TableFile
-from master_service.core.queue.streams import Streams
-from master_service.core.queue.task_sizes import TaskSizes
+from master_service.core.queue.file_table import FileTable, TableFile, TaskSizes
+from master_service.core.queue.streams import EpochOrder, Streams
 from trainer_agent.data import minibatch_indices, minibatches_in
 from trainer_agent.script.user_module import load
 from trireme_shared.protocol.lanes import step_seed

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import trireme
-from master_service.core.queue.task_sizes import TaskSizes
+from master_service.core.queue.file_table import TaskSizes
 from master_service.storage.counting import count_records
 from trainer_agent.data import default_collate
 from trainer_agent.script.inspect import inspect_script

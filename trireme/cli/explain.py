@@ -10,7 +10,6 @@ import asyncio
 import os
 from pathlib import Path
 
-from master_service.core.explanation.cause import Cause, Code, Explanation, explanation_of
 from trireme.cli import exit_codes
 from trireme.cli.targets import Target, checked_name, target_in_cluster, token_of_run
 from trireme.client.exchange import MASTERLESS, given_token
@@ -24,6 +23,7 @@ from trireme_shared.platform.membership.etcd_access import EtcdAccess
 from trireme_shared.platform.membership.settings import MemberSettings
 from trireme_shared.platform.runtime import telemetry
 from trireme_shared.protocol.errors import CallerError, NotFound, PeerError, TriremeError, Unauthorized
+from trireme_shared.protocol.explanations import Cause, Code, Explanation, explanation_of
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import JobState, MasterAddress, MasterLock, Phase
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from rich.console import Console
 
-from master_service.api.resources import ResizeView
 from trireme.cli import exit_codes
 from trireme.cli.targets import job_target
 from trireme.view.job_address import AnyClient, Connect, OpenJob, open_job
@@ -20,6 +19,7 @@ from trireme.view.progress import say
 from trireme_shared.platform.runtime import clock, ids
 from trireme_shared.protocol.errors import DeadlineExceeded, TriremeError, from_map
 from trireme_shared.protocol.records.operations import OperationState, ResizePrediction
+from trireme_shared.protocol.rest import ResizeView
 
 POLL_S = 0.5
 MIB = 1 << 20

@@ -9,7 +9,6 @@ with Client("http://127.0.0.1:8470") as client:
         print(event.event_time, event.message)
 """
 
-from master_service.api.resources_cluster import CreateJob, CreateSchedule
 from trireme.client.asynchronous import AsyncClient
 from trireme.client.exchange import ONLY_JOB
 from trireme.client.synchronous import Client
@@ -30,6 +29,7 @@ from trireme_shared.protocol.errors import (
 from trireme_shared.protocol.records.cluster import Scheduling, Source, Standing
 from trireme_shared.protocol.records.job_spec import JobSettings
 from trireme_shared.protocol.records.operations import Strategy
+from trireme_shared.protocol.rest_cluster import CreateJob, CreateSchedule
 
 __all__ = [
     "ONLY_JOB",

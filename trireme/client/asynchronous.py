@@ -10,7 +10,18 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Literal
 
-from master_service.api.resources import (
+from trireme.client.async_connection import AsyncConnection
+from trireme.client.exchange import Call, Listing, body_of, get, path_in, path_of, post
+from trireme.client.waiting import LONG_POLL_S, POLL_S, EventGap, Wait, has_ended, result_of
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import Conflict, CursorExpired
+from trireme_shared.protocol.evaluations import Evaluation
+from trireme_shared.protocol.events import EventRecord
+from trireme_shared.protocol.explanations import Explanation
+from trireme_shared.protocol.records import TaskKind, TaskSummary
+from trireme_shared.protocol.records.cluster import Standing
+from trireme_shared.protocol.records.operations import Operation, OperationState, ResizePrediction, Strategy
+from trireme_shared.protocol.rest import (
     CheckpointDetails,
     CheckpointPage,
     CheckpointView,
@@ -39,7 +50,7 @@ from master_service.api.resources import (
     TokenAccess,
     Version,
 )
-from master_service.api.resources_cluster import (
+from trireme_shared.protocol.rest_cluster import (
     ClusterJobPage,
     ClusterJobView,
     CreateJob,
@@ -52,17 +63,6 @@ from master_service.api.resources_cluster import (
     SchedulePage,
     ScheduleView,
 )
-from master_service.core.explanation.cause import Explanation
-from trireme.client.async_connection import AsyncConnection
-from trireme.client.exchange import Call, Listing, body_of, get, path_in, path_of, post
-from trireme.client.waiting import LONG_POLL_S, POLL_S, EventGap, Wait, has_ended, result_of
-from trireme_shared.platform.runtime import clock
-from trireme_shared.protocol.errors import Conflict, CursorExpired
-from trireme_shared.protocol.evaluations import Evaluation
-from trireme_shared.protocol.events import EventRecord
-from trireme_shared.protocol.records import TaskKind, TaskSummary
-from trireme_shared.protocol.records.cluster import Standing
-from trireme_shared.protocol.records.operations import Operation, OperationState, ResizePrediction, Strategy
 
 TaskState = Literal["TODO", "PENDING", "REQUEUED", "DONE", "DISCARDED"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from master_service.api.resources import JobView, ResizeView
 from trireme_shared.protocol.errors import CursorExpired, DeadlineExceeded, from_map
 from trireme_shared.protocol.records import Phase
 from trireme_shared.protocol.records.cluster import Standing
 from trireme_shared.protocol.records.operations import Operation, OperationState
+from trireme_shared.protocol.rest import JobView, ResizeView
 
 LONG_POLL_S = 10.0
 POLL_S = 0.5

@@ -12,12 +12,12 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from master_service.api.resources_cluster import PoolKind, PoolMemberView, PoolView
 from trireme.launchers.launcher import Launched, Launcher, OnEvent
 from trireme.view.child_events import ChildEvent
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.errors import PeerError, TriremeError
 from trireme_shared.protocol.records.cluster import Kind
+from trireme_shared.protocol.rest_cluster import PoolKind, PoolMemberView, PoolView
 
 KINDS: tuple[Kind, Kind] = ("pserver", "trainer")
 LOOK_S = 1.0

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from master_service.core.queue.file_table import FileTable
-from master_service.core.queue.task_sizes import TaskSizes
+from master_service.core.queue.file_table import FileTable, TaskSizes
 from master_service.storage.counting import count_records
 from trainer_agent.data import Blaming, Minibatch, evaluation_seed, minibatch_indices, minibatches_in, open_dataset
 from trainer_agent.model.devices import autocast

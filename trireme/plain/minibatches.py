@@ -7,11 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from master_service.core.queue.epoch_order import EpochOrder
-from master_service.core.queue.epoch_plan import news_of, plan_of
-from master_service.core.queue.file_table import FileTable
-from master_service.core.queue.streams import Streams
-from master_service.core.queue.task_sizes import TaskSizes
+from master_service.core.queue.file_table import FileTable, TaskSizes
+from master_service.core.queue.streams import EpochOrder, Streams, news_of, plan_of
 from master_service.storage.counting import count_records
 from trainer_agent.data import Blaming, Minibatch, default_collate, minibatch_indices, minibatches_in, open_dataset
 from trainer_agent.data.drawing import reading

@@ -10,7 +10,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from master_service.api.resources import EventPage, JobView
 from trireme.view.child_events import ChildEvent
 from trireme.view.job_address import AnyClient, Connect
 from trireme.view.names import without_tokens
@@ -20,6 +19,7 @@ from trireme_shared.platform.etcd import NoSpace
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.errors import CursorExpired, PeerError, TriremeError
 from trireme_shared.protocol.records import JobSpec, Mode, Phase, Stage, Strategy, TaskSummary
+from trireme_shared.protocol.rest import EventPage, JobView
 
 POLL_S = 0.5
 SILENT_S = 3.0  # a master that is started again takes less

@@ -12,8 +12,25 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, NoReturn
 
 from master_service.api import render
-from master_service.api.metrics.render import metrics
-from master_service.api.resources import (
+from master_service.api.render import metrics
+from master_service.control.events import EventFeed
+from master_service.control.observation import Movement, Observer, StallWatch
+from master_service.control.operation_runner import OperationRunner
+from master_service.core.decisions import operations
+from master_service.core.explanation.explain import explain
+from master_service.core.explanation.situation import STILL_S
+from master_service.core.state.metrics import WINDOW_S, Metrics, Sums
+from master_service.masterless.shared_job import SharedWriter, WatchedJob
+from master_service.storage.job_storage import FileStorage, JobStorage
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import Conflict, DeadlineExceeded, NotFound
+from trireme_shared.protocol.explanations import Explanation
+from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobSpec, MasterLock, Phase, TaskKind, TaskSummary
+from trireme_shared.protocol.records.operations import Operation
+from trireme_shared.protocol.rest import (
     CheckpointView,
     EventPage,
     JobView,
@@ -22,25 +39,6 @@ from master_service.api.resources import (
     MetricPoint,
     TaskView,
 )
-from master_service.control.events import EventFeed
-from master_service.control.observation import Movement, Observer
-from master_service.control.operation_runner import OperationRunner
-from master_service.control.stall import StallWatch
-from master_service.core.decisions import operations
-from master_service.core.explanation.cause import Explanation
-from master_service.core.explanation.explain import explain
-from master_service.core.explanation.situation import STILL_S
-from master_service.core.state.metrics import WINDOW_S, Metrics, Sums
-from master_service.masterless.view import WatchedJob
-from master_service.masterless.writer import SharedWriter
-from master_service.storage.job_storage import FileStorage, JobStorage
-from trireme_shared.platform.etcd import Etcd
-from trireme_shared.platform.etcd.reading import read_record
-from trireme_shared.platform.runtime import clock
-from trireme_shared.protocol.errors import Conflict, DeadlineExceeded, NotFound
-from trireme_shared.protocol.keys import Keys
-from trireme_shared.protocol.records import JobSpec, MasterLock, Phase, TaskKind, TaskSummary
-from trireme_shared.protocol.records.operations import Operation
 
 PAGE = 500
 MANY = 10_000

@@ -16,8 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from master_service.api.resources import JobView
 from trireme.view.names import without_tokens
+from trireme_shared.protocol.rest import JobView
 
 LINE_EVERY_S = 5.0
 LINE_AT_MOST_EVERY_S = 1.0

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from master_service.core.explanation.cause import Cause, Code, Explanation, explanation_of
 from trireme.view.child_events import read_events
 from trireme_shared.checkpoints import stored
+from trireme_shared.protocol.explanations import Cause, Code, Explanation, explanation_of
 from trireme_shared.protocol.records import JobSpec, Phase
 from trireme_shared.protocol.records.checkpoints import saved_point
 

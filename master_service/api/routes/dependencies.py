@@ -1,18 +1,25 @@
-"""What every route needs: the master, its state as etcd has it, and the parameters of pages."""
+"""What routes get of a request: the master, its state as etcd has it, the parameters of pages, the version that it expects, its Idempotency-Key."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+import re
 from collections.abc import Awaitable, Callable
-from typing import Annotated, TypeVar
+from typing import Annotated, Generic, Protocol, TypeVar
 
-from fastapi import Depends, Path, Query, Request
+from fastapi import Depends, Header, Path, Query, Request, Response
 from starlette.types import Receive
 
-from master_service.api.pages import TOKEN_PATTERN
+from master_service.api.render import TOKEN_PATTERN
+from master_service.core.decisions.requests import ANY, AnsweredBefore, Expected, Keyed, Once
 from master_service.leadership.jobs_led import JobsLed
 from master_service.leadership.master import Master
-from trireme_shared.protocol.errors import DeadlineExceeded, PeerError
+from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.errors import DeadlineExceeded, InvalidArgument, PeerError
+from trireme_shared.protocol.records.record import Record
+from trireme_shared.protocol.rest import Empty
 
 ANSWER_S = 8.0
 
@@ -82,3 +89,147 @@ MasterOf = Annotated[Master, Depends(_master)]
 WaitS = Annotated[float, Query(ge=0, le=30, description="wait at most so many seconds for the end")]
 PageSize = Annotated[int, Query(ge=1, le=1000, description="at most so many items")]
 PageToken = Annotated[str, Query(pattern=TOKEN_PATTERN, description="next_page_token of the page before")]
+
+
+# ------------------------------------------------------------ conditional requests (RFC 9110)
+# an ETag is "<version>.<digest of the body>"
+# If-None-Match ─► the whole tag is the same: 304, without a body
+# If-Match ─► the version in it is another one: PreconditionFailed (412)
+#
+# The body shows progress, too, and a cache must not show that of an hour ago: so the tag changes with it. A job is paused though a
+# step was trained since it was read: so If-Match compares the version alone.
+#
+# If-None-Match and 304 are no parameter and answer of the document, as little as HEAD is: generated clients would have to tell a
+# record from no answer at each call.
+
+TAGS = r'^(\*|(W/)?"[!#-~]*"([ \t]*,[ \t]*(W/)?"[!#-~]*")*)$'
+_TAG = re.compile(r'(W/)?"([!#-~]*)"')
+
+IfMatch = Annotated[str | None, Header(alias="If-Match", max_length=1000, pattern=TAGS)]
+
+
+class Reading:
+    """A GET. `if_none_match`: the tags that the caller has. Raises InvalidArgument."""
+
+    def __init__(self, if_none_match: str | None) -> None:
+        if if_none_match is not None and not re.fullmatch(TAGS, if_none_match):
+            raise InvalidArgument(f"If-None-Match {if_none_match[:100]!r} is neither * nor a list of tags in quotes")
+        self._known = if_none_match
+
+    def answer(self, view: Record, version: str) -> Response:
+        """`view`, or that the caller has it."""
+        body = view.model_dump_json()
+        tag = f"{version}.{hashlib.sha256(body.encode()).hexdigest()[:16]}"
+        headers = {"ETag": f'"{tag}"'}
+        if self._known is not None and (self._known == "*" or tag in {known for _, known in _TAG.findall(self._known)}):
+            return Response(status_code=304, headers=headers)
+        return Response(body, headers=headers, media_type="application/json")
+
+
+async def _reading(request: Request) -> Reading:
+    return Reading(request.headers.get("if-none-match"))
+
+
+async def _expected(if_match: IfMatch = None) -> Expected:
+    """Weak tags match nothing: they do not say that two versions are the same."""
+    if if_match is None or if_match == "*":
+        return ANY
+    return Expected(frozenset(tag.partition(".")[0] for weak, tag in _TAG.findall(if_match) if not weak))
+
+
+ReadingIf = Annotated[Reading, Depends(_reading)]
+ExpectedVersion = Annotated[Expected, Depends(_expected)]
+
+
+# ------------------------------------------------------------ requests with an Idempotency-Key
+# The key and what they ask for are kept as digests, with their answer, which the next master gives as well. The same key with the same
+# route, names in the path and body (as JSON, however it is written) is the same request. What only says how long to wait is in the
+# query, and does not count. A job and a cluster have keys of their own.
+
+A = TypeVar("A")
+A_contra = TypeVar("A_contra", contravariant=True)
+R = TypeVar("R", bound=Record)
+KEY = "the same key and request have the same effect once, and the same answer, for a day"
+
+Key = Annotated[str, Header(alias="Idempotency-Key", max_length=200, description=KEY)]
+
+
+class Call(Protocol[A]):
+    """Asks a master. `once` None: without a key."""
+
+    def __call__(self, *, once: Once[A] | None) -> Awaitable[A]: ...
+
+
+class Answering:
+    """How a POST is answered. `keyed` None: it came without a key."""
+
+    def __init__(self, keyed: Keyed | None) -> None:
+        self.keyed = keyed
+
+    async def answer(self, kind: type[R], call: Call[A], view: Callable[[A], R]) -> R:
+        """`view` of what `call` answers; `kind`: the record that it makes. Raises what `call` raises, DeadlineExceeded,
+        IdempotencyKeyReused."""
+        if self.keyed is None:
+            return view(await answered(call(once=None)))
+        shown = _Shown(view)
+        try:
+            await answered(call(once=Once(self.keyed, shown)))
+        except AnsweredBefore as before:
+            return kind.model_validate_json(before.kept.answer)
+        return shown.last
+
+
+class _Shown(Generic[A_contra, R]):
+    """A view that keeps what it made last: a decision may be taken again, and the last one is written."""
+
+    last: R
+
+    def __init__(self, view: Callable[[A_contra], R]) -> None:
+        self._view = view
+
+    def __call__(self, answer: A_contra) -> R:
+        self.last = self._view(answer)
+        return self.last
+
+
+async def keyed_request(request: Request, key: str, **names: str) -> Keyed | None:
+    """`names`: those that the path does not hold. None: there is no key."""
+    if not key:
+        return None
+    operation = str(request.scope["route"].operation_id)
+    asked = json.dumps([operation, {**request.path_params, **names}, _plain(await request.body())], sort_keys=True)
+    return Keyed(_digest(key)[:32], _digest(asked), operation, clock.wall_time())
+
+
+async def _of_job(master: MasterOf, request: Request, idempotency_key: Key = "") -> Answering:
+    return Answering(await keyed_request(request, idempotency_key, job=master.keys.job))
+
+
+async def _of_cluster(request: Request, idempotency_key: Key = "") -> Answering:
+    return Answering(await keyed_request(request, idempotency_key))
+
+
+def empty(_: object) -> Empty:
+    return Empty()
+
+
+def _plain(body: bytes) -> object:
+    """Bodies that are equal as JSON are equal."""
+    try:
+        return json.loads(body, parse_float=_number) if body else None
+    except (ValueError, RecursionError):
+        return body.decode("utf-8", "replace")
+
+
+def _number(text: str) -> float:
+    """60.0 is 60."""
+    number = float(text)
+    return int(number) if number.is_integer() else number
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+AnsweringInJob = Annotated[Answering, Depends(_of_job)]
+AnsweringInCluster = Annotated[Answering, Depends(_of_cluster)]

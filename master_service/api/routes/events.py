@@ -8,7 +8,6 @@ from typing import Annotated, Protocol
 from fastapi import APIRouter, Header, Query, Request
 
 from master_service.api import render
-from master_service.api.resources import EventPage
 from master_service.api.routes.dependencies import JobsOf, PageSize, answered
 from master_service.api.routes.jobs import ClusterOf
 from master_service.api.server_sent import Messages, ServerSent
@@ -17,6 +16,7 @@ from master_service.leadership.jobs_led import JobsLed
 from master_service.leadership.master import Master
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.errors import Conflict, NotReady
+from trireme_shared.protocol.rest import EventPage
 
 router = APIRouter(tags=["events"])
 of_cluster = APIRouter(tags=["events"])

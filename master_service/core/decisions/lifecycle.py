@@ -14,10 +14,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 from master_service.core.changes import Change, Decision, Event, Fields, NextEpoch, PutDiscarded, RestartQueue
-from master_service.core.placement.lanes import LaneSeconds, new_list
+from master_service.core.placement import LaneSeconds, new_list
 from master_service.core.state import phases
-from master_service.core.state.job import FailureBudget, Job
-from master_service.core.state.members import Members
+from master_service.core.state.job import FailureBudget, Job, Members
 from trireme_shared.protocol.errors import Conflict, DatasetError, LayoutMismatch, ResourceExhausted, StorageUnreachable
 from trireme_shared.protocol.records import (
     CompleteTask,

@@ -1,8 +1,8 @@
 """Members and generations: what follows when the members change.
 
 WAITING    all pservers -> slot map;  parameters initialised + a trainer -> RUNNING, generation 1
-RUNNING    a trainer joined or died -> generation + 1 (and new lanes);  a pserver died -> ROLLING_BACK (recovery/rollback.py)
-           collective: collective/members.py;  asynchronous: a pserver died -> absent (recovery/returns.py);  a checkpoint is due -> CHECKPOINTING (pause_checkpoint.py)
+RUNNING    a trainer joined or died -> generation + 1 (and new lanes);  a pserver died -> ROLLING_BACK (recovery.py)
+           collective: collective.py;  asynchronous: a pserver died -> absent (recovery.py);  a checkpoint is due -> CHECKPOINTING (pause_checkpoint.py)
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from master_service.core.changes import Change, Decision, Event, Fields
-from master_service.core.decisions import lifecycle, pause_checkpoint
-from master_service.core.decisions.collective import members as collective_members
-from master_service.core.decisions.recovery import lost, returns, rollback
-from master_service.core.placement.lanes import WORTH_MOVING, LaneSeconds, expected_s, new_list, step_s
-from master_service.core.state.job import Job
-from master_service.core.state.members import Members
+from master_service.core.decisions import collective, lifecycle, pause_checkpoint, recovery
+from master_service.core.placement import WORTH_MOVING, LaneSeconds, expected_s, new_list, step_s
+from master_service.core.state.job import Job, Members
 from trireme_shared.protocol.records import (
     JobSpec,
     JobState,
@@ -53,7 +50,7 @@ def _storage_events(
 
 def missing(spec: JobSpec, listed: TrainerList, slots: SlotMap | None, members: Members) -> list[str]:
     """Names of the members that the job counts on and etcd does not have."""
-    pservers = [f"pserver-{index}" for index in lost.holders(spec, slots) if index not in members.pservers]
+    pservers = [f"pserver-{index}" for index in recovery.holders(spec, slots) if index not in members.pservers]
     trainers = [trainer for trainer in listed.names if trainer not in members.trainers]
     return (pservers if members.init_done else []) + trainers
 
@@ -71,21 +68,21 @@ def reconcile(
     if state.phase.final:
         return Decision(None)
     if spec.strategy is Strategy.COLLECTIVE:
-        return collective_members.reconcile(spec, state, trainers, members, lane_s)
+        return collective.reconcile(spec, state, trainers, members, lane_s)
     if state.phase is Phase.ROLLING_BACK:
-        return rollback.supervise(spec, state, slots, members)
+        return recovery.supervise(spec, state, slots, members)
     if state.phase is Phase.CHECKPOINTING:
         return pause_checkpoint.supervise(spec, state, trainers, slots, members)
     if spec.mode is Mode.ASYNC:
-        missed = returns.handle_missing(spec, state, trainers, slots, members)
+        missed = recovery.handle_missing(spec, state, trainers, slots, members)
         if missed.changes:
             return missed
-    elif members.init_done and (why := lost.why_incomplete(spec, state, slots, members, trainers)):
-        return rollback.go_back(spec, state, slots, members, why)
+    elif members.init_done and (why := recovery.why_incomplete(spec, state, slots, members, trainers)):
+        return recovery.go_back(spec, state, slots, members, why)
     missing = [index for index in range(spec.pservers) if index not in members.pservers]
     changes: tuple[Change, ...] = ()
-    if not missing and (slots is None or not lost.slots_fit(slots, spec)):
-        changes = (rollback.fresh_map(spec, slots),)
+    if not missing and (slots is None or not recovery.slots_fit(slots, spec)):
+        changes = (recovery.fresh_map(spec, slots),)
     now = tuple(members.trainers)
     if state.phase is Phase.WAITING:
         obstacle = _obstacle(spec, members, missing)

@@ -13,11 +13,8 @@ Decisions only; the files are read by control/operation_runner.py.
 from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, DropOperation, Event
-from master_service.core.decisions import resize
-from master_service.core.decisions.recovery import rollback
-from master_service.core.state.job import Job
-from master_service.core.state.members import Members
-from master_service.core.state.operations import KEPT, end, fields_of
+from master_service.core.decisions import recovery, resize
+from master_service.core.state.job import KEPT_OPERATIONS, Job, Members, end_operation, operation_fields
 from trireme_shared.protocol.errors import CheckpointUnusable, Conflict, DeadlineExceeded, NotFound
 from trireme_shared.protocol.records import Mode, Phase, Stage, Strategy
 from trireme_shared.protocol.records.checkpoints import CheckpointRef, history, saved_point
@@ -90,7 +87,7 @@ def ask_for_draining(job: Job, stamp: str) -> Decision[None]:
 
 def find_checkpoint(job: Job, checkpoint_id: str) -> CheckpointRef:
     """Raises NotFound, which lists the existing ids."""
-    ref = rollback.ref_of(job.members.latest, checkpoint_id)
+    ref = recovery.ref_of(job.members.latest, checkpoint_id)
     if ref is None:
         there = [f"{ref.uuid} ({saved_point(job.spec.mode, ref.step)})" for ref in _kept(job.members)]
         msg = f"job {job.spec.job} has no checkpoint {checkpoint_id}; there are: {', '.join(there) or 'none yet'}"
@@ -146,11 +143,11 @@ def tick(job: Job, now: float, stamp: str) -> Decision[None]:
             if operation.kind is OperationKind.RESIZE:
                 decision += resize.give_up(job, operation, reason, stamp)
                 continue
-            decision += end(operation, OperationState.FAILED, reason, stamp, code=DeadlineExceeded.code)
+            decision += end_operation(operation, OperationState.FAILED, reason, stamp, code=DeadlineExceeded.code)
         elif operation in making and requested_s > ASK_AGAIN_S * (2**operation.attempt - 1):
             again = operation.with_fields(attempt=operation.attempt + 1, step=None)
             message = f"still no checkpoint {requested_s:.0f} s after it was asked for: asked again"
-            decision += Decision(None, (again,), (Event("checkpoint_asked", message, fields_of(again)),))
+            decision += Decision(None, (again,), (Event("checkpoint_asked", message, operation_fields(again)),))
     return decision
 
 
@@ -177,15 +174,15 @@ def verified(job: Job, operation_id: str, error: CheckpointUnusable | None, stam
     if operation is None or not operation.running or operation.timeline:
         return Decision(None)
     if error is not None:
-        return end(operation, OperationState.FAILED, error.message, stamp, code=error.code)
+        return end_operation(operation, OperationState.FAILED, error.message, stamp, code=error.code)
     if operation.kind is OperationKind.VERIFY_CHECKPOINT:
-        return end(operation, OperationState.DONE, "every part is as it was written", stamp)
+        return end_operation(operation, OperationState.DONE, "every part is as it was written", stamp)
     if job.state.phase is Phase.CHECKPOINTING:
         return Decision(None)  # decided again after the pause
-    ref = rollback.ref_of(job.members.latest, operation.checkpoint_id)
+    ref = recovery.ref_of(job.members.latest, operation.checkpoint_id)
     if ref is None or job.state.phase.final:
         return _advance_restoration(job, operation, stamp) if ref else _deleted(operation, stamp)
-    back = rollback.back_to(job.spec, job.state, job.slots, ref, operation.cause)
+    back = recovery.back_to(job.spec, job.state, job.slots, ref, operation.cause)
     begun = operation.with_fields(timeline=job.state.generation + 1)
     return Decision(None, (begun,)) + back
 
@@ -228,10 +225,10 @@ def _advance_creation(job: Job, operation: Operation, stamp: str) -> Decision[No
             place = saved_point(job.spec.mode, latest.step)
             what = "the last step's: nothing is left to train" if latest.final else f"of {place}"
             made = operation.with_fields(checkpoint_id=latest.uuid, step=latest.step)
-            return end(made, OperationState.DONE, f"the checkpoint is there, {what}", stamp)
+            return end_operation(made, OperationState.DONE, f"the checkpoint is there, {what}", stamp)
     if state.phase.final:
         reason = f"the job is {state.phase} before the checkpoint was there"
-        return end(operation, OperationState.FAILED, reason, stamp, code=Conflict.code)
+        return end_operation(operation, OperationState.FAILED, reason, stamp, code=Conflict.code)
     return Decision(None)
 
 
@@ -241,21 +238,21 @@ def _advance_joined(job: Job, operation: Operation, stamp: str) -> Decision[None
     if maker is None or maker.state is not OperationState.DONE:
         return Decision(None)
     made = operation.with_fields(checkpoint_id=maker.checkpoint_id, step=maker.step)
-    return end(made, maker.state, maker.reason, stamp)
+    return end_operation(made, maker.state, maker.reason, stamp)
 
 
 def _advance_restoration(job: Job, operation: Operation, stamp: str) -> Decision[None]:
     state = job.state
     if state.phase.final:
         reason = f"the job is {state.phase}: {state.reason}"
-        return end(operation, OperationState.FAILED, reason, stamp, code=Conflict.code)
+        return end_operation(operation, OperationState.FAILED, reason, stamp, code=Conflict.code)
     if not operation.timeline or state.timeline < operation.timeline:
         return Decision(None)
     if state.checkpoint != operation.checkpoint_id:
         reason = f"the job went back to another checkpoint: {state.reason}"
-        return end(operation, OperationState.FAILED, reason, stamp, code=CheckpointUnusable.code)
+        return end_operation(operation, OperationState.FAILED, reason, stamp, code=CheckpointUnusable.code)
     if state.phase is Phase.RUNNING:
-        return end(
+        return end_operation(
             operation,
             OperationState.DONE,
             f"the job goes on from {saved_point(job.spec.mode, operation.step or 0)}",
@@ -266,7 +263,7 @@ def _advance_restoration(job: Job, operation: Operation, stamp: str) -> Decision
 
 def _deleted(operation: Operation, stamp: str) -> Decision[None]:
     reason = f"checkpoint {operation.checkpoint_id} was deleted meanwhile: newer ones took its place"
-    return end(operation, OperationState.FAILED, reason, stamp, code=NotFound.code)
+    return end_operation(operation, OperationState.FAILED, reason, stamp, code=NotFound.code)
 
 
 def _known(job: Job, asked: Operation) -> Operation | None:
@@ -342,14 +339,14 @@ def _checkpoint_asked(asked: Operation) -> Event:
 
 
 def _asked_event(asked: Operation, name: str, what: str) -> Event:
-    return Event(name, f"{asked.cause}: {what}", fields_of(asked))
+    return Event(name, f"{asked.cause}: {what}", operation_fields(asked))
 
 
 def _begin(job: Job, asked: Operation, *events: Event) -> Decision[Operation]:
     in_force = job.operations.resize_in_force()  # the number of trainers of a job in its cluster follows from it
     ended = [each for each in job.operations.records.values() if not each.running and each is not in_force]
     ended.sort(key=lambda operation: job.operations.since[operation.operation_id])
-    surplus = min(AT_ONCE, max(0, len(ended) + 1 - KEPT))
+    surplus = min(AT_ONCE, max(0, len(ended) + 1 - KEPT_OPERATIONS))
     dropped: list[Change] = [DropOperation(old.operation_id) for old in ended[:surplus]]
     return Decision(asked, (asked, *dropped), events)
 

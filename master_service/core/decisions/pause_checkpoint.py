@@ -12,11 +12,10 @@ only once `finish` has confirmed it.
 from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, DropCut, DropPause, Event, Fields, PutCut, PutPause
-from master_service.core.decisions.evaluations import evaluation
-from master_service.core.decisions.recovery.lost import has_parameters, holders, slots_fit
+from master_service.core.decisions import evaluation
+from master_service.core.decisions.recovery import has_parameters, holders, slots_fit
 from master_service.core.state import phases
-from master_service.core.state.job import Job
-from master_service.core.state.members import Members
+from master_service.core.state.job import Job, Members
 from trireme_shared.protocol.records import JobSpec, JobState, Mode, Phase, SlotMap, TrainerList
 from trireme_shared.protocol.records.checkpoints import CheckpointCut
 from trireme_shared.protocol.records.pauses import Pause, Saving

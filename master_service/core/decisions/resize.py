@@ -11,17 +11,14 @@ RESTART: members come as before, then a checkpoint is made, and the job goes bac
 
 from __future__ import annotations
 
+from master_service.core import placement
 from master_service.core.changes import Change, Decision, DesirePservers, DropMigration, Event
-from master_service.core.decisions import migration as migrations
-from master_service.core.decisions.migration import handed_of, measured, move, obstacle, placed
-from master_service.core.decisions.recovery import lost, rollback
-from master_service.core.placement import slot_moves as moves
-from master_service.core.state.job import Job
-from master_service.core.state.operations import end
+from master_service.core.decisions import recovery
+from master_service.core.state.job import Job, end_operation
 from trireme_shared.protocol.errors import Conflict, DeadlineExceeded, InvalidArgument
-from trireme_shared.protocol.records import Dispatch, JobSpec, Mode, Phase
+from trireme_shared.protocol.records import Dispatch, JobSpec, Mode, Phase, SlotMap
 from trireme_shared.protocol.records import Strategy as JobStrategy
-from trireme_shared.protocol.records.assignments import GivenNumbers, Group, Migration
+from trireme_shared.protocol.records.assignments import GivenNumbers, Group, Handed, Migration
 from trireme_shared.protocol.records.cluster import Kind, both_in_words, in_words
 from trireme_shared.protocol.records.operations import (
     Operation,
@@ -33,6 +30,7 @@ from trireme_shared.protocol.records.operations import (
     Strategy,
     saves_on_demand,
 )
+from trireme_shared.protocol.records.pauses import Losses
 
 MAX_ATTEMPTS = 20
 MAX_PSERVERS = 128
@@ -105,7 +103,7 @@ def is_same(operation: Operation, trainers: int | None, pservers: int | None, st
 
 def predict(job: Job, resize: Resize) -> ResizePrediction:
     """A dry run: nothing is changed."""
-    groups = migrations.planned(job, resize.pservers)
+    groups = planned(job, resize.pservers)
     return ResizePrediction(
         trainers=resize.trainers,
         pservers=resize.pservers,
@@ -114,7 +112,7 @@ def predict(job: Job, resize: Resize) -> ResizePrediction:
         slots=sum(len(group.slots) for group in groups),
         groups=len(groups),
         bytes=sum(group.bytes for group in groups),
-        by_pserver=moves.moved_bytes(groups),
+        by_pserver=placement.moved_bytes(groups),
     )
 
 
@@ -175,7 +173,7 @@ def waits_for(job: Job, operation: Operation) -> str:
     """For people."""
     resize, state = operation.resize, job.state
     assert resize is not None
-    missing = migrations.unclaimed(job, resize)
+    missing = unclaimed(job, resize)
     if resize.phase is ResizePhase.PLANNED and state.phase is Phase.RUNNING:
         return "the new numbers to be written"
     if state.phase is not Phase.RUNNING:
@@ -186,7 +184,7 @@ def waits_for(job: Job, operation: Operation) -> str:
         return f"slots to move: {resize.groups_moved} of {resize.groups} groups have moved"
     if resize.saving and not operation.timeline:
         return f"a checkpoint ({resize.saving})"
-    if not migrations.trainers_there(job, resize):
+    if not trainers_there(job, resize):
         return f"{in_words('trainer', resize.trainers)} (there are {len(job.trainers.names)})"
     return "the parameter servers to have all parameters"
 
@@ -196,9 +194,9 @@ def lacking(job: Job, operation: Operation) -> Kind | None:
     resize = operation.resize
     if resize is None or resize.phase is not ResizePhase.STARTING or job.state.phase is not Phase.RUNNING:
         return None
-    if migrations.unclaimed(job, resize):
+    if unclaimed(job, resize):
         return "pserver"
-    return None if migrations.trainers_there(job, resize) else "trainer"
+    return None if trainers_there(job, resize) else "trainer"
 
 
 def needs_checkpoint(job: Job, operation: Operation, stamp: str) -> Operation | None:
@@ -206,12 +204,7 @@ def needs_checkpoint(job: Job, operation: Operation, stamp: str) -> Operation | 
     resize = operation.resize
     assert resize is not None
     due = resize.strategy is Strategy.RESTART and resize.phase is ResizePhase.STARTING and not resize.saving
-    if (
-        not due
-        or job.state.phase is not Phase.RUNNING
-        or migrations.unclaimed(job, resize)
-        or not migrations.planned(job, resize.pservers)
-    ):
+    if not due or job.state.phase is not Phase.RUNNING or unclaimed(job, resize) or not planned(job, resize.pservers):
         return None
     return Operation(
         operation_id=f"{operation.operation_id}-checkpoint",
@@ -247,11 +240,11 @@ def _start(job: Job, operation: Operation, stamp: str) -> Decision[None]:
     assert resize is not None
     if job.spec.strategy is JobStrategy.COLLECTIVE:
         return _finish(job, operation, stamp) if state.phase is Phase.RUNNING else Decision(None)
-    if state.phase is not Phase.RUNNING or state.absent or slots is None or migrations.unclaimed(job, resize):
+    if state.phase is not Phase.RUNNING or state.absent or slots is None or unclaimed(job, resize):
         return Decision(None)
-    if lost.why_incomplete(job.spec, state, slots, job.members):
+    if recovery.why_incomplete(job.spec, state, slots, job.members):
         return Decision(None)
-    groups = migrations.planned(job, resize.pservers)
+    groups = planned(job, resize.pservers)
     if not groups:
         return _finish(job, operation, stamp)
     if resize.strategy is Strategy.RESTART:
@@ -267,7 +260,7 @@ def _start(job: Job, operation: Operation, stamp: str) -> Decision[None]:
     joining = {
         name: incarnation
         for name, incarnation in members.items()
-        if not lost.has_parameters(state, job.members, int(name))
+        if not recovery.has_parameters(state, job.members, int(name))
     }
     progress = resize.with_fields(
         phase=ResizePhase.MIGRATING,
@@ -293,16 +286,16 @@ def _restart(job: Job, operation: Operation, groups: tuple[Group, ...], stamp: s
     saving = job.operations.records.get(resize.saving)
     if saving is None or saving.running or slots is None or layout is None:
         return Decision(None)
-    ref = rollback.ref_of(job.members.latest, saving.checkpoint_id)
+    ref = recovery.ref_of(job.members.latest, saving.checkpoint_id)
     if ref is None:
         return give_up(job, operation, f"there is no checkpoint to restart from: {saving.reason}", stamp)
-    owners = moves.planned_owners(layout, slots, resize.pservers, sum(migrations.rows_bytes(job).values()))
+    owners = placement.planned_owners(layout, slots, resize.pservers, sum(rows_bytes(job).values()))
     size, count = sum(group.bytes for group in groups), sum(len(group.slots) for group in groups)
     begun = operation.with_fields(
         resize=resize.with_fields(phase=ResizePhase.MIGRATING, bytes=size, slots=count, groups=len(groups))
     )
     begun = begun.with_fields(timeline=job.state.generation + 1)
-    back = rollback.back_to(job.spec, job.state, slots, ref, f"the job is resized ({sentence(operation)})")
+    back = recovery.back_to(job.spec, job.state, slots, ref, f"the job is resized ({sentence(operation)})")
     return Decision(None, (begun,)) + back + Decision(None, placed(slots, owners, resize.pservers))
 
 
@@ -346,7 +339,7 @@ def _finish(job: Job, operation: Operation, stamp: str) -> Decision[None]:
     resize = operation.resize
     assert resize is not None
     closing: tuple[Change, ...] = (DropMigration(),) if job.migration is not None else ()
-    if not migrations.trainers_there(job, resize):
+    if not trainers_there(job, resize):
         waiting = operation.with_fields(resize=resize.with_fields(phase=ResizePhase.STARTING))
         return Decision(None, (waiting, *closing)) if closing or waiting != operation else Decision(None)
     done = operation.with_fields(resize=resize.with_fields(phase=ResizePhase.COMMITTED))
@@ -354,7 +347,9 @@ def _finish(job: Job, operation: Operation, stamp: str) -> Decision[None]:
     if resize.groups_moved:
         groups = f"{resize.groups_moved} group{'' if resize.groups_moved == 1 else 's'}"
         reason += f"; {groups} moved, the longest pause was {resize.longest_pause_s:.3f} s"
-    return Decision(None, (*closing, DesirePservers(resize.pservers))) + end(done, OperationState.DONE, reason, stamp)
+    return Decision(None, (*closing, DesirePservers(resize.pservers))) + end_operation(
+        done, OperationState.DONE, reason, stamp
+    )
 
 
 def _back_out(
@@ -387,7 +382,7 @@ def _end(job: Job, operation: Operation, phase: ResizePhase, reason: str, stamp:
     closing: tuple[Change, ...] = (DropMigration(),) if job.migration is not None else ()
     assert operation.resize is not None
     ended = operation.with_fields(resize=operation.resize.with_fields(phase=phase))
-    return Decision(None, closing) + end(ended, OperationState.FAILED, reason, stamp, code=code)
+    return Decision(None, closing) + end_operation(ended, OperationState.FAILED, reason, stamp, code=code)
 
 
 def _map_as_it_is(job: Job) -> Decision[None]:
@@ -401,3 +396,98 @@ def _map_as_it_is(job: Job) -> Decision[None]:
 
 def _numbers(spec: JobSpec, trainers: int, pservers: int) -> JobSpec:
     return spec.with_fields(trainers=trainers, pservers=pservers)
+
+
+# -------------------------------------------------------------------- groups of slots on their way from source to target
+# source: `handed` in ps/<index> --the same migration, timeline and processes--> a new slot map: the target owns the group
+
+
+def rows_bytes(job: Job) -> dict[int, int]:
+    """Of embedding tables, by parameter server: about so many would be sent."""
+    return {index: member.rows_bytes for index, member in job.members.pservers.items()}
+
+
+def move(job: Job, operation: Operation, due: list[Group], handed: dict[int, Handed]) -> Decision[None]:
+    """One new slot map."""
+    slots, resize = job.slots, operation.resize
+    assert slots is not None
+    assert resize is not None
+    owners = list(slots.owners)
+    losses = job.losses
+    for group in due:
+        for slot in group.slots:
+            owners[slot] = group.target
+        losses = _inherited(losses, group)
+    grown = operation.with_fields(
+        resize=measured(resize, handed).with_fields(groups_moved=resize.groups_moved + len(due))
+    )
+    inherited = (losses,) if losses != job.losses else ()
+    new = slots.with_fields(version=slots.version + 1, owners=tuple(owners))
+    return Decision(None, (new, grown, *inherited))
+
+
+def _inherited(losses: Losses, group: Group) -> Losses:
+    """Blocks bring what they lack along: each block of the target lacks at most as much as the worse of both."""
+    source, target = str(group.source), str(group.target)
+    lost, skipped = losses.lost, losses.skipped
+    if source not in lost and source not in skipped:
+        return losses
+    return losses.with_lost(
+        group.target,
+        max(lost.get(target, 0), lost.get(source, 0)),
+        max(skipped.get(target, 0), skipped.get(source, 0)),
+    )
+
+
+def obstacle(job: Job, migration: Migration) -> str:
+    """Why what is handed over does not count any more, or ""."""
+    if migration.timeline != job.state.timeline:
+        return "the job went back to a checkpoint"
+    for name, incarnation in migration.members.items():
+        member = job.members.pservers.get(int(name))
+        if member is None or member.incarnation != incarnation:
+            pserver = f"pserver-{name}"
+            return job.members.absence(pserver) if member is None else f"{pserver} was replaced"
+        if member.handed is not None and member.handed.migration == migration.id and member.handed.failed:
+            return member.handed.failed
+    return ""
+
+
+def handed_of(job: Job, migration: Migration, index: int) -> Handed:
+    member = job.members.pservers.get(index)
+    known = member.handed if member is not None else None
+    return known if known is not None and known.migration == migration.id else Handed(migration=migration.id)
+
+
+def measured(resize: Resize, handed: dict[int, Handed]) -> Resize:
+    """`resize` with what this migration has measured so far; attempts before it count, too."""
+    sent = sum(each.bytes for each in handed.values())
+    longest = max([resize.longest_pause_s, *(each.longest_pause_s for each in handed.values())])
+    return resize.with_fields(bytes_moved=resize.bytes_before + sent, longest_pause_s=longest)
+
+
+def placed(slots: SlotMap, owners: tuple[int, ...], pservers: int) -> tuple[Change, ...]:
+    """A new version of the map, and as many indices as it and the target number need."""
+    new = SlotMap(version=slots.version + 1, owners=owners, pservers=pservers)
+    return new, DesirePservers(max(pservers, max(owners) + 1))
+
+
+def planned(job: Job, pservers: int) -> tuple[Group, ...]:
+    """What has to move from where the slots are now to `pservers` parameter servers."""
+    layout, slots = job.members.layout, job.slots
+    if layout is None or slots is None or not job.members.init_done or not pservers:
+        return ()
+    return placement.planned_groups(layout, job.spec.mode, slots, pservers, rows_bytes(job))
+
+
+def unclaimed(job: Job, resize: Resize) -> list[int]:
+    """Indices of parameter servers that nobody has claimed."""
+    return [index for index in range(resize.pservers) if index not in job.members.pservers]
+
+
+def trainers_there(job: Job, resize: Resize) -> bool:
+    """Whether as many train as it asks for."""
+    count = len(job.trainers.names)
+    if resize.trainers == resize.before_trainers:
+        return count == resize.trainers or not resize.trainers_asked
+    return count >= resize.trainers if resize.trainers > resize.before_trainers else count <= resize.trainers

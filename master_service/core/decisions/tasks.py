@@ -1,4 +1,4 @@
-"""Decisions about tasks: who is given which one, and what its end, its failure or its silence leads to.
+"""Decisions about tasks: who is given which one, and what its end, its failure or its silence leads to; and whether a report can be true.
 
 complete_and_take: the end of a task and the next one in one transaction. When more ends than the task (an epoch, a stage),
 no next one is taken: the trainer asks again.
@@ -6,6 +6,7 @@ no next one is taken: the trainer asks again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -21,13 +22,20 @@ from master_service.core.changes import (
     PutRequeued,
     RestartQueue,
 )
-from master_service.core.decisions import lifecycle
-from master_service.core.decisions.evaluations import evaluation, lost_evaluation
-from master_service.core.decisions.recovery import returns
+from master_service.core.decisions import evaluation, lifecycle, recovery
 from master_service.core.queue.task_queue import WAIT_S, Closing, TaskQueue
 from master_service.core.state.job import BESIDE, Job
-from trireme_shared.protocol.errors import InvalidArgument, StaleAttempt, StaleGeneration, TooLarge, TriremeError
+from master_service.core.state.kept import KEPT_EVENTS
+from trireme_shared.protocol.errors import (
+    InvalidArgument,
+    NotFound,
+    StaleAttempt,
+    StaleGeneration,
+    TooLarge,
+    TriremeError,
+)
 from trireme_shared.protocol.evaluations import EvaluationStatus, why_unreported
+from trireme_shared.protocol.events import MESSAGE
 from trireme_shared.protocol.records import (
     AcquireTask,
     Completed,
@@ -35,9 +43,11 @@ from trireme_shared.protocol.records import (
     EvaluationSums,
     FailTask,
     JobState,
+    MetricBatch,
     Mode,
     Phase,
     Stage,
+    StepMetrics,
     Task,
     TaskAnswer,
     TaskKind,
@@ -143,7 +153,7 @@ def complete(job: Job, task_id: str, report: CompleteTask) -> Decision[None]:
     closing = queue.finish(task_id, report.attempt, report.trainer, report.epoch)
     if not closing.changes:
         return Decision(None)
-    if queue.kind is TaskKind.TRAIN and returns.is_outdated(job.state, report.generation):
+    if queue.kind is TaskKind.TRAIN and recovery.is_outdated(job.state, report.generation):
         return _put_back(queue, task_id, "a parameter server came back from a checkpoint meanwhile")
     changes = closing.changes
     if job.budget.counts.has_died_at(queue.epoch, task_id):
@@ -284,7 +294,7 @@ def ended_badly(
     ended: Decision[None] = Decision(None, closing.changes, (event,))
     running = job.evaluation.running
     if running is not None and evaluation.gives_up(queue.kind, failure):
-        return ended + lost_evaluation.give_up(job, failure, cause)
+        return ended + recovery.give_up_evaluation(job, failure, cause)
     lost = lost_records(queue, task_id, closing.discarded.epoch)
     limit = job.spec.max_discarded_fraction * queue.streams.records
     if queue.kind in (TaskKind.EXPORT, TaskKind.METRICS):
@@ -391,3 +401,63 @@ def _put_back(queue: TaskQueue, task_id: str, cause: str, lost: Collection[str] 
         return Decision(None, changes)  # another trainer has it too
     event = Event("task_requeued", f"task {task_id} goes back: {cause}", {"task": task_id, "cause": cause})
     return Decision(None, changes, (event,))
+
+
+# -------------------------------------------------------------------- reports that are about no task, so no attempt fences them
+
+
+def current_metrics(job: Job, batch: MetricBatch) -> MetricBatch:
+    """Without steps that a rollback undid, and the times they took: their report is late. Raises NotFound unless a trainer of the job
+    sends it; InvalidArgument for a step that the job cannot have."""
+    check_trainer(job, batch.trainer)
+    current = tuple(share for share in batch.steps if share.timeline == job.state.timeline)
+    for share in current:
+        if wrong := _impossible(job, share):
+            raise InvalidArgument(f"{batch.trainer} reports step {share.step} of epoch {share.epoch}: {wrong}")
+    times = batch.times if batch.times is not None and batch.times.timeline == job.state.timeline else None
+    if times is not None and not 0 <= times.step < most_steps(job):
+        raise InvalidArgument(f"{batch.trainer} reports step {times.step}: the job has at most {most_steps(job)} steps")
+    return batch.with_fields(steps=current, times=times)
+
+
+def warnings_told(job: Job, warnings: Sequence[str]) -> Decision[None]:
+    """As events of the job, without those that are among its events."""
+    told = {event.message for event in job.events.after(0, KEPT_EVENTS) if event.name == "warning"}
+    new = [text for text in dict.fromkeys(shortened(text, MESSAGE) for text in warnings) if text not in told]
+    return Decision(None, (), tuple(Event("warning", text) for text in new))
+
+
+def check_failure(member_id: str, failure: UserFailure) -> None:
+    """Raises InvalidArgument for a failure without a name, or of another trainer than the one that reports it."""
+    if failure.trainer not in ("", member_id):
+        raise InvalidArgument(f"{member_id} reports a failure of {failure.trainer}; each trainer reports its own")
+    if not failure.error_type.strip():
+        raise InvalidArgument(f"{member_id} reports a failure without error_type; name the exception")
+
+
+def check_trainer(job: Job, member_id: str) -> None:
+    """Raises NotFound."""
+    if member_id not in job.members.trainers and member_id not in job.trainers:
+        raise NotFound(
+            f"no trainer {member_id} is registered in job {job.spec.job}; only trainers report what they trained"
+        )
+
+
+def most_steps(job: Job) -> int:
+    """The job has no more steps: every task of the longest stream, in every epoch."""
+    streams, spec = job.training.streams, job.spec
+    longest = max(streams.length(number) for number in range(streams.count))
+    task_records = streams.table.task_records if streams.table is not None else 0
+    return spec.epochs * longest * -(-task_records // spec.minibatch_size)
+
+
+def _impossible(job: Job, share: StepMetrics) -> str:
+    """Why the job cannot have such a step, or ""."""
+    records, most = job.training.streams.records, most_steps(job)
+    if not 0 <= share.step < most:
+        return f"the job has at most {most} steps, numbered from 0"
+    if not 0 <= share.epoch <= job.training.epoch:
+        return f"epoch {job.training.epoch} is under way"
+    if not 0 <= share.records <= records:
+        return f"it has {share.records} records, an epoch has {records}"
+    return "" if math.isfinite(share.loss_sum) else f"its loss_sum is {share.loss_sum}"

@@ -1,17 +1,14 @@
-"""What keeps a job from training at all: it is over, nothing can be decided, or parameters or members are not there.
-
-Each rule is (situation) -> the cause, or None.
-"""
+"""What stands in the way of a job that trains nothing: it is over, nobody decides, parameters or members are not there; and failures that trainers
+reported. Each rule is (situation) -> the cause, or None."""
 
 from __future__ import annotations
 
-from master_service.core.decisions import pause_checkpoint
-from master_service.core.decisions.collective.members import storage_waits
-from master_service.core.decisions.recovery import lost
-from master_service.core.explanation.cause import Cause, Code
-from master_service.core.explanation.reports import refusals, start_failures
-from master_service.core.explanation.situation import Situation, listed, seconds
+from master_service.core.decisions import pause_checkpoint, recovery
+from master_service.core.decisions.collective import still_loading, storage_waits
+from master_service.core.explanation.situation import NAMED, Reported, Situation, listed, seconds
 from master_service.core.state.job import Job
+from trireme_shared.protocol.errors import InvalidArgument, LayoutMismatch
+from trireme_shared.protocol.explanations import Cause, Code
 from trireme_shared.protocol.records import FailureCause, JobState, Phase
 from trireme_shared.protocol.records.members import pserver_names
 
@@ -142,7 +139,7 @@ def rolling_back(now: Situation) -> Cause | None:
     loading = [
         f"pserver-{index}"
         for index in sorted(job.members.pservers)
-        if index < job.spec.pservers and not lost.has_parameters(state, job.members, index)
+        if index < job.spec.pservers and not recovery.has_parameters(state, job.members, index)
     ]
     if loading:
         details.append(f"Registered and not loaded yet: {now.named(loading)}.")
@@ -261,3 +258,166 @@ def _start(kind: str, job: Job, indices: list[int] | None = None) -> str:
     module = {"trainer": "trainer_agent", "pserver": "pserver_service"}[kind]
     count = f" ({len(indices)} of them)" if indices and len(indices) > 1 else ""
     return f"TRIREME_JOB={job.spec.job} TRIREME_ETCD=URL python -m {module}{count}"
+
+
+# -------------------------------------------------------------------- collective: who has the parameters, who loads or fetches them
+
+
+def loading_checkpoint(now: Situation) -> Cause | None:
+    job, state = now.job, now.job.state
+    if not now.collective or state.phase is not Phase.ROLLING_BACK:
+        return None
+    loaded, loading = _having(now), still_loading(state, job.members)
+    details = [f"The reason: {state.reason}.", f"It began {seconds(now.phase_s)} ago, in timeline {state.timeline}."]
+    if loaded:
+        details.append(f"Loaded by {now.named(loaded)}; at least {job.spec.min_members} must (min_members).")
+    if loading:
+        details.append(f"Registered and not loaded yet: {now.named(loading)}.")
+    details += [
+        f"{name} cannot load it: {member.holds.error}"
+        for name, member in job.members.trainers.items()
+        if member.holds is not None and member.holds.error and name not in loading
+    ]
+    if not job.members.trainers:
+        details.append("No trainer is registered.")
+    details.append(f"After recovery_timeout_s {job.spec.recovery_timeout_s:g} the job fails, and can be resumed.")
+    return Cause(
+        code=Code.ROLLING_BACK,
+        summary=f"The job goes back to {now.rollback_point}; training continues once trainers have loaded it.",
+        details=tuple(details),
+        hints=(f"trireme members {now.option}", "read logs/trainer-*.log of the run"),
+    )
+
+
+def fewer_than_min_members(now: Situation) -> Cause | None:
+    job, having = now.job, _having(now)
+    waits = job.state.phase is Phase.WAITING and job.members.init_done and len(having) < job.spec.min_members
+    if not now.collective or not waits or not job.members.trainers:
+        return None
+    details = [f"They have them: {now.named(having)}."] if having else []
+    if fetching := _fetching(now):
+        details.append(f"Registered without them: {now.named(fetching)}.")
+    return Cause(
+        code=Code.FEWER_THAN_MIN_MEMBERS,
+        summary=f"{len(having)} trainers have the parameters, the job trains only with {job.spec.min_members} (min_members).",
+        details=(*details, f"It has waited for {seconds(now.phase_s)}; nothing is lost meanwhile."),
+        hints=(
+            "start more trainers, or start the job again with a lower --min-members",
+            f"trireme members {now.option}",
+        ),
+    )
+
+
+def fetching(now: Situation) -> Cause | None:
+    """They are registered and no members yet."""
+    late = _fetching(now) if now.collective and now.job.state.phase is Phase.RUNNING else []
+    if not late:
+        return None
+    failed = {name: member.holds.error for name in late if (member := now.job.members.trainers[name]).holds is not None}
+    return Cause(
+        code=Code.TRAINERS_FETCH_PARAMETERS,
+        summary=f"{listed(late)} {'fetches' if len(late) == 1 else 'fetch'} parameters and optimizer from the other trainers, and will join then.",
+        details=tuple(f"{name} said: {error}" for name, error in failed.items() if error),
+        hints=("wait: large models take a while", f"trireme members {now.option}"),
+    )
+
+
+def _having(now: Situation) -> list[str]:
+    state = now.job.state
+    return list(now.job.members.holding(state.timeline, state.checkpoint))
+
+
+def _fetching(now: Situation) -> list[str]:
+    having = set(_having(now))
+    return [name for name in now.job.members.trainers if name not in having]
+
+
+# -------------------------------------------------------------------- failures that trainers reported
+
+RECENT_S = 300.0  # an older failure no longer explains the present
+
+_REFUSED = {LayoutMismatch.code, InvalidArgument.code}
+
+
+def refusals(now: Situation) -> Cause | None:
+    """Trainers whose model, device or settings are not the job's."""
+    found = [each for each in _outside(now) if each.failure.error_type in _REFUSED]
+    if not found:
+        return None
+    names = list(dict.fromkeys(each.failure.trainer for each in found))
+    return Cause(
+        code=Code.TRAINER_REFUSED,
+        summary=f"{now.named(names)} came and may not join: {_shortly(found[-1])}",
+        details=(*_told(found), "Another model does not count against the job while others train.", _budget(now)),
+        hints=(
+            "give every trainer the same script, packages and device, or start a new job with --job NAME",
+            f"trireme members {now.option}",
+        ),
+    )
+
+
+def start_failures(now: Situation) -> Cause | None:
+    """The script raises outside of tasks, for example where it builds the model."""
+    found = [each for each in _outside(now) if each.failure.error_type not in _REFUSED]
+    if not found:
+        return None
+    return Cause(
+        code=Code.USER_CODE_FAILS,
+        summary=f"The script fails at {found[-1].failure.trainer}: {_shortly(found[-1])}",
+        details=(*_told(found), _budget(now)),
+        hints=("correct the script and start the job again", "read logs/trainer-*.log of the run"),
+    )
+
+
+def failing_tasks(now: Situation) -> Cause | None:
+    """Tasks that have failed and are tried again."""
+    queue = now.job.due
+    if queue is None:
+        return None
+    last = {each.task_id: each for each in now.reported if each.task_id}
+    failing = {task_id: back.failures for task_id, back in queue.requeued.items() if back.failures}
+    failing |= {task_id: held.record.failures for task_id, held in queue.pending.items() if held.record.failures}
+    if not failing:
+        return None
+    limit = queue.max_failures
+    worst = sorted(failing, key=lambda task_id: -failing[task_id])
+
+    def error(task_id: str) -> str:
+        if (back := queue.requeued.get(task_id)) is not None:
+            return back.cause
+        return _shortly(last[task_id]) if task_id in last else "its error is in the log of the trainer that had it"
+
+    details = [
+        f"{queue.streams.describe(task_id)} has failed {failing[task_id]} of {limit} times: {error(task_id)}"
+        for task_id in worst[:NAMED]
+    ]
+    details.append(f"After {limit} failures (max_task_failures) a task is discarded, and training goes on without it.")
+    return Cause(
+        code=Code.USER_CODE_FAILS,
+        summary=f"{len(failing)} task{'s' if len(failing) > 1 else ''} failed and will be tried again; "
+        f"the script raises: {error(worst[0])}",
+        details=tuple(details),
+        hints=(f"trireme tasks --state requeued {now.option}", "correct the script or the records, then start again"),
+    )
+
+
+def _outside(now: Situation) -> list[Reported]:
+    return [each for each in now.reported if not each.task_id and each.ago_s <= RECENT_S]
+
+
+def _told(found: list[Reported]) -> list[str]:
+    return [
+        f"{each.failure.trainer}, {seconds(each.ago_s)} ago"
+        + (f", in {each.failure.task}" if each.failure.task else "")
+        + f": {each.failure.error_type}: {each.failure.message}"
+        for each in found[-NAMED:]
+    ]
+
+
+def _budget(now: Situation) -> str:
+    budget = now.job.budget
+    return f"{budget.counts.total} of max_user_failures {budget.allowed} are counted; then the job fails."
+
+
+def _shortly(each: Reported) -> str:
+    return f"{each.failure.error_type}: {each.failure.message}"

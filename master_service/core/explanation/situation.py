@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from master_service.core.decisions.recovery import lost, rollback
+from master_service.core.decisions import recovery
 from master_service.core.state.job import Job
 from trireme_shared.protocol.records import Strategy, UserFailure
 from trireme_shared.protocol.records.checkpoints import saved_point
@@ -67,14 +67,14 @@ class Situation:
         return listed(shown)
 
     def missing_pservers(self) -> list[int]:
-        needed = lost.holders(self.job.spec, self.job.slots)
+        needed = recovery.holders(self.job.spec, self.job.slots)
         return [index for index in needed if index not in self.job.members.pservers]
 
     @property
     def rollback_point(self) -> str:
         """Where the job goes back to."""
         state = self.job.state
-        ref = rollback.ref_of(self.job.members.latest, state.checkpoint)
+        ref = recovery.ref_of(self.job.members.latest, state.checkpoint)
         if ref is not None:
             return f"{saved_point(self.job.spec.mode, ref.step)} (checkpoint {ref.uuid[:8]})"
         return f"checkpoint {state.checkpoint[:8]}" if state.checkpoint else "the beginning"

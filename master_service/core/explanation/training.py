@@ -8,9 +8,9 @@ from __future__ import annotations
 from itertools import islice
 
 from master_service.core.decisions import operations, resize
-from master_service.core.explanation.cause import Cause, Code
 from master_service.core.explanation.situation import NAMED, Situation, listed, seconds
 from master_service.core.queue.task_queue import TaskQueue
+from trireme_shared.protocol.explanations import Cause, Code
 from trireme_shared.protocol.records import Mode, Stage, TaskKind
 from trireme_shared.protocol.records.members import pserver_names
 from trireme_shared.protocol.records.operations import OperationKind

@@ -26,10 +26,15 @@ from master_service.core.changes import (
     PutRequeued,
     RestartQueue,
 )
-from master_service.core.queue.deadlines import Deadlines
-from master_service.core.queue.late_tasks import LateTasks
-from master_service.core.queue.open_tasks import OpenOfStreams, Pending, RequeuedTasks, requeued_task
-from master_service.core.queue.repeats import Repeats
+from master_service.core.queue.open_tasks import (
+    Deadlines,
+    LateTasks,
+    OpenOfStreams,
+    Pending,
+    Repeats,
+    RequeuedTasks,
+    requeued_task,
+)
 from master_service.core.queue.streams import Streams
 from trireme_shared.protocol.errors import Conflict, StaleAttempt
 from trireme_shared.protocol.records import AcquireTask, Attempt, DiscardedTask, PendingTask, TaskAnswer, TaskKind

@@ -1,11 +1,16 @@
-"""What a master knows of one job: everything it decides from. Only `apply` changes it, by changes that etcd holds."""
+"""What a master knows of one job: everything it decides from. Only `Job.apply` changes it, by changes that etcd holds.
+
+Members are who is registered in etcd, and what they have written there. Operations are the requests that take long.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from master_service.core.changes import (
     Change,
+    Decision,
     DesirePservers,
     DropAnswer,
     DropCut,
@@ -16,6 +21,8 @@ from master_service.core.changes import (
     DropOperation,
     DropPause,
     DropPending,
+    Event,
+    Fields,
     ForgetParameters,
     NextEpoch,
     PutCursor,
@@ -26,24 +33,22 @@ from master_service.core.changes import (
     RequireLatest,
     RestartQueue,
 )
-from master_service.core.queue.deadlines import Deadlines
-from master_service.core.queue.epoch_plan import plan_of
 from master_service.core.queue.file_table import FileTable
-from master_service.core.queue.streams import Streams
+from master_service.core.queue.open_tasks import Deadlines
+from master_service.core.queue.streams import Streams, plan_of
 from master_service.core.queue.task_queue import TaskQueue
-from master_service.core.state.answers import KeptAnswers
-from master_service.core.state.event_log import EventLog
-from master_service.core.state.members import Members
-from master_service.core.state.operations import Operations
-from master_service.core.state.speeds import Speeds
+from master_service.core.state.kept import EventLog, KeptAnswers
+from master_service.core.state.metrics import Speeds
 from trireme_shared.protocol.errors import NotFound
 from trireme_shared.protocol.evaluations import Evaluation, EvaluationStatus
 from trireme_shared.protocol.records import (
     EpochPlan,
     EvaluationSums,
+    Holding,
     JobSpec,
     JobState,
     Mode,
+    PserverMember,
     SlotMap,
     Stage,
     Strategy,
@@ -51,15 +56,150 @@ from trireme_shared.protocol.records import (
     TaskMeta,
     TaskSummary,
     TrainerList,
+    TrainerMember,
     ValidationSums,
 )
 from trireme_shared.protocol.records.assignments import GivenNumbers, Migration
-from trireme_shared.protocol.records.operations import KeptAnswer, Operation
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, OwnCheckpoints
+from trireme_shared.protocol.records.layout import Layout
+from trireme_shared.protocol.records.operations import KeptAnswer, Operation, OperationKind, OperationState, ResizePhase
 from trireme_shared.protocol.records.pauses import Losses, Paused
 from trireme_shared.protocol.records.queue import FailureCounts
+from trireme_shared.protocol.records.record import MESSAGE_CHARACTERS, shortened
+
+
+@dataclass
+class Operations:
+    """Checkpoints, verifications, restorations, resizes: those that run, and the last ones that ended.
+
+    `since`: when this master first saw each one, by its own clock; `requested`: when it first saw it in `making`.
+    """
+
+    records: dict[str, Operation] = field(default_factory=dict)
+    since: dict[str, float] = field(default_factory=dict)
+    requested: dict[str, float] = field(default_factory=dict)
+
+    def apply(self, change: Operation | DropOperation, now: float) -> None:
+        """In place."""
+        match change:
+            case Operation():
+                self.records[change.operation_id] = change
+                self.since.setdefault(change.operation_id, now)
+                if not (change.after or change.joined):
+                    self.requested.setdefault(change.operation_id, now)
+            case DropOperation(operation_id):
+                self.records.pop(operation_id, None)
+                self.since.pop(operation_id, None)
+                self.requested.pop(operation_id, None)
+
+    def running(self, kind: OperationKind | None = None) -> list[Operation]:
+        """Oldest first."""
+        found = [operation for operation in self.records.values() if operation.running]
+        found.sort(key=lambda operation: self.since[operation.operation_id])
+        return [operation for operation in found if kind in (None, operation.kind)]
+
+    def making(self) -> list[Operation]:
+        """Those that checkpoints are made for, without those that wait for the next one or share it. Oldest first."""
+        creating = self.running(OperationKind.CREATE_CHECKPOINT)
+        return [operation for operation in creating if not (operation.after or operation.joined)]
+
+    def number_of_trainers_asked(self) -> bool:
+        """Whether a resize to a number of trainers is in force, or is being carried out."""
+        return self.resize_in_force() is not None
+
+    def resize_in_force(self) -> Operation | None:
+        """The newest one that gave the job its number of trainers, or is about to."""
+        found = [
+            each
+            for each in self.records.values()
+            if each.resize is not None
+            and each.resize.trainers_asked
+            and each.resize.phase is not ResizePhase.PLANNED
+            and not each.error_code
+        ]
+        return max(found, key=lambda each: self.since[each.operation_id], default=None)
+
+    def find(self, operation_id: str) -> Operation:
+        """Raises NotFound."""
+        found = self.records.get(operation_id)
+        if found is None:
+            msg = f"operation {operation_id} does not exist (any more: the last {KEPT_OPERATIONS} that ended are kept)"
+            raise NotFound(msg)
+        return found
+
+
+def end_operation(
+    operation: Operation, state: OperationState, reason: str, stamp: str, *, code: str = ""
+) -> Decision[None]:
+    reason = shortened(reason, MESSAGE_CHARACTERS)
+    ended = operation.with_fields(state=state, reason=reason, error_code=code, end_time=stamp)
+    name = "operation_done" if state is OperationState.DONE else "operation_failed"
+    message = f"{operation.kind.value.lower().replace('_', ' ')}: {reason}"
+    return Decision(None, (ended,), (Event(name, message, operation_fields(ended)),))
+
+
+def operation_fields(operation: Operation) -> Fields:
+    fields: Fields = {"operation": operation.operation_id, "kind": operation.kind.value, "attempt": operation.attempt}
+    if operation.checkpoint_id:
+        fields |= {"checkpoint": operation.checkpoint_id, "step": operation.step or 0}
+    return fields
+
 
 BESIDE = (TaskKind.VALIDATE, TaskKind.METRICS)
+
 KIND_OF = {Stage.TRAIN: TaskKind.TRAIN, Stage.EVALUATE: TaskKind.EVALUATE, Stage.EXPORT: TaskKind.EXPORT}
+
+KEPT_OPERATIONS = 50  # of those that ended
+
+LEFT_KEPT = 4096  # names; those that left earlier are no news any more
+
+
+def started_by(member: TrainerMember | PserverMember) -> str:
+    """The name that its process was started with. In a cluster that is the pool member whose place it has."""
+    return member.incarnation.rpartition("-")[0]
+
+
+def holds_parameters(holds: Holding | None, timeline: int, checkpoint: str) -> bool:
+    """Collective: whether a trainer that says so has the parameters of that timeline."""
+    return holds is not None and not holds.error and (holds.timeline, holds.checkpoint) == (timeline, checkpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Trainers in order of arrival. The revisions are those at which etcd created each `ps/<index>` and `layout` (0: not there).
+    `latest`: the newest checkpoint, written at `latest_revision`; `own`: independent checkpoints, by pserver.
+    `initialiser`: the trainer that gave the parameters their first values, once they have them. `left`: trainers and pservers (`pserver-0`) that gave their keys up because they were told to, the latest LEFT_KEPT."""
+
+    trainers: Mapping[str, TrainerMember] = field(default_factory=dict)
+    pservers: Mapping[int, PserverMember] = field(default_factory=dict)
+    pserver_revisions: Mapping[int, int] = field(default_factory=dict)
+    layout_revision: int = 0
+    layout: Layout | None = None
+    init_done: bool = False
+    initialiser: str = ""
+    latest: CheckpointLatest | None = None
+    latest_revision: int = 0
+    own: Mapping[int, OwnCheckpoints] = field(default_factory=dict)
+    left: tuple[str, ...] = ()
+
+    def starters(self) -> frozenset[str]:
+        """`started_by` of each trainer and parameter server."""
+        trainers, pservers = map(started_by, self.trainers.values()), map(started_by, self.pservers.values())
+        return frozenset((*trainers, *pservers))
+
+    def holding(self, timeline: int, checkpoint: str) -> tuple[str, ...]:
+        """Collective: the trainers that have the parameters of that timeline, in order of arrival."""
+        return tuple(
+            name for name, member in self.trainers.items() if holds_parameters(member.holds, timeline, checkpoint)
+        )
+
+    def absence(self, name: str) -> str:
+        """For people: `trainer-0 left, as asked` or `trainer-0 is gone`."""
+        return f"{name} left, as asked" if name in self.left else f"{name} is gone"
+
+    def __repr__(self) -> str:
+        done = "initialised" if self.init_done else "not initialised"
+        return f"<Members: {len(self.pservers)} pservers, {len(self.trainers)} trainers, {done}>"
 
 
 @dataclass

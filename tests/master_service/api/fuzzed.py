@@ -26,10 +26,9 @@ from schemathesis.specs.openapi.checks import ignored_auth, positive_data_accept
 from starlette.types import ASGIApp
 
 from master_service.api.app import api_of
-from master_service.api.auth import Guarded
-from master_service.api.hot_routes import DirectTaskLeases
-from master_service.api.limits import MAX_BODY_BYTES
-from master_service.api.logs.source import LogSource
+from master_service.api.middleware import Guarded
+from master_service.api.routes.logs import LogSource
+from master_service.api.routes.tasks import DirectTaskLeases
 from master_service.api.server_sent import Streams
 from master_service.cluster.leader import ClusterMaster
 from tests.equipment.logs import configured
@@ -73,7 +72,7 @@ def app_of(leader: ClusterMaster, logs: LogSource) -> ASGIApp:
     """As make_app does; but FastAPI reads the routes once, for all worlds."""
     api = _api()
     api.state.jobs, api.state.streams, api.state.logs = leader, Streams(), logs
-    return Guarded(DirectTaskLeases(api, leader, max_body_bytes=MAX_BODY_BYTES), Access())
+    return Guarded(DirectTaskLeases(api, leader), Access())
 
 
 @cache

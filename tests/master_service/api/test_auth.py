@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from master_service.api.app import make_api, make_app
-from master_service.api.auth import role_needed
+from master_service.api.middleware import role_needed
 from master_service.api.openapi.documentation import PATHS
 from master_service.leadership.jobs_led import JobsLed
 from tests.equipment.tokens import access_by_role

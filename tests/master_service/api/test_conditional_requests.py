@@ -11,7 +11,7 @@ import pytest
 
 from master_service.api.app import api_of
 from master_service.api.openapi.document import operations, takes
-from master_service.core.decisions.cluster.versions import Expected, version_of_schedule
+from master_service.core.decisions.requests import Expected, version_of_schedule
 from tests.equipment.cluster.crash_point import StoppingProcess
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from master_service.core.state.series import SeriesTable, Value
-from master_service.core.state.whole_steps import WholeSteps
+from master_service.core.state.series import SeriesTable, Value, WholeSteps
 from master_service.storage import series_files
 from master_service.storage.series_files import READ_S, SeriesReader, encoded, name_of
 from tests.equipment.replaced import replaced

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from master_service.core.queue.file_table import FileTable
-from master_service.core.queue.task_sizes import TaskSizes
+from master_service.core.queue.file_table import FileTable, TaskSizes
 from master_service.leadership.master import Master
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until

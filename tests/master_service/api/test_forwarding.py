@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from master_service.api import middleware
 from master_service.api.app import make_app
-from master_service.api.limits import MAX_BODY_BYTES
-from master_service.api.requests import forwarding
+from master_service.api.middleware import MAX_BODY_BYTES
 from master_service.api.server import Server
 from master_service.leadership.master import Master
 from tests.equipment.replaced import replaced
@@ -139,7 +139,7 @@ async def test_without_a_leader_that_answers_it_is_as_without_the_header(tmp_pat
         transport = httpx.ASGITransport(make_app(standby))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=FORWARD) as asking:
             check_problem(await asking.get("/v1/job"), 503, "NOT_LEADER")
-            with replaced(forwarding, "MOST", 0):  # type: ignore[arg-type]
+            with replaced(middleware, "MOST_FORWARDED", 0):  # type: ignore[arg-type]
                 check_problem(await asking.post("/v1/jobs/j/checkpoints", json={}), 503, "NOT_LEADER")
         stopping.set()
         await running

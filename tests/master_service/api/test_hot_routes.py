@@ -11,8 +11,8 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from master_service.api.app import make_api, make_app
-from master_service.api.hot_routes import DirectTaskLeases
-from master_service.api.limits import MAX_BODY_BYTES
+from master_service.api.middleware import MAX_BODY_BYTES
+from master_service.api.routes.tasks import DirectTaskLeases
 from master_service.leadership.master import Master
 from tests.master_service.cluster import MasterCluster, running, spec_of
 
@@ -123,7 +123,7 @@ async def both(calls: list[Call]) -> tuple[int, list[Any], list[Any]]:
 
     def direct(master: Master) -> ASGIApp:
         counted.append(Counting(make_api(master)))
-        return DirectTaskLeases(counted[0], master, max_body_bytes=MAX_BODY_BYTES)
+        return DirectTaskLeases(counted[0], master)
 
     mine, theirs = await cluster(direct), await cluster(make_api)
     return counted[0].requests, mine, theirs

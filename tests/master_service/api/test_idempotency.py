@@ -8,8 +8,8 @@ import pytest
 
 from master_service.api.app import make_api
 from master_service.core.changes import DropAnswer
-from master_service.core.decisions.once import Once
-from master_service.core.state.answers import AT_ONCE, KEPT, KEPT_S, KeptAnswers
+from master_service.core.decisions.requests import Once
+from master_service.core.state.kept import AT_ONCE, KEPT_ANSWERS, KEPT_ANSWERS_S, KeptAnswers
 from tests.equipment.cluster.crash_point import StoppingProcess
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually
@@ -140,13 +140,13 @@ def kept(number: int, wall_time: float) -> KeptAnswer:
 
 def test_a_bounded_number_of_answers_is_kept_for_a_bounded_time() -> None:
     answers = KeptAnswers()
-    start = KEPT_S + KEPT
-    for number in range(KEPT + 500):
+    start = KEPT_ANSWERS_S + KEPT_ANSWERS
+    for number in range(KEPT_ANSWERS + 500):
         for change in (kept(number, start + number), *answers.surplus(start + number)):
             answers.apply(change)
-    assert len(answers) == KEPT
+    assert len(answers) == KEPT_ANSWERS
     assert answers.find("k499", start + 1500) is None
-    oldest, lived = kept(500, start + 500), start + 500 + KEPT_S
+    oldest, lived = kept(500, start + 500), start + 500 + KEPT_ANSWERS_S
     assert answers.find("k500", lived) == oldest
     assert answers.find("k500", lived + 1) is None
     assert answers.surplus(lived) == (DropAnswer("k500"),)  # a place for the new one

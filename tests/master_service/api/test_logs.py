@@ -16,8 +16,8 @@ import pytest
 
 from master_service.api import server_sent
 from master_service.api.app import make_api, make_app
-from master_service.api.logs import source as source_of_logs
-from master_service.api.logs.source import LogSource
+from master_service.api.routes import logs as source_of_logs
+from master_service.api.routes.logs import LogSource
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import VirtualLoop, run_virtually
 from tests.equipment.waiting import until

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 import trireme
-from master_service.api.limits import MAX_BODY_BYTES
+from master_service.api.middleware import MAX_BODY_BYTES
 from master_service.leadership.master import Master
 from tests.master_service.api.client import check_problem, client_of
 from tests.master_service.cluster import MasterCluster, Storage, leading, running, spec_of, until

@@ -15,7 +15,7 @@ import pytest
 from master_service.api import server as api_server
 from master_service.api import server_sent
 from master_service.api.app import make_api
-from master_service.api.logs.source import LogSource
+from master_service.api.routes.logs import LogSource
 from master_service.api.server import Connections, Server
 from master_service.core.changes import Event
 from tests.equipment.replaced import replaced

@@ -13,7 +13,7 @@ import pytest
 
 from master_service.cluster.job_term import JobTerm
 from master_service.cluster.leader import ClusterMaster
-from master_service.core.state import event_log
+from master_service.core.state import kept as event_log
 from tests.equipment.etcd.real import embedded_etcd  # noqa: F401  a fixture
 from tests.equipment.replaced import replaced
 from tests.equipment.waiting import until
@@ -64,7 +64,7 @@ class RealJobs(Jobs):
 @asynccontextmanager
 async def leading(etcd: EmbeddedEtcd):
     """A leader and a pool of eight."""
-    with replaced(event_log, "KEPT", EVENTS), no_others():
+    with replaced(event_log, "KEPT_EVENTS", EVENTS), no_others():
         jobs = RealJobs(etcd.url)
         try:
             async with jobs.leading(ttl_s=10.0) as leader, jobs.pool(5, 3):

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from master_service.core.decisions.recovery import returns
+from master_service.core.decisions import recovery
 from master_service.leadership.master import Master
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
@@ -127,7 +127,7 @@ def test_a_task_that_goes_back_instead_of_ending_takes_none(monkeypatch: pytest.
         cluster = MasterCluster(spec_of())
         async with running(cluster, "t1") as master:
             task = await take(cluster, master)
-            monkeypatch.setattr(returns, "is_outdated", lambda *_: True)
+            monkeypatch.setattr(recovery, "is_outdated", lambda *_: True)
             assert await turned_over(master, task) is None
             assert list(master.job.training.requeued) == [task.task_id]
 

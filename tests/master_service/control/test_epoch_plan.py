@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
-from master_service.core.queue.file_table import FileTable, TableFile
-from master_service.core.queue.task_sizes import TaskSizes
+from master_service.core.queue.file_table import FileTable, TableFile, TaskSizes
 from tests.equipment.virtual_loop import run_virtually
 from tests.master_service.cluster import KEYS, MasterCluster, Storage, leading, spec_of
 from trireme_shared.protocol.errors import NotFound

@@ -8,8 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from master_service.control.frozen_pservers import SILENT_S, FrozenPservers
-from master_service.control.pause_runner import ANSWER_S, COPY_LIMIT_S
+from master_service.control.pause_runner import ANSWER_S, COPY_LIMIT_S, SILENT_S, FrozenPservers
 from master_service.leadership.master import Master
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually

@@ -10,7 +10,7 @@ import pytest
 from master_service.api import render
 from master_service.core.decisions import pause_checkpoint
 from master_service.core.decisions.operations import ASK_AGAIN_S
-from master_service.core.state.operations import KEPT
+from master_service.core.state.job import KEPT_OPERATIONS
 from master_service.leadership.master import Master
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
@@ -268,10 +268,10 @@ def test_only_the_last_ones_that_ended_are_kept() -> None:
         async with running(cluster, "t1") as master:
             await checkpoint(cluster, 40)
             await until(lambda: master.job.members.latest, "the checkpoint to be seen")
-            for number in range(KEPT + 5):
+            for number in range(KEPT_OPERATIONS + 5):
                 await ended(master, await master.term.operations.verify_checkpoint(f"v{number}", "me", "at-40"))
-            assert len(master.job.operations.records) == KEPT
-            assert len((await cluster.etcd.range(KEYS.operations, prefix=True)).kvs) == KEPT
+            assert len(master.job.operations.records) == KEPT_OPERATIONS
+            assert len((await cluster.etcd.range(KEYS.operations, prefix=True)).kvs) == KEPT_OPERATIONS
 
     run_virtually(main)
 

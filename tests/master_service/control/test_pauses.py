@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from master_service.control.frozen_pservers import SILENT_S
-from master_service.control.pause_runner import ANSWER_S, COPY_LIMIT_S, LOOK_S, seconds_between
-from master_service.core.decisions.recovery.queue import moved_losses, read_cut
+from master_service.control.pause_runner import ANSWER_S, COPY_LIMIT_S, LOOK_S, SILENT_S, seconds_between
+from master_service.core.decisions.queue_at_checkpoint import moved_losses, read_cut
 from master_service.leadership.master import Master
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from master_service.control.stall import STALL_S
+from master_service.control.observation import STALL_S
 from master_service.leadership.master import Master
 from tests.equipment.virtual_loop import run_virtually
 from tests.master_service.api.client import client_of

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from master_service.core.decisions.cluster import lifecycle
-from master_service.core.decisions.scheduling import Schedule, schedule
+from master_service.core.decisions import cluster_jobs
+from master_service.core.decisions.scheduling.schedule import Schedule, schedule
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place, PutAssignment, PutJob
 from tests.master_service.cluster import spec_of
 from trireme_shared.protocol.records.cluster import Assignment, ClusterJob, Kind, PoolMember, Scheduling, Standing
@@ -102,6 +102,6 @@ def split(state: ClusterState, *jobs: str) -> list[tuple[int, int]]:
 
 def deleted(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
     """The deletion of a job that was begun, in place."""
-    for change in lifecycle.begin_delete(state, name).changes:
+    for change in cluster_jobs.begin_delete(state, name).changes:
         state.apply(change, 0.0)
-    return lifecycle.delete(state, name)
+    return cluster_jobs.delete(state, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from master_service.core.changes import Decision
-from master_service.core.state.members import Members
+from master_service.core.state.job import Members
 from tests.master_service.cluster import spec_of
 from trireme_shared.protocol.records import JobState, Mode, Phase, PserverMember, SlotMap, TrainerList, TrainerMember
 

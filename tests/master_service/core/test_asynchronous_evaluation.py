@@ -6,11 +6,9 @@ import pytest
 from pydantic import ValidationError
 
 from master_service.core.changes import Decision, NextEpoch
-from master_service.core.decisions import pause_checkpoint, tasks
-from master_service.core.decisions.evaluations import evaluation
+from master_service.core.decisions import evaluation, pause_checkpoint, tasks
 from master_service.core.queue.file_table import FileTable, TableFile
-from master_service.core.state.job import Job
-from master_service.core.state.members import Members
+from master_service.core.state.job import Job, Members
 from trireme_shared.protocol.errors import StaleGeneration
 from trireme_shared.protocol.records import (
     AcquireTask,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from master_service.core.changes import DesirePservers
-from master_service.core.decisions.recovery.rollback import back_to
+from master_service.core.decisions.recovery import back_to
 from trireme_shared.protocol.records import JobSpec, JobState, SlotMap, Strategy
 from trireme_shared.protocol.records.checkpoints import CheckpointRef
 

@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from master_service.core.changes import Decision, Event, ForgetParameters
-from master_service.core.decisions.collective.members import begins_without_some, give_up_loading, still_loading
+from master_service.core.decisions import recovery
+from master_service.core.decisions.collective import begins_without_some, give_up_loading, still_loading
 from master_service.core.decisions.membership import missing, only_joins, reconcile, storage_events
-from master_service.core.decisions.recovery import rollback
 from master_service.core.queue.file_table import FileTable
-from master_service.core.state.job import Job
-from master_service.core.state.members import Members
+from master_service.core.state.job import Job, Members
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.members import list_after, state_after, trainers
 from tests.master_service.core.test_rollback import LATEST, NEWEST, OLDER
@@ -248,11 +247,11 @@ def test_a_rollback_ends_with_those_that_have_loaded_the_checkpoint():
     loading = members({"a": LOADED, "b": None, "c": Holding(timeline=0)}, latest=LATEST)
     assert decide(BACK, LISTED, loading) == Decision(None)
     assert still_loading(BACK, loading) == ["b", "c"]
-    resumed = rollback.resume(job_of(BACK, loading), 0, 40, records=0, seconds=1.0)
+    resumed = recovery.resume(job_of(BACK, loading), 0, 40, records=0, seconds=1.0)
     assert resumed.answer
     assert list_after(Decision(None, resumed.changes)).names == ("a",)
     assert state_after(Decision(None, resumed.changes)).phase is Phase.RUNNING
-    assert not rollback.resume(job_of(BACK, loading, min_members=2), 0, 40, records=0, seconds=1.0).answer
+    assert not recovery.resume(job_of(BACK, loading, min_members=2), 0, 40, records=0, seconds=1.0).answer
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_once_all_say_so():

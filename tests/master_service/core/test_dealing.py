@@ -7,9 +7,8 @@ from collections import Counter
 
 import pytest
 
-from master_service.core.queue.dealing import Classes, Dealing, longest_share
 from master_service.core.queue.file_table import FileTable, TableFile
-from master_service.core.queue.streams import Streams
+from master_service.core.queue.streams import Classes, Dealing, Streams, longest_share
 from trireme_shared.protocol.records import TaskKind
 
 

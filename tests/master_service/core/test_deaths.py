@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from master_service.core.changes import Decision
-from master_service.core.decisions import deaths, tasks
+from master_service.core.decisions import discarded_tasks, tasks
 from master_service.core.state.job import Job
 from tests.equipment.queue_violations import violations
 from tests.master_service.cluster import spec_of, table_of
@@ -60,7 +60,7 @@ class Dying:
     def ask(self, **values: Any) -> TaskAnswer:
         self.requests += 1
         ask = AcquireTask(trainer=self.trainer, request=f"r{self.requests}", generation=1, **values)
-        self.do(deaths.discard_deadly(self.job, ask))
+        self.do(discarded_tasks.discard_deadly(self.job, ask))
         answer: TaskAnswer = self.do(tasks.acquire(self.job, ask))
         return answer
 
@@ -72,9 +72,9 @@ class Dying:
     def dies_at(self, task: Task, minibatch: int, trainer: str = "") -> None:
         """Its successor says so."""
         name = trainer or self.trainer
-        failure = UserFailure(error_type=deaths.DIED, message=CAUSE, trainer=name)
+        failure = UserFailure(error_type=discarded_tasks.DIED, message=CAUSE, trainer=name)
         report = FailTask(trainer=name, attempt=0, failure=failure, epoch=task.epoch, died_at=minibatch)
-        self.do(deaths.count(self.job, task.task_id, report))
+        self.do(discarded_tasks.count(self.job, task.task_id, report))
         if not trainer:
             self.reborn()
 
@@ -189,7 +189,7 @@ def test_places_are_bounded_however_many_processes_die() -> None:
     for number in range(400):
         other = task.model_copy(update={"task_id": str(number)})
         job.dies_at(other, 0, trainer=f"t-{number}")
-    assert len(job.job.budget.counts.deaths) == deaths.MOST_PLACES
+    assert len(job.job.budget.counts.deaths) == discarded_tasks.MOST_PLACES
 
 
 @pytest.mark.parametrize("seed", range(20))

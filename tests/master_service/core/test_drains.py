@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from master_service.core.decisions.cluster.drains import drain, undrain
+from master_service.core.decisions.cluster_jobs import drain, undrain
 from master_service.core.state.cluster import ClusterState
 from tests.master_service.core.cluster_jobs import (
     active,

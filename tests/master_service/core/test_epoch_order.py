@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from master_service.core.queue.epoch_order import EpochOrder
-from master_service.core.queue.streams import stream_length
+from master_service.core.queue.streams import EpochOrder, stream_length
 
 
 @given(n=st.integers(1, 300), seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 1000))

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from master_service.core.changes import Decision
-from master_service.core.decisions import tasks
-from master_service.core.decisions.evaluations import evaluation
+from master_service.core.decisions import evaluation, tasks
 from master_service.core.queue.file_table import FileTable, TableFile
-from master_service.core.state.job import Job
-from master_service.core.state.members import Members
+from master_service.core.state.job import Job, Members
 from trireme_shared.checkpoints.schedule import kept_after
 from trireme_shared.protocol.errors import Conflict, StaleAttempt
 from trireme_shared.protocol.evaluations import MOST_METRICS, evaluation_of, evaluations_before

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from master_service.core.changes import DropEvents, Event, PutEvents
-from master_service.core.state import event_log
-from master_service.core.state.event_log import EventLog
+from master_service.core.state import kept as event_log
+from master_service.core.state.kept import EventLog
 from tests.equipment.replaced import replaced
 from trireme_shared.protocol.errors import CursorExpired
 from trireme_shared.protocol.events import MOST_BYTES, EventChunk, event_record
@@ -32,7 +32,7 @@ def begun() -> EventLog:
 @given(st.lists(st.lists(st.text(max_size=400), min_size=1, max_size=5), max_size=40))
 def test_ids_grow_by_one_and_the_newest_events_that_fit_are_kept(told: list[list[str]]) -> None:
     kept, stored = begun(), dict[int, bytes]()
-    with replaced(event_log, "KEPT", 20), replaced(event_log, "KEPT_BYTES", 4000):
+    with replaced(event_log, "KEPT_EVENTS", 20), replaced(event_log, "KEPT_BYTES", 4000):
         for messages in told:
             for change in kept.told([(TIME, Event("told", message)) for message in messages]):
                 kept.apply(change)
@@ -91,10 +91,10 @@ def test_what_is_kept_takes_little_memory() -> None:
     tracemalloc.start()
     try:
         kept = begun()
-        for number in range(event_log.KEPT):
+        for number in range(event_log.KEPT_EVENTS):
             tell(kept, [f"task {number} (train-00001.parquet records 1000-1999) goes back: ValueError: no"])
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(kept.after(0, 10_000)) == event_log.KEPT
-    assert held < event_log.KEPT * 600
+    assert len(kept.after(0, 10_000)) == event_log.KEPT_EVENTS
+    assert held < event_log.KEPT_EVENTS * 600

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from master_service.core.decisions.cluster import job_schedules
+from master_service.core.decisions import job_schedules
 from master_service.core.state.cluster import ClusterState, DropSchedule, DropSource, PutJob, PutSchedule, PutSource
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.cluster_jobs import deleted, state_of

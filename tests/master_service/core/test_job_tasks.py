@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from master_service.core.decisions.cluster import lifecycle
-from master_service.core.decisions.scheduling import needed, pool_view, schedule
-from master_service.core.explanation.cause import Code
-from master_service.core.explanation.in_cluster import explain_unled
+from master_service.core.decisions import cluster_jobs
+from master_service.core.decisions.scheduling import pool_view
+from master_service.core.decisions.scheduling.admission import needed
+from master_service.core.decisions.scheduling.schedule import schedule
+from master_service.core.explanation.explain import explain_unled
 from master_service.core.state.cluster import ClusterState, PutAssignment, PutTaskRun
 from tests.equipment.replaced import replaced
 from tests.master_service.cluster import spec_of
@@ -26,6 +27,7 @@ from tests.master_service.core.cluster_jobs import (
     step,
 )
 from trireme_shared.protocol.errors import Conflict
+from trireme_shared.protocol.explanations import Code
 from trireme_shared.protocol.records import JobState
 from trireme_shared.protocol.records.cluster import ClusterJob, Standing, TaskRun, TaskState
 from trireme_shared.protocol.records.job_spec import JobTask, Mode
@@ -105,7 +107,7 @@ def test_a_failed_pre_task_is_tried_again_after_a_pause_and_fails_its_job_at_las
     told = explain_unled(state, job, WALL, JobState())
     assert (told.code, told.details) == (Code.JOB_TASK_FAILED, ("still no space",))
     agents_follow(state)
-    for change in lifecycle.resume(state, "a").changes:
+    for change in cluster_jobs.resume(state, "a").changes:
         state.apply(change, 0.0)
     step(state, now=60.0)
     assert (state.assignments[T0].task, state.assignments[T0].attempt) == ("pre-0", 3)
@@ -231,7 +233,7 @@ def test_cancel_stops_a_pre_task_with_its_job_and_a_post_task_alone():
         state = state_of(job, trainers=1, pservers=0)
         step(state)
         agents_follow(state)
-        for change in lifecycle.cancel(state, "a", "now").changes:
+        for change in cluster_jobs.cancel(state, "a", "now").changes:
             state.apply(change, 0.0)
         step(state)
         assert not state.assignments
@@ -242,12 +244,12 @@ def test_a_paused_job_stops_its_pre_task_and_runs_it_again_later():
     state = state_of(with_tasks("a", pre=("prepare",)), trainers=1, pservers=1)
     step(state)
     agents_follow(state)
-    for change in lifecycle.pause(state, "a").changes:
+    for change in cluster_jobs.pause(state, "a").changes:
         state.apply(change, 0.0)
     step(state)
     assert (run_of(state, "a", "pre-0").state, dict(state.assignments)) == (TaskState.WAITING, {})
     agents_follow(state)
-    for change in lifecycle.resume(state, "a").changes:
+    for change in cluster_jobs.resume(state, "a").changes:
         state.apply(change, 0.0)
     step(state)
     assert state.assignments[T0].attempt == 2

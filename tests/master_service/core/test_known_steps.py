@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from master_service.core.decisions.lifecycle import count_outside_tasks
-from master_service.core.state.job import Job
-from master_service.core.state.members import Members
+from master_service.core.state.job import Job, Members
 from tests.master_service.cluster import spec_of, table_of
 from tests.master_service.core.members import trainers
 from tests.master_service.core.test_rollback import LATEST, NEWEST

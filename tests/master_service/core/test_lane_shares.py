@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from master_service.core.changes import Decision
 from master_service.core.decisions.membership import rebalance
-from master_service.core.placement.lanes import (
+from master_service.core.placement import (
     ALIGNING_COSTS,
     WORTH_MOVING,
     aligned,
@@ -24,9 +24,9 @@ from master_service.core.placement.lanes import (
     step_s,
 )
 from master_service.core.queue.file_table import FileTable, TableFile
-from master_service.core.state import speeds as speeds_module
+from master_service.core.state import metrics as speeds_module
 from master_service.core.state.job import Job
-from master_service.core.state.speeds import REPORTS, WINDOW_S, Speeds
+from master_service.core.state.metrics import REPORTS, SPEED_WINDOW_S, Speeds
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.members import list_after, state_after
 from trireme_shared.protocol.lanes import aligned_intervals, share_of
@@ -274,7 +274,7 @@ def moves_of_equal_trainers(rebalance_s: float) -> int:
 
 def test_lanes_do_not_move_by_noise_however_often_the_leader_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert moves_of_equal_trainers(0.5) <= 3
-    monkeypatch.setattr(speeds_module, "WINDOW_S", 0.0)
+    monkeypatch.setattr(speeds_module, "SPEED_WINDOW_S", 0.0)
     assert moves_of_equal_trainers(0.5) > 10, "without the window they do"
 
 
@@ -285,7 +285,7 @@ def test_a_trainer_that_becomes_slow_loses_lanes_within_the_window() -> None:
         for name in names:
             job.speeds.note(name, 5.0 if name == "c" and second > 20 else 1.0, None, float(second))
         if rebalance(job).changes:
-            assert 20 < second <= 20 + WINDOW_S
+            assert 20 < second <= 20 + SPEED_WINDOW_S
             return
     pytest.fail("no lane has moved")
 

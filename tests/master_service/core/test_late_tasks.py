@@ -8,7 +8,7 @@ import pytest
 
 from master_service.core.changes import DropPending, NextEpoch, PutPending, PutRequeued
 from master_service.core.decisions import tasks
-from master_service.core.queue.late_tasks import ENOUGH
+from master_service.core.queue.open_tasks import ENOUGH_DURATIONS
 from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.job import Job
 from tests.equipment.queue_violations import violations
@@ -42,7 +42,7 @@ class Scene:
         self.job.trainers = TrainerList(generation=1, names=NAMES)
         self.job.budget.started = True
         self.now, self.requests = 0.0, 0
-        for _ in range(ENOUGH):
+        for _ in range(ENOUGH_DURATIONS):
             self.job.training.late.observe(1.0)
 
     def commit(self, decision: object) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from master_service.core.decisions.membership import reconcile
-from master_service.core.state.members import LEFT_KEPT, Members
+from master_service.core.state.job import LEFT_KEPT, Members
 from master_service.store.members_watch import MembersWatch
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.waiting import until

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from master_service.core.decisions import tasks
-from master_service.core.decisions.evaluations import evaluation, lost_evaluation
+from master_service.core.decisions import evaluation, recovery, tasks
 from tests.master_service.core.test_evaluation import Trained
 from trireme_shared.checkpoints.schedule import way_back
 from trireme_shared.protocol.records import FailTask, JobState, Phase, Task, UserFailure
@@ -34,24 +33,24 @@ def back_at(trained: Trained, step: int) -> None:
 
 def test_it_goes_back_as_soon_as_a_later_version_is_saved():
     trained = Trained(ref(7), ref(5), keep_best=BEST)
-    assert not lost_evaluation.is_lost(trained.job), "it may be on its way"
+    assert not recovery.is_evaluation_lost(trained.job), "it may be on its way"
     trained.keep(ref(10), ref(7))
-    assert not lost_evaluation.is_lost(trained.job), "it is there"
+    assert not recovery.is_evaluation_lost(trained.job), "it is there"
     trained.keep(ref(11), ref(7), ref(5))
-    assert trained.do(lost_evaluation.go_back(trained.job))
+    assert trained.do(recovery.go_back_for_evaluation(trained.job))
     assert trained.events == ["the checkpoint of evaluation 1 was not written: the job goes back to step 7"]
-    assert not trained.do(lost_evaluation.go_back(trained.job)), "it goes back already"
+    assert not trained.do(recovery.go_back_for_evaluation(trained.job)), "it goes back already"
     back_at(trained, 7)
     again = ref(10, trained.job.state.timeline, ref(7).uuid)
     trained.keep(again, ref(7), ref(5))
-    assert not lost_evaluation.is_lost(trained.job)
+    assert not recovery.is_evaluation_lost(trained.job)
     trained.evaluate(0.5)
     assert trained.job.evaluations[1].checkpoint == again.uuid
 
 
 def test_results_that_change_nothing_are_left_out_without_going_back():
     trained = Trained(ref(20), ref(7))
-    assert not lost_evaluation.is_lost(trained.job)
+    assert not recovery.is_evaluation_lost(trained.job)
     assert trained.do(evaluation.begin(trained.job))
     assert trained.job.evaluation.settled == 1
 
@@ -60,7 +59,7 @@ def test_it_goes_back_behind_the_evaluations_that_are_over():
     trained = Trained(ref(10), ref(7), stop_early="accuracy:max:patience=3")
     trained.evaluate(0.5)
     trained.keep(ref(23), ref(14), ref(10))
-    trained.do(lost_evaluation.go_back(trained.job))
+    trained.do(recovery.go_back_for_evaluation(trained.job))
     back_at(trained, 14)
     assert trained.job.evaluation.settled == 1
     assert trained.job.evaluation.recent[0].metrics == {"accuracy": 0.5}
@@ -68,12 +67,12 @@ def test_it_goes_back_behind_the_evaluations_that_are_over():
 
 def test_after_three_times_the_evaluation_is_left_out():
     trained = Trained(ref(11), ref(7), keep_best=BEST)
-    for _ in range(lost_evaluation.TIMES):
-        assert trained.do(lost_evaluation.go_back(trained.job))
+    for _ in range(recovery.MOST_REDONE):
+        assert trained.do(recovery.go_back_for_evaluation(trained.job))
         back_at(trained, 7)
         timeline = trained.job.state.timeline
         trained.keep(ref(11, timeline, ref(7).uuid), ref(7))
-    assert not trained.do(lost_evaluation.go_back(trained.job))
+    assert not trained.do(recovery.go_back_for_evaluation(trained.job))
     trained.keep(ref(20, timeline, ref(7).uuid), ref(7))
     assert trained.do(evaluation.begin(trained.job))
     assert "left out" in trained.events[-2]
@@ -81,7 +80,7 @@ def test_after_three_times_the_evaluation_is_left_out():
 
 def test_before_any_checkpoint_was_there_training_starts_over():
     trained = Trained(ref(12), keep_best=BEST)
-    assert trained.do(lost_evaluation.go_back(trained.job))
+    assert trained.do(recovery.go_back_for_evaluation(trained.job))
     assert (trained.job.state.phase, trained.job.state.checkpoint) == (Phase.ROLLING_BACK, "")
     assert "training starts over" in trained.events[-1]
 
@@ -97,7 +96,7 @@ def test_before_any_checkpoint_was_there_training_starts_over():
 def test_a_job_that_does_not_run_or_whose_evaluations_are_of_another_timeline_is_left_alone(state):
     trained = Trained(ref(11), ref(7), keep_best=BEST)
     trained.job.state = state
-    assert not lost_evaluation.is_lost(trained.job)
+    assert not recovery.is_evaluation_lost(trained.job)
 
 
 def test_it_is_not_needed_where_training_ends_before_that_evaluation():
@@ -107,7 +106,7 @@ def test_it_is_not_needed_where_training_ends_before_that_evaluation():
     trained.evaluate(0.4)
     assert trained.job.evaluation.stop_after == 2
     trained.keep(ref(31), ref(20))
-    assert not lost_evaluation.is_lost(trained.job)
+    assert not recovery.is_evaluation_lost(trained.job)
 
 
 @pytest.mark.parametrize(("error_type", "goes_back"), [("CHECKPOINT_UNUSABLE", True), ("STORAGE_UNREACHABLE", False)])

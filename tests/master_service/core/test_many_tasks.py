@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from master_service.core.changes import PutCursor, PutDiscarded, PutPending, PutRequeued
-from master_service.core.decisions.recovery.queue import CutQueue, missed_minibatches, records_since_cut
+from master_service.core.decisions.queue_at_checkpoint import CutQueue, missed_minibatches, records_since_cut
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.queue.open_tasks import RequeuedTasks
 from master_service.core.state.job import Job

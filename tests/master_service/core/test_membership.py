@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from master_service.core.changes import Decision
 from master_service.core.decisions.lifecycle import count_failure, fail, next_stage
 from master_service.core.decisions.membership import only_joins, reconcile, storage_events
-from master_service.core.decisions.recovery.lost import survivors
-from master_service.core.placement.lanes import moved_lanes, place
-from master_service.core.state.job import FailureBudget
-from master_service.core.state.members import Members
+from master_service.core.decisions.recovery import survivors
+from master_service.core.placement import moved_lanes, place
+from master_service.core.state.job import FailureBudget, Members
 from master_service.core.state.metrics import Metrics
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.members import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from master_service.core.decisions.scheduling import needed
+from master_service.core.decisions.scheduling.admission import needed
 from tests.master_service.core.cluster_jobs import active, job_of, state_of
 from trireme_shared.protocol.records.cluster import Standing
 

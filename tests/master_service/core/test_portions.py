@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from master_service.core.changes import Event
-from master_service.core.decisions.scheduling import Schedule, schedule
-from master_service.core.decisions.scheduling.portions import Portions
+from master_service.core.decisions.scheduling.schedule import Portions, Schedule, schedule
 from master_service.core.state.cluster import ClusterState, DropDrain, PutDrain, PutJob
 from tests.equipment.replaced import replaced
 from tests.master_service.core.cluster_jobs import WALL, active, give, job_of, state_of

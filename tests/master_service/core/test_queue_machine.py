@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from master_service.core.changes import Decision, DropDiscarded, DropPending, PutDiscarded
-from master_service.core.decisions import task_requests, tasks
-from master_service.core.queue.late_tasks import ENOUGH, LEAST_S
+from master_service.core.decisions import discarded_tasks, tasks
+from master_service.core.queue.open_tasks import ENOUGH_DURATIONS, LEAST_S
 from master_service.core.state.job import Job
 from master_service.store import schema
 from tests.equipment.queue_violations import violations
@@ -114,7 +114,7 @@ class Machine(RuleBasedStateMachine):
         if not known:
             return
         task_id = data.draw(st.sampled_from(known))
-        asks = data.draw(st.sampled_from((task_requests.retry, task_requests.skip)))
+        asks = data.draw(st.sampled_from((discarded_tasks.retry, discarded_tasks.skip)))
         try:
             asked = asks(self.job, task_id, "asked by a test")
         except Conflict:
@@ -182,7 +182,7 @@ class SharedStream(Machine):
 
     @rule()
     def what_is_under_way_is_late(self) -> None:
-        for _ in range(ENOUGH):
+        for _ in range(ENOUGH_DURATIONS):
             self.job.training.late.observe(0.0)
         self.now += 2 * LEAST_S
         tasks.find_late(self.job, self.now)

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from master_service.core import placement
 from master_service.core.changes import Change, Decision, DesirePservers, DropMigration
-from master_service.core.decisions import membership, operations, resize
-from master_service.core.decisions.recovery import lost
-from master_service.core.placement import slot_moves as moves
+from master_service.core.decisions import membership, operations, recovery, resize
 from master_service.core.queue.file_table import FileTable
 from master_service.core.state.job import Job
 from tests.master_service.cluster import spec_of
@@ -97,14 +96,14 @@ def hand_over(job: Job, index: int, **fields: object) -> None:
 
 
 def test_a_slot_weighs_two_versions_and_the_optimizers_state() -> None:
-    assert moves.slot_bytes(LAYOUT, Mode.SYNC)[:BLOCKS] == [4096] * BLOCKS
-    assert moves.slot_bytes(LAYOUT, Mode.ASYNC)[0] == 3072
-    assert sum(moves.slot_bytes(LAYOUT, Mode.SYNC)) == 4096 * BLOCKS
+    assert placement.slot_bytes(LAYOUT, Mode.SYNC)[:BLOCKS] == [4096] * BLOCKS
+    assert placement.slot_bytes(LAYOUT, Mode.ASYNC)[0] == 3072
+    assert sum(placement.slot_bytes(LAYOUT, Mode.SYNC)) == 4096 * BLOCKS
 
 
 def test_groups_are_bounded_and_those_of_different_pairs_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moves, "GROUP_BYTES", 8192)
-    groups = moves.planned_groups(LAYOUT, Mode.SYNC, SlotMap(version=1, owners=spread(128, 2)), 4)
+    monkeypatch.setattr(placement, "GROUP_BYTES", 8192)
+    groups = placement.planned_groups(LAYOUT, Mode.SYNC, SlotMap(version=1, owners=spread(128, 2)), 4)
     pairs = [(group.source, group.target, group.bytes) for group in groups]
     assert pairs == [(0, 2, 8192), (1, 3, 8192)] * 2
     assert [group.number for group in groups] == list(range(len(groups)))
@@ -116,12 +115,12 @@ def test_groups_grow_with_what_a_source_has_to_send(monkeypatch: pytest.MonkeyPa
         layout = LAYOUT.model_copy(
             update={"segments": (LAYOUT.segments[0].model_copy(update={"elements": blocks * 256}),)}
         )
-        found = moves.planned_groups(layout, Mode.SYNC, SlotMap(version=1, owners=(0,) * 128), 2)
+        found = placement.planned_groups(layout, Mode.SYNC, SlotMap(version=1, owners=(0,) * 128), 2)
         assert sum(group.bytes for group in found) == blocks // 2 * 4096
         return sorted({group.bytes for group in found})
 
     for name, value in (("LEAST_GROUP_BYTES", 8192), ("GROUP_BYTES", 4 * 8192), ("GROUPS", 4)):
-        monkeypatch.setattr(moves, name, value)
+        monkeypatch.setattr(placement, name, value)
     assert groups(16) == [8192]
     assert groups(32) == [16384]
     assert groups(128) == [4 * 8192]
@@ -138,7 +137,7 @@ def test_groups_grow_with_what_a_source_has_to_send(monkeypatch: pytest.MonkeyPa
 )
 def test_the_optimizers_tensors_are_known_from_its_options(fields: tuple[str, dict[str, object]], states: int) -> None:
     name, options = fields
-    assert moves.states_of(OptimizerSpec(name=name, defaults=options, groups=({},)), 0) == states
+    assert placement.states_of(OptimizerSpec(name=name, defaults=options, groups=({},)), 0) == states
 
 
 def test_a_dry_run_says_what_each_parameter_server_sends_and_changes_nothing() -> None:
@@ -350,7 +349,7 @@ def test_a_job_started_again_while_slots_move_waits_for_no_owner_of_before(
     take(job, membership.reconcile(job.spec, job.state, job.trainers, job.slots, job.members))
     assert job.state.phase is Phase.ROLLING_BACK
     assert job.slots.serving == tuple(range(pservers))
-    assert lost.holders(job.spec, job.slots) == tuple(range(pservers))
+    assert recovery.holders(job.spec, job.slots) == tuple(range(pservers))
 
 
 def test_a_restart_asks_for_a_checkpoint_first() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from master_service.core.decisions.cluster import lifecycle
-from master_service.core.decisions.cluster.lifecycle import due_for_deletion
+from master_service.core.decisions import cluster_jobs
+from master_service.core.decisions.cluster_jobs import due_for_deletion
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.cluster_jobs import WALL, active, job_of, state_of
 from trireme_shared.protocol.errors import Conflict, InvalidArgument
@@ -35,16 +35,16 @@ def test_a_job_that_another_waits_for_and_one_with_post_tasks_stay():
 def test_a_deletion_that_was_begun_is_due_whatever_the_retention_is_and_the_job_is_closed():
     state = state_of(ended("a", 1), ended("f", 1, Standing.FAILED))
     for name in "af":
-        for change in lifecycle.begin_delete(state, name).changes:
+        for change in cluster_jobs.begin_delete(state, name).changes:
             state.apply(change, 0.0)
     assert due_for_deletion(state, WALL, None) == ["a", "f"]
     with pytest.raises(Conflict, match="is being deleted"):
-        lifecycle.resume(state, "f")
+        cluster_jobs.resume(state, "f")
     with pytest.raises(InvalidArgument, match="comes after job a, which does not exist"):
-        lifecycle.create(state, job_of("b", after=("a",)), None, "now")
-    assert lifecycle.begin_delete(state, "a").changes == ()
+        cluster_jobs.create(state, job_of("b", after=("a",)), None, "now")
+    assert cluster_jobs.begin_delete(state, "a").changes == ()
 
 
 def test_keys_go_only_after_the_deletion_was_begun():
     with pytest.raises(Conflict, match="was not begun"):
-        lifecycle.delete(state_of(ended("a", 1)), "a")
+        cluster_jobs.delete(state_of(ended("a", 1)), "a")

@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from master_service.core.changes import Decision, DesirePservers, Event, ForgetParameters, NextEpoch
+from master_service.core.decisions import recovery
 from master_service.core.decisions.membership import reconcile
-from master_service.core.decisions.recovery import lost, rollback
-from master_service.core.decisions.recovery.queue import epoch_at, restore_to_positions
+from master_service.core.decisions.queue_at_checkpoint import epoch_at, restore_to_positions
 from master_service.core.decisions.tasks import acquire, complete, fail_task
 from master_service.core.queue.file_table import FileTable, TableFile
-from master_service.core.state.job import Job
-from master_service.core.state.members import Members
+from master_service.core.state.job import Job, Members
 from tests.equipment.queue_violations import violations
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.members import (
@@ -193,7 +192,7 @@ def test_an_old_error_does_not_count_in_a_newer_timeline() -> None:
 def test_without_any_checkpoint_pservers_that_hold_parameters_leave_and_training_starts_over() -> None:
     alone = members_of(0, latest=None)
     assert reconcile(SPEC, RUNNING, TRAINERS, SLOTS, alone) == Decision(None)
-    assert [member.index for member in lost.survivors(SPEC, RUNNING, SLOTS, alone)] == [0]
+    assert [member.index for member in recovery.survivors(SPEC, RUNNING, SLOTS, alone)] == [0]
     decision = reconcile(SPEC, RUNNING, TRAINERS, SLOTS, members_of(latest=None))
     state = state_after(decision)
     assert (state.phase, state.timeline, state.checkpoint, list_after(decision).names) == (Phase.WAITING, 5, "", ())
@@ -323,7 +322,7 @@ def test_from_any_positions_each_record_is_trained_exactly_once_afterwards(
     land(job, Decision(None, restore_to_positions(job, positions)), 3e4)
     assert list(violations(job.training)) == []
     assert job.training.epoch == epoch_at(positions)
-    stage = rollback.stage_at(job.spec, job.state.stage, epoch_at(positions))
+    stage = recovery.stage_at(job.spec, job.state.stage, epoch_at(positions))
     job.state = job.state.model_copy(update={"stage": stage})
     assert train(job, readers, random.Random(0), 2000, 4e4)
     trained = sum((reader.trained for reader in readers), Counter())
@@ -347,13 +346,13 @@ def test_training_that_was_over_stays_over_and_what_follows_is_not_undone() -> N
     land(job, Decision(None, (NextEpoch(epoch_at(over)),)), 1.0)
     land(job, Decision(None, restore_to_positions(job, over)), 1.0)
     assert (len(queue.pending), len(queue.requeued), job.training.epoch) == (0, 1, 1)
-    assert rollback.stage_at(job.spec, Stage.EVALUATE, epoch_at(over)) is Stage.EVALUATE
-    assert rollback.stage_at(job.spec, Stage.TRAIN, epoch_at(over)) is not Stage.TRAIN
+    assert recovery.stage_at(job.spec, Stage.EVALUATE, epoch_at(over)) is Stage.EVALUATE
+    assert recovery.stage_at(job.spec, Stage.TRAIN, epoch_at(over)) is not Stage.TRAIN
     early = [LanePosition(lane=0, epoch=0, index=1)]
     land(job, Decision(None, (NextEpoch(epoch_at(early)),)), 2.0)
     land(job, Decision(None, restore_to_positions(job, early)), 2.0)
     assert (queue.cursors, queue.requeued, job.training.cursors) == ({}, {}, {"0": 1})
-    assert rollback.stage_at(job.spec, Stage.EXPORT, epoch_at(early)) is Stage.TRAIN
+    assert recovery.stage_at(job.spec, Stage.EXPORT, epoch_at(early)) is Stage.TRAIN
 
 
 def test_a_report_from_before_the_roll_back_is_stale() -> None:
@@ -383,10 +382,10 @@ def test_with_parameters_and_queue_restored_the_job_runs_in_a_new_generation() -
     job.slots = SlotMap(version=1, owners=(0,) * 128)
     start = [LanePosition(lane=lane) for lane in range(2)]
     job.members = members_of(0)
-    waiting = rollback.resume(job, epoch_at(start), 40, records=8, seconds=1.25)
+    waiting = recovery.resume(job, epoch_at(start), 40, records=8, seconds=1.25)
     assert waiting == Decision(False)
     job.members = members_of(0, restored=said(5))
-    decision = rollback.resume(job, epoch_at(start), 40, records=8, seconds=1.25)
+    decision = recovery.resume(job, epoch_at(start), 40, records=8, seconds=1.25)
     state = state_after(decision)
     assert (decision.answer, state.phase, state.generation, state.timeline) == (True, Phase.RUNNING, 6, 5)
     assert list_after(decision) == TrainerList(generation=6, lanes=2, names=("a", "b"))

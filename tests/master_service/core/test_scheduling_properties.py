@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from master_service.core.decisions.scheduling import Schedule, schedule
+from master_service.core.decisions.scheduling.schedule import Schedule, schedule
 from master_service.core.state.cluster import DropAssignment, DropDrain, Place, PutAssignment, PutDrain, PutJob
 from tests.master_service.core.cluster_jobs import job_of, member_of, preempted, state_of
 from trireme_shared.protocol.records.cluster import ClusterJob, Drain, Standing

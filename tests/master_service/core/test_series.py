@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from master_service.core.state import series as module
-from master_service.core.state.series import MOST_BUCKETS, MOST_SERIES, Series, SeriesTable, Value
-from master_service.core.state.whole_steps import WholeSteps
+from master_service.core.state.series import MOST_BUCKETS, MOST_SERIES, Series, SeriesTable, Value, WholeSteps
 from master_service.storage.series_files import add_encoded, encoded, name_of, to_read
 from tests.equipment.replaced import replaced
 

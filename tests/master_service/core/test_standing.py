@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from master_service.core.decisions.cluster.lifecycle import finish, follow_resize
+from master_service.core.decisions.cluster_jobs import finish, follow_resize
 from master_service.core.state.cluster import ClusterState, DropAssignment, PutAssignment, PutJob
 from tests.master_service.core.cluster_jobs import active, job_of, state_of
 from trireme_shared.protocol.records.cluster import Assignment, Standing

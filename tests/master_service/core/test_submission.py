@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from master_service.core.decisions.cluster import lifecycle
+from master_service.core.decisions import cluster_jobs
 from master_service.core.state.cluster import ClusterState, DropJob, DropSource, PutJob, PutSource
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.cluster_jobs import active, deleted, job_of, state_of
@@ -17,7 +17,7 @@ ENDS = (Standing.COMPLETED, Standing.FAILED, Standing.CANCELLED)
 
 
 def create(state: ClusterState, asked: ClusterJob, source: Source | None = None) -> ClusterJob:
-    decision = lifecycle.create(state, asked, source, STAMP)
+    decision = cluster_jobs.create(state, asked, source, STAMP)
     for change in decision.changes:
         state.apply(change, 0.0)
     return decision.answer
@@ -41,7 +41,7 @@ def test_fields_that_only_the_leader_writes_are_not_taken_from_the_request():
 
 def test_a_script_is_stored_with_its_first_job_and_goes_with_the_last():
     state, script = state_of(), Source(file_name="train.py", text="model = 1")
-    decision = lifecycle.create(state, job_of("a", source_digest=script.digest), script, STAMP)
+    decision = cluster_jobs.create(state, job_of("a", source_digest=script.digest), script, STAMP)
     assert decision.changes == (PutSource(script.digest, script), PutJob(decision.answer))
     for name in "ab":
         ended = {"source_digest": script.digest, "standing": Standing.COMPLETED}
@@ -92,13 +92,13 @@ def test_a_circle_over_a_name_that_is_taken_again_is_refused():
 
 
 def test_jobs_are_bounded():
-    jobs = [job_of(f"j{number}", standing=Standing.PAUSED) for number in range(lifecycle.MAX_OPEN)]
+    jobs = [job_of(f"j{number}", standing=Standing.PAUSED) for number in range(cluster_jobs.MAX_OPEN)]
     with pytest.raises(Conflict, match="1000 jobs of the cluster have not ended, at most 1000"):
         create(state_of(*jobs), job_of("a"))
     state = state_of(*jobs[1:])
     create(state, job_of("a"))
     ended = job_of("e", standing=Standing.COMPLETED)
-    state.jobs = {f"e{number}": ended for number in range(lifecycle.MAX_JOBS)}
+    state.jobs = {f"e{number}": ended for number in range(cluster_jobs.MAX_JOBS)}
     with pytest.raises(Conflict, match="keeps 10000 jobs, at most 10000"):
         create(state, job_of("a"))
 
@@ -125,12 +125,12 @@ QUEUED, ACTIVE, PAUSED = job_of("a", 1), active("a", 1), job_of("a", 1, standing
 def test_a_request_changes_the_job_once(ask, job, standing, wanted):
     state = state_of(job)
     given = (STAMP,) if ask == "cancel" else ()
-    decision = getattr(lifecycle, ask)(state, "a", *given)
+    decision = getattr(cluster_jobs, ask)(state, "a", *given)
     assert (decision.answer.standing, decision.answer.wanted) == (standing, wanted)
     assert decision.changes == (PutJob(decision.answer),)
     assert decision.answer.end_time == (STAMP if standing.final else "")
     state.apply(decision.changes[0], 0.0)
-    again = getattr(lifecycle, ask)(state, "a", *given)
+    again = getattr(cluster_jobs, ask)(state, "a", *given)
     assert (again.answer, again.changes, again.events) == (decision.answer, (), ())
 
 
@@ -142,19 +142,19 @@ def test_a_job_that_has_ended_stays_as_it_is(ask, end):
     if (ask, end) in {("cancel", Standing.CANCELLED), ("resume", Standing.FAILED)}:
         return  # said above
     with pytest.raises(Conflict, match=f"job a is {end}: it cannot be"):
-        getattr(lifecycle, ask)(state, "a", *given)
+        getattr(cluster_jobs, ask)(state, "a", *given)
 
 
 @pytest.mark.parametrize("ask", ["pause", "resume"])
 def test_a_job_that_is_being_cancelled_is_not_asked_for_anything_else(ask):
     with pytest.raises(Conflict, match="is being cancelled"):
-        getattr(lifecycle, ask)(state_of(active("a", wanted="cancel")), "a")
+        getattr(cluster_jobs, ask)(state_of(active("a", wanted="cancel")), "a")
 
 
 @pytest.mark.parametrize("ask", ["pause", "resume", "cancel", "delete"])
 def test_unknown_jobs_are_not_found(ask):
     with pytest.raises(NotFound, match="there is no job x"):
-        getattr(lifecycle, ask)(state_of(), "x", *((STAMP,) if ask == "cancel" else ()))
+        getattr(cluster_jobs, ask)(state_of(), "x", *((STAMP,) if ask == "cancel" else ()))
 
 
 @pytest.mark.parametrize("end", ENDS)

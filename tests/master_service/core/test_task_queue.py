@@ -15,7 +15,7 @@ from master_service.core.changes import (
     PutPending,
     PutRequeued,
 )
-from master_service.core.queue.deadlines import Deadlines
+from master_service.core.queue.open_tasks import Deadlines
 from master_service.core.queue.streams import Streams
 from master_service.core.queue.task_queue import Closing, TaskQueue
 from tests.equipment.queue_violations import violations

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from master_service.core.changes import Decision
-from master_service.core.decisions import task_requests, tasks
-from master_service.core.decisions.recovery.queue import CutQueue, records_since_cut, restore_to_cut
+from master_service.core.decisions import discarded_tasks, tasks
+from master_service.core.decisions.queue_at_checkpoint import CutQueue, records_since_cut, restore_to_cut
 from master_service.core.state.job import Job
 from tests.equipment.queue_violations import violations
 from tests.master_service.cluster import spec_of, table_of
@@ -61,10 +61,10 @@ class Asked:
         self.do(tasks.complete(self.job, task.task_id, report))
 
     def retry(self, task_id: str) -> Any:
-        return self.do(task_requests.retry(self.job, task_id, BY))
+        return self.do(discarded_tasks.retry(self.job, task_id, BY))
 
     def skip(self, task_id: str) -> Any:
-        return self.do(task_requests.skip(self.job, task_id, BY))
+        return self.do(discarded_tasks.skip(self.job, task_id, BY))
 
 
 def test_a_discarded_task_is_given_out_again_with_the_attempts_before_it() -> None:

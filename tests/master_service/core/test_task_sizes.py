@@ -6,10 +6,8 @@ import random
 
 import pytest
 
-from master_service.core.queue.epoch_plan import news_of, plan_of, short_steps
-from master_service.core.queue.file_table import FileTable, TableFile
-from master_service.core.queue.streams import Streams
-from master_service.core.queue.task_sizes import MOST_MINIBATCHES, TaskSizes
+from master_service.core.queue.file_table import MOST_MINIBATCHES, FileTable, TableFile, TaskSizes
+from master_service.core.queue.streams import Streams, news_of, plan_of, short_steps
 from tests.master_service.cluster import spec_of
 from trireme_shared.protocol.records import EpochPlan, JobSpec, Mode, TaskKind
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from master_service.core.decisions.scheduling.reasons import who_has
+from master_service.core.decisions.scheduling.schedule import who_has
 from master_service.core.state.cluster import ClusterState, PutDrain
 from tests.master_service.core.cluster_jobs import active, give, state_of
 from trireme_shared.protocol.records.cluster import Drain

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from master_service.core.state import series as series_module
-from master_service.core.state.series import SeriesTable, Value
-from master_service.core.state.whole_steps import WholeSteps, values_of
+from master_service.core.state.series import SeriesTable, Value, WholeSteps, values_of
 from master_service.storage.series_files import add_encoded, encoded
 from tests.equipment.replaced import replaced
 from trireme_shared.protocol.records import StepMetrics

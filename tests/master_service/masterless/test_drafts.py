@@ -5,7 +5,7 @@ from __future__ import annotations
 from master_service.core.changes import DropEvaluationsAfter
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.state.job import Job
-from master_service.masterless.view import draft_of
+from master_service.masterless.shared_job import draft_of
 from trireme_shared.protocol.evaluations import Evaluation
 from trireme_shared.protocol.records import Dispatch, JobSpec
 from trireme_shared.protocol.records.datasets import TextLines

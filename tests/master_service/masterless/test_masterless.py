@@ -9,7 +9,7 @@ import pytest
 from master_service.core.changes import Decision
 from master_service.core.decisions import lifecycle
 from master_service.masterless.dispatcher import REMEMBERED_S, Dispatcher
-from master_service.masterless.writer import SharedWriter
+from master_service.masterless.shared_job import SharedWriter
 from master_service.store.leader_writer import LeaderWriter
 from master_service.store.writer import HeldLock
 from tests.equipment.virtual_loop import run_virtually

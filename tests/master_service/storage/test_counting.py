@@ -15,9 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from master_service.core.queue.file_table import TableFile
-from master_service.storage.counting import count_records, load, save
+from master_service.storage.counting import CountingStopped, PartialCounts, count_records, load, save
 from master_service.storage.job_storage import FileStorage
-from master_service.storage.partial_counts import CountingStopped, PartialCounts
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.waiting import until
 from trainer_agent.script.sample_records import first_records

@@ -7,10 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from master_service.core.queue.task_sizes import KEPT_BY_LANE, TaskSizes
-from master_service.storage.counting import count_records
+from master_service.core.queue.file_table import KEPT_BY_LANE, TaskSizes
+from master_service.storage.counting import TaskStarts, count_records
 from master_service.storage.job_storage import FileStorage
-from master_service.storage.task_starts import TaskStarts
 from tests.equipment.replaced import replaced
 from tests.master_service.cluster import spec_of
 from trainer_agent.data import open_dataset
@@ -31,7 +30,7 @@ def write_lines(folder, counts):
     "sizes", [TaskSizes(4, 8), TaskSizes(3, 2), TaskSizes(4, 8, drop_last=True), TaskSizes(4, 8, 10)]
 )
 def test_each_task_is_read_from_the_byte_at_which_it_starts(tmp_path, sizes, kept, monkeypatch):
-    monkeypatch.setattr("master_service.core.queue.task_sizes.KEPT_BY_LANE", kept)
+    monkeypatch.setattr("master_service.core.queue.file_table.KEPT_BY_LANE", kept)
     counts = (479, 2000, 3, 0, 33)
     dataset = write_lines(tmp_path, counts)
     table = count_records(dataset, sizes)

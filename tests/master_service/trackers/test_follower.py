@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from master_service.trackers import follower
 from master_service.trackers import follower as following
-from master_service.trackers import worker
 from master_service.trackers.assignment import Assignment, News
 from master_service.trackers.follower import Follower
 from tests.equipment.replaced import replaced
@@ -55,7 +55,7 @@ class Hanging:
 
 @pytest.fixture(autouse=True)
 def impatient() -> Iterator[None]:
-    with replaced(worker, "FIRST_PAUSE_S", 0.02), replaced(following, "LATE_S", 0.05):
+    with replaced(follower, "FIRST_PAUSE_S", 0.02), replaced(following, "LATE_S", 0.05):
         yield
 
 
@@ -73,9 +73,9 @@ class Following:
         self.follower = Follower(assignment, self.news.append, self._woken.set)
 
     def until(self, done: Callable[[], bool], result: dict[str, str] | None = None) -> None:
-        deadline = worker.clock.monotonic() + LIMIT_S
+        deadline = follower.clock.monotonic() + LIMIT_S
         while not done():
-            assert worker.clock.monotonic() < deadline, self.news
+            assert follower.clock.monotonic() < deadline, self.news
             self._woken.wait(0.02)
             self._woken.clear()
             self.follower.look(result)

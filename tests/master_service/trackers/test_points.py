@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from master_service.core.state.series import MOST_BUCKETS, SeriesTable, Value
-from master_service.trackers.points import behind, new_points, told_with
+from master_service.trackers.tracker import behind, new_points, told_with
 
 
 def one(number: float) -> Value:

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 import trireme_shared.protocol.records
-from master_service.api.resources import CreateCheckpoint, CreateResize
 from trireme.client import CreateJob, CreateSchedule, JobSettings
 from trireme.data import TextLines
 from trireme_shared.protocol.records import JobSpec, Record
 from trireme_shared.protocol.records.cluster import ClusterJob
+from trireme_shared.protocol.rest import CreateCheckpoint, CreateResize
 
 MODULES = [
     importlib.import_module(found.name)

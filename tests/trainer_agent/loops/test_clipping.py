@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from master_service.core.state.whole_steps import WholeSteps
+from master_service.core.state.series import WholeSteps
 from tests.equipment.replaced import replaced
 from tests.trainer_agent.cluster import cluster, trained
 from tests.trainer_agent.done_blocks import DoneBlocks

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from master_service.core.queue.epoch_order import EpochOrder
+from master_service.core.queue.streams import EpochOrder
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.loops.test_async_tables import LOSS, MODEL
 from tests.trainer_agent.loops.test_asynchronous import assert_exactly_once, job, spec_of, updates

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from master_service.core.explanation.cause import Code
 from tests.equipment.etcd.real import embedded_etcd
 from trireme.cli.explain import explain
 from trireme.launch import resume, run_folder
@@ -17,6 +16,7 @@ from trireme.view.child_events import ChildEvent, EventFile
 from trireme.view.report import Counts, result_document
 from trireme_shared.platform.etcd import connect
 from trireme_shared.platform.etcd.embedded import EmbeddedEtcd, free_ports
+from trireme_shared.protocol.explanations import Code
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import FailureCause, JobSpec, JobState, MasterAddress, Phase, UserFailure
 from trireme_shared.protocol.records.datasets import TextLines

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from master_service.api.app import make_app
-from master_service.api.logs.source import LogSource
+from master_service.api.routes.logs import LogSource
 from tests.equipment.waiting import until
 from tests.master_service.api.test_logs import virtually, write
 from tests.master_service.many_jobs import Jobs, job_of

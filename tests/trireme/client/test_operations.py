@@ -16,7 +16,7 @@ from starlette.routing import compile_path
 from clients.derive_sync import DERIVED, derived
 from clients.write_openapi import OPENAPI
 from master_service.api.app import api_of, make_app
-from master_service.core.state import event_log
+from master_service.core.state import kept
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.many_jobs import Jobs
@@ -215,7 +215,7 @@ def test_events_are_followed_without_a_gap_until_the_job_has_ended():
 
 
 def test_who_follows_events_too_slowly_is_told_how_many_are_lost_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_log, "KEPT", 1)
+    monkeypatch.setattr(kept, "KEPT_EVENTS", 1)
 
     async def main() -> None:
         jobs, gaps = Jobs(tasks=6), []

@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from master_service.api.resources_cluster import PoolKind, PoolMemberView, PoolView
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from trireme.launchers.launcher import Launched, Role
 from trireme.launchers.sizing import IDLE_S, RETRY_S, Bounds, KindNow, PoolSize, Step, next_step
 from trireme.view.child_events import ChildEvent
 from trireme_shared.protocol.errors import NotFound, PeerError, TriremeError
+from trireme_shared.protocol.rest_cluster import PoolKind, PoolMemberView, PoolView
 
 
 def launched(*places: int) -> list[Launched]:

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from master_service.api.resources import EventPage, JobProgress, JobView, MemberCounts
 from tests.equipment.virtual_loop import run_virtually
 from trireme.view.child_events import ChildEvent
 from trireme.view.live_progress import ProgressReporter, too_few_tasks
@@ -16,6 +15,7 @@ from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.errors import CursorExpired, PeerError
 from trireme_shared.protocol.events import EventRecord
 from trireme_shared.protocol.records import JobSpec, Mode, Stage, Strategy, TaskSummary
+from trireme_shared.protocol.rest import EventPage, JobProgress, JobView, MemberCounts
 
 
 def event(number, message, at=None):

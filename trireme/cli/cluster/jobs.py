@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from master_service.api.resources_cluster import PoolMemberView
 from trireme.cli import exit_codes
 from trireme.cli.cluster.leader import LEADER_S, ask_leader
 from trireme.cli.queries import print_table, stdout_console
@@ -23,6 +22,7 @@ from trireme.view.names import without_tokens
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.errors import DeadlineExceeded, NotFound, PeerError, TriremeError
 from trireme_shared.protocol.records.cluster import Standing
+from trireme_shared.protocol.rest_cluster import PoolMemberView
 
 POLL_S = 0.3
 REACHED = {

@@ -16,7 +16,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from master_service.api.resources import JobView
 from trireme.cli import exit_codes
 from trireme.cli.cluster.leader import ask_leader
 from trireme.cli.run import job_named
@@ -51,6 +50,7 @@ from trireme_shared.protocol.errors import NotReady, PeerError, TriremeError
 from trireme_shared.protocol.records import Dispatch, JobSpec
 from trireme_shared.protocol.records.cluster import Scheduling
 from trireme_shared.protocol.records.job_spec import JobSettings
+from trireme_shared.protocol.rest import JobView
 
 POLL_S = 0.5
 AWAY_S = 60.0  # how long a waiting command goes on while no leader answers

@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from operator import attrgetter
 
-from master_service.api.resources import LogLines, LogView
 from trireme.cli.targets import checked_name
 from trireme.client import ONLY_JOB, AsyncClient
 from trireme.view.job_address import JOBS
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.runtime.log_files import Line, is_of
 from trireme_shared.protocol.errors import NotFound, PeerError
+from trireme_shared.protocol.rest import LogLines, LogView
 
 LOOK_S = 1.0
 LOST_S = 60.0  # how long nobody may answer for logs that are followed

@@ -16,9 +16,8 @@ from pydantic import ValidationError
 
 from master_service.control.tracking import finish
 from master_service.core.changes import Event
-from master_service.trackers.assignment import News, assignment_of
+from master_service.trackers.assignment import Memory, News, assignment_of
 from master_service.trackers.made import check
-from master_service.trackers.memory import Memory
 from trireme.cli import exit_codes
 from trireme.cli.checkpoint import spec_of
 from trireme.cli.targets import cluster_of

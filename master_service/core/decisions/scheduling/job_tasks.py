@@ -13,8 +13,17 @@ from dataclasses import dataclass, field
 from master_service.core.changes import Event
 from master_service.core.decisions.scheduling.admission import in_turn
 from master_service.core.decisions.scheduling.pool_view import PoolView
-from master_service.core.state.cluster import ClusterChange, ClusterState, Place, PutAssignment, PutTaskRun
-from master_service.core.state.job_tasks import failed, is_wanted, run_of, unfinished
+from master_service.core.state.cluster import (
+    ClusterChange,
+    ClusterState,
+    Place,
+    PutAssignment,
+    PutTaskRun,
+    failed_tasks,
+    is_task_wanted,
+    run_of,
+    unfinished_tasks,
+)
 from trireme_shared.protocol.records.cluster import (
     Assignment,
     ClusterJob,
@@ -41,7 +50,7 @@ class TaskTurn:
     events: dict[str, list[Event]] = field(default_factory=dict)
     ready: list[ClusterJob] = field(default_factory=list)
     waiting: dict[str, str] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
+    failed_tasks: dict[str, str] = field(default_factory=dict)
 
 
 def take_turn(
@@ -92,7 +101,7 @@ class _Turn:
         """The attempt is over: it reported its end, is not wanted any more, or its member was lost."""
         job, task = self.state.jobs[run.job], self.state.jobs[run.job].spec.named_tasks[run.name]
         member = self.state.members.get(("trainer", run.member))
-        if not is_wanted(job, run.name):
+        if not is_task_wanted(job, run.name):
             over = job.standing in (Standing.COMPLETED, Standing.FAILED, Standing.CANCELLED)
             state = TaskState.CANCELLED if over else TaskState.WAITING
             self._write(run, state, f"job {job.job} is {job.standing}")
@@ -135,10 +144,10 @@ class _Turn:
         """Whether its next task may be started now. Says what becomes of a QUEUED job meanwhile."""
         runs = self.runs.get(job.job, {})
         queued = job.standing is Standing.QUEUED
-        if queued and (bad := failed(runs, "pre")):
+        if queued and (bad := failed_tasks(runs, "pre")):
             self.turn.failed[job.job] = f"its {spoken(bad[0].name)} failed: {bad[0].reason}"
             return False
-        names = unfinished(job, runs)
+        names = unfinished_tasks(job, runs)
         if not names:
             if queued:
                 self.turn.ready.append(job)
@@ -165,7 +174,7 @@ class _Turn:
         room = max(1, trainers // SHARE) - len(self.view.tasked)
         started = 0
         for job in due:
-            run = run_of(job, self.runs.get(job.job, {}), unfinished(job, self.runs.get(job.job, {}))[0])
+            run = run_of(job, self.runs.get(job.job, {}), unfinished_tasks(job, self.runs.get(job.job, {}))[0])
             if room <= 0 or started == MAX_STARTS:
                 self._wait(job, f"its {spoken(run.name)} waits: {len(self.view.tasked)} other tasks run")
                 continue

@@ -1,4 +1,4 @@
-"""`schedule`: what the leader of a cluster has to write now, and when it has to look again.
+"""`schedule`: what the leader of a cluster has to write now, and when it has to look again. `Portions`: it is written piece by piece.
 
 Promises: a place works for one job at a time; no job has less than its minimum while another has more, unless that one holds it and
 comes first; what was decided once is not decided differently on the state that it leads to. O((jobs + members) log members).
@@ -7,28 +7,36 @@ comes first; what was decided once is not decided differently on the state that 
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Collection
+from collections import Counter, deque
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from master_service.core.changes import Event
-from master_service.core.decisions.scheduling import reasons
-from master_service.core.decisions.scheduling.admission import KINDS, Admission, admit, in_turn, need
+from master_service.core.changes import Decision, Event
+from master_service.core.decisions.scheduling.admission import (
+    KINDS,
+    Admission,
+    Claim,
+    admit,
+    in_turn,
+    named,
+    need,
+    readiness,
+    shares,
+)
 from master_service.core.decisions.scheduling.job_tasks import TaskTurn, take_turn
-from master_service.core.decisions.scheduling.placement import IdlePlaces
-from master_service.core.decisions.scheduling.pool_view import PoolView, hosts_of, look, unfit_counts
-from master_service.core.decisions.scheduling.readiness import readiness
-from master_service.core.decisions.scheduling.shares import Claim, shares
+from master_service.core.decisions.scheduling.pool_view import IdlePlaces, PoolView, hosts_of, look, unfit_counts
 from master_service.core.state.cluster import (
     ClusterChange,
+    ClusterDecision,
     ClusterState,
     DropAssignment,
     Place,
     PutAssignment,
     PutJob,
+    PutTaskRun,
 )
-from trireme_shared.protocol.records.cluster import Assignment, ClusterJob, Kind, Standing, in_words
+from trireme_shared.protocol.records.cluster import Assignment, ClusterJob, Kind, Standing, TaskState, in_words
 from trireme_shared.protocol.times import rfc3339
 
 
@@ -144,13 +152,13 @@ class _Making:
             self.jobs[job.job] = job.with_fields(reason=why)
 
     def _explain_all(self, admission: Admission) -> None:
-        for job, why in reasons.of_waiting(self.view, admission):
+        for job, why in reasons_of_waiting(self.view, admission):
             self._explain(job, why)
         for job in admission.starting:
-            self._explain(job, reasons.of_starting(job, self.view))
+            self._explain(job, reason_of_starting(job, self.view))
         for job in admission.running:
-            why = reasons.of_short(job, self.view)
-            if why or job.reason.startswith(reasons.LACKS):
+            why = reason_of_short(job, self.view)
+            if why or job.reason.startswith(LACKS):
                 self._explain(job, why)
 
     # -------------------------------------------------------------- how many
@@ -327,3 +335,194 @@ class _Making:
 
     def _tell(self, about: str | Place, event: Event) -> None:
         self.events.setdefault(about, []).append(event)
+
+
+class Portions:
+    """A schedule in portions, one for each transaction, each with the events of its changes.
+
+    schedule ──next──► written ──next──► written ─► …      what a change is about has changed in between ─► stale: schedule anew
+
+    They are what is left to write of a schedule that was just made of `state`. A transaction takes at most `most` changes and `most_bytes`
+    of values. `stale`: the rest must not be written.
+    """
+
+    def __init__(self, state: ClusterState, planned: Schedule, most: int, most_bytes: int) -> None:
+        self.next_look_s, self.stale = planned.next_look_s, False
+        self._most, self._most_bytes = most, most_bytes
+        self._left = deque(zip(planned.changes, planned.told, strict=True))
+        self._jobs, self._members = dict(state.jobs), dict(state.members)
+        self._assignments, self._drains = dict(state.assignments), dict(state.drains)
+        self._runs = {(job, name): run for job, runs in state.task_runs.items() for name, run in runs.items()}
+
+    def __repr__(self) -> str:
+        return f"<Portions: {len(self._left)} changes left{', stale' if self.stale else ''}>"
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing more to write."""
+        return self.stale or not self._left
+
+    def next(self, state: ClusterState) -> ClusterDecision[None]:
+        """The next portion. None of it if anything in it is about what has changed since the schedule was made."""
+        changes: list[ClusterChange] = []
+        events: list[Event] = []
+        size = 0
+        while self._left and (len(changes) < self._most or _goes_on(changes)):
+            change, told = self._left[0]
+            size += _size(change)
+            if changes and size > self._most_bytes and not _goes_on(changes):
+                break
+            if not self._is_as_planned(change, state):
+                self.stale = True
+                return Decision(None)
+            self._left.popleft()
+            changes.append(change)
+            events += told
+        for change in changes:
+            if isinstance(change, PutJob):
+                self._jobs[change.job.job] = change.job
+            elif isinstance(change, PutTaskRun):
+                self._runs[change.run.job, change.run.name] = change.run
+        return Decision(None, tuple(changes), tuple(events))
+
+    def _is_as_planned(self, change: ClusterChange, state: ClusterState) -> bool:
+        match change:
+            case PutJob(job):
+                return state.jobs.get(job.job) == self._jobs.get(job.job)
+            case PutAssignment(place, assignment):
+                same = state.jobs.get(assignment.job) == self._jobs.get(assignment.job)
+                return same and self._place_is(place, state)
+            case DropAssignment(place):
+                return self._place_is(place, state)
+            case PutTaskRun(run):
+                same = state.task_runs.get(run.job, {}).get(run.name) == self._runs.get((run.job, run.name))
+                return same and state.jobs.get(run.job) == self._jobs.get(run.job)
+            case _:
+                return False
+
+    def _place_is(self, place: Place, state: ClusterState) -> bool:
+        """Whether member, assignment and drain of the place are as they were."""
+        return all(
+            now.get(place) == before.get(place)
+            for now, before in (
+                (state.members, self._members),
+                (state.assignments, self._assignments),
+                (state.drains, self._drains),
+            )
+        )
+
+
+def _goes_on(changes: list[ClusterChange]) -> bool:
+    """Whether the next change belongs to the last one: a task's start and the assignment of its member."""
+    last = changes[-1] if changes else None
+    return isinstance(last, PutTaskRun) and last.run.state is TaskState.RUNNING
+
+
+def _size(change: ClusterChange) -> int:
+    match change:
+        case PutJob(job):
+            return len(job.to_bytes())
+        case PutAssignment(_, assignment):
+            return len(assignment.to_bytes())
+        case PutTaskRun(run):
+            return len(run.to_bytes())
+        case _:
+            return 0
+
+
+# -------------------------------------------------------------------- why a job is where it is: sentences with both numbers
+
+NUMBERED = (
+    20  # of the jobs that wait, so many have numbers in their reason: these change often, and each change is written
+)
+LACKS = "lacks "
+HOLDERS = 4  # that a sentence names
+
+
+def reasons_of_waiting(view: PoolView, admission: Admission) -> Iterator[tuple[ClusterJob, str]]:
+    """Jobs that cannot start before others end, or members join."""
+    others = [job.job for job in (*admission.running, *admission.starting)]
+    first: ClusterJob | None = None  # that waits for members which the pool has
+    for number, job in enumerate(admission.waiting):
+        if too_many := [kind for kind in KINDS if need(job)[kind] > view.usable[kind]]:
+            kind = too_many[0]
+            yield job, f"needs {in_words(kind, need(job)[kind])}; the pool has {view.usable[kind]}: more must join it"
+        elif number >= NUMBERED:
+            yield job, f"waits behind more than {NUMBERED} jobs that come first"
+        else:
+            yield job, _lacks(job, view, admission, others) or _behind(job, first, view, admission)
+            first = first or job
+
+
+def reason_of_starting(job: ClusterJob, view: PoolView) -> str:
+    """The pool has enough for it, but some still work for others."""
+    lacking = [kind for kind in KINDS if len(view.idle[kind]) < need(job)[kind]]
+    kind = lacking[0] if lacking else KINDS[-1]
+    ending = sorted(view.ending[kind])
+    by = f"; processes of {named(ending)} end" if ending else ""
+    return f"waits for {in_words(kind, need(job)[kind])}; {len(view.idle[kind])} of {view.usable[kind]} can be had at once{by}"
+
+
+def reason_of_short(job: ClusterJob, view: PoolView) -> str:
+    """An ACTIVE job has less than its minimum. Empty: it has it."""
+    for kind in KINDS:
+        lacks = need(job)[kind] - len(view.holds(kind, job.job))
+        if lacks > 0:
+            idle = len(view.idle[kind])
+            of = f"{idle} of {view.usable[kind]} in the pool {'is' if idle == 1 else 'are'} idle"
+            return f"{LACKS}{lacks} of {in_words(kind, need(job)[kind])}; {of}"
+    return ""
+
+
+def who_has(state: ClusterState, name: str, kind: Kind) -> str:
+    """Why a job has fewer members than it could use: how many the pool has, and which jobs have them. Empty: it has all places that it
+    may have; then their processes are starting."""
+    job = state.jobs.get(name)
+    if job is None:
+        return ""
+    wants = job.most_trainers if kind == "trainer" else job.pservers_wanted
+    if len(state.assigned_to(name, kind)) >= wants:
+        return ""
+    there = [place for place in state.members if place[0] == kind]
+    drained = sum(place in state.drains for place in there)
+    of = f", {drained} of them drained" if drained else ""
+    missing = ": more must join it" if len(there) - drained < wants else ""
+    pool = f"the pool has {in_words(kind, len(there))}{of}{missing}"
+    held = Counter(held.job for place, held in state.assignments.items() if place[0] == kind and held.job != name)
+    others = sorted((state.jobs[other] for other in held if other in state.jobs), key=in_turn)
+    mine = job.scheduling.priority
+    parts = [f"job {each.job} of {_priority(each, mine)} has {held[each.job]}" for each in others[:HOLDERS]]
+    more = [f"other jobs have {sum(held[each.job] for each in others[HOLDERS:])}"] if len(others) > HOLDERS else []
+    return "; ".join([pool, *parts, *more])
+
+
+def _priority(job: ClusterJob, mine: int) -> str:
+    level = job.scheduling.priority
+    if level == mine:
+        return "the same priority"
+    return f"a {'higher' if level > mine else 'lower'} priority ({level}, here {mine})"
+
+
+def _lacks(job: ClusterJob, view: PoolView, admission: Admission, others: list[str]) -> str:
+    for kind in KINDS:
+        needs, free, there = need(job)[kind], max(0, admission.left[kind]), view.usable[kind]
+        if needs > free:
+            have = f"{named(others)} {'has' if len(others) == 1 else 'have'} the others"
+            words = f"{free} of {there} {'is' if free == 1 else 'are'} free"
+            if kind == "trainer":
+                words = f"{free} of {there} can be had"
+                have = f"{named(others)} {'keeps' if len(others) == 1 else 'keep'} the others as the minimum"
+            return f"waits for {in_words(kind, needs)}; {words} ({have})"
+    return ""
+
+
+def _behind(job: ClusterJob, first: ClusterJob | None, view: PoolView, admission: Admission) -> str:
+    ahead = f"job {first.job}" if first else "another job"
+    kind: Kind = "pserver"
+    if not need(job)["pserver"] or (first and need(first)["pserver"] <= max(0, admission.left["pserver"])):
+        kind = "trainer"
+    free = max(0, admission.left[kind])
+    wants = f"which comes first and waits for {in_words(kind, need(first)[kind])}" if first else "which comes first"
+    return (
+        f"waits for {in_words(kind, need(job)[kind])} behind {ahead}, {wants}; {free} of {view.usable[kind]} can be had"
+    )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from master_service.api.resources_cluster import PoolMemberView
 from trireme.cli.cluster.jobs import drain
 from trireme.client import AsyncClient
 from trireme_shared.protocol.errors import NotLeader, NotReady, PeerError
+from trireme_shared.protocol.rest_cluster import PoolMemberView
 
 DRAINING = PoolMemberView(member_id="gpu-7", kind="trainer", host="h", agent="gpu", state="draining", job="a")
 DRAINED = DRAINING.model_copy(update={"state": "drained", "job": ""})

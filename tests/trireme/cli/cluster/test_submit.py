@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from master_service.api.resources_cluster import CreateJob, CreateSchedule
+from master_service.api.routes import jobs
 from tests.end_to_end.scripts import write_script
 from trireme.cli import exit_codes
 from trireme.cli.cluster.submit import SubmitRequest, request_body, schedule_of, scheduling_of
@@ -15,6 +15,7 @@ from trireme.cli.run import RunRequest, run_command
 from trireme.preflight import Inspection
 from trireme.settings import UsageError, from_flags, merge
 from trireme_shared.protocol.records.cluster import Scheduling
+from trireme_shared.protocol.rest_cluster import CreateJob, CreateSchedule
 
 DATA = {"kind": "text_lines", "urls": ["train-*.txt", "s3://bucket/a.txt"]}
 
@@ -98,7 +99,7 @@ def test_a_schedule_is_the_job_and_its_times(script):
         script, {}, schedule={"cron": "0 6 * * 1", "time_zone": "Europe/Berlin", "concurrency": None}
     )
     body = request_body(request, merge([from_flags({})]), Inspection({}, DATA, None), Scheduling(priority=7))
-    asked = CreateSchedule.model_validate(body | schedule_of(request)).to_schedule("s3://bucket/jobs")
+    asked = jobs.schedule_of(CreateSchedule.model_validate(body | schedule_of(request)), "s3://bucket/jobs")
     assert (asked.name, asked.cron, asked.time_zone, asked.concurrency) == (
         "my-model",
         "0 6 * * 1",

@@ -8,7 +8,6 @@ from typing import Self
 
 import pytest
 
-from master_service.api.resources import EventPage
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually
 from trireme.cli import exit_codes
@@ -18,6 +17,7 @@ from trireme.launch.run_folder import RUN_FILE, write_json
 from trireme_shared.platform.security import private_files
 from trireme_shared.protocol.errors import CursorExpired, PeerError
 from trireme_shared.protocol.events import EventRecord
+from trireme_shared.protocol.rest import EventPage
 
 
 def logged(second: int, event: str) -> str:

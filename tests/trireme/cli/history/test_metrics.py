@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from master_service.api.metrics import render
+from master_service.api import render
 from master_service.control.series_keeper import Origin, SeriesKeeper
 from master_service.storage.series_files import StoredSeries, read_all
 from tests.equipment.stored_series import step, store

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from master_service.api.app import make_app
-from master_service.api.logs.source import LogSource
+from master_service.api.routes.logs import LogSource
 from tests.equipment.replaced import replaced
 from tests.equipment.waiting import until
 from tests.master_service.api.test_logs import logged, virtually, write

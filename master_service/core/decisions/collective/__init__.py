@@ -1,1 +1,0 @@
-"""Decisions about jobs with the collective strategy, where trainers have the parameters."""

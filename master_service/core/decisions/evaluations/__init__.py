@@ -1,1 +1,0 @@
-"""Evaluations while a job trains: their course, and what to do if the checkpoint of one is lost."""
