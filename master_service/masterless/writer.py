@@ -20,7 +20,7 @@ from master_service.core.state.job import Job
 from master_service.masterless.view import WatchedJob
 from master_service.store.writer import ATTEMPT_S, PAUSE_S, Group, GroupCommit, HeldLock, LockLost
 from trireme_shared.platform.etcd import Compare, Etcd, Get, Put, TxnResult
-from trireme_shared.platform.etcd.fenced_write import FencedWrite
+from trireme_shared.platform.etcd.fenced import FencedWrite
 from trireme_shared.platform.runtime import ids, telemetry
 from trireme_shared.protocol.errors import PeerError
 from trireme_shared.protocol.keys import Keys

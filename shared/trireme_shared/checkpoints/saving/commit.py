@@ -23,7 +23,7 @@ from trireme_shared.checkpoints.saving.storage_problem import StorageProblem, ad
 from trireme_shared.checkpoints.saving.view import CheckpointView
 from trireme_shared.checkpoints.schedule import is_final, is_kept, is_newer, kept_after, way_back
 from trireme_shared.platform.etcd import Compare, Delete, Get, KeyValue, LeaseLost, OutcomeUnknown, Put
-from trireme_shared.platform.etcd.lock import try_acquire
+from trireme_shared.platform.etcd.fenced import try_acquire
 from trireme_shared.platform.etcd.operations import MAX_OPERATIONS
 from trireme_shared.platform.etcd.reading import must_read, read_record
 from trireme_shared.platform.runtime import clock, telemetry
