@@ -17,9 +17,10 @@ from contextlib import asynccontextmanager
 from pydantic import Field
 
 from trireme.containers import object_storage, secrets
-from trireme_shared.platform.etcd import Etcd, connect, embedded
+from trireme_shared.platform.etcd import Etcd, connect
 from trireme_shared.platform.membership.settings import MemberSettings
 from trireme_shared.platform.runtime import clock, service, telemetry
+from trireme_shared.platform.security import etcd_users
 from trireme_shared.platform.storage.object_store import is_s3
 from trireme_shared.protocol.errors import CallerError, DeadlineExceeded, PeerError, Unauthorized
 
@@ -44,10 +45,10 @@ async def turn_on(settings: Settings, root_password: str, password: str) -> None
     urls, prefix = settings.etcd, f"/{settings.root}/"
     async with _client(lambda: connect(urls)) as etcd:
         await _answers(etcd, settings.setup_limit_s)
-        await _make(etcd, embedded.users(root_password))
-    async with _client(lambda: connect(urls, user=embedded.ROOT, password=root_password)) as etcd:
-        await _make(etcd, embedded.member(settings.etcd_user, password, prefix))
-        await _make(etcd, embedded.nobody(HEALTH, HEALTH))
+        await _make(etcd, etcd_users.users(root_password))
+    async with _client(lambda: connect(urls, user=etcd_users.ROOT, password=root_password)) as etcd:
+        await _make(etcd, etcd_users.member(settings.etcd_user, password, prefix))
+        await _make(etcd, etcd_users.nobody(HEALTH, HEALTH))
     async with _client(lambda: connect(urls, user=settings.etcd_user, password=password)) as etcd:
         await _check(etcd, settings, prefix)
 
@@ -61,8 +62,8 @@ async def _client(made: Callable[[], Etcd]) -> AsyncIterator[Etcd]:
         await etcd.close()
 
 
-async def _make(etcd: Etcd, calls: embedded.Calls) -> None:
-    await embedded.make(lambda method, body: etcd.transport.call(method, body, CALL_S), calls)
+async def _make(etcd: Etcd, calls: etcd_users.Calls) -> None:
+    await etcd_users.make(lambda method, body: etcd.transport.call(method, body, CALL_S), calls)
 
 
 async def _answers(etcd: Etcd, limit_s: float) -> None:

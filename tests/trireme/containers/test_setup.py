@@ -6,8 +6,9 @@ import pytest
 
 from tests.equipment.etcd.real import embedded_etcd
 from trireme.containers.setup import HEALTH, Settings, turn_on
-from trireme_shared.platform.etcd import Unauthenticated, connect, embedded
+from trireme_shared.platform.etcd import Unauthenticated, connect
 from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
+from trireme_shared.platform.security import etcd_users
 from trireme_shared.protocol.errors import CallerError, DeadlineExceeded, Unauthorized
 
 __all__ = ["embedded_etcd"]
@@ -17,7 +18,7 @@ async def test_only_the_user_of_our_keys_may_use_them_and_nothing_else(embedded_
     url = embedded_etcd.url
     settings = Settings(etcd=(url,))
     half = connect([url])  # an earlier setup got so far
-    await embedded.make(lambda method, body: half.transport.call(method, body, 5.0), embedded.users("r")[:2])
+    await etcd_users.make(lambda method, body: half.transport.call(method, body, 5.0), etcd_users.users("r")[:2])
     await half.close()
     await turn_on(settings, "r", "first")
     await turn_on(settings, "r", "first")

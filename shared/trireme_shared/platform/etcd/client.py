@@ -1,4 +1,4 @@
-"""The client of all services: keys are text, values are bytes, every call has a deadline and typed errors.
+"""The client of all services, its watches and its leases: keys are text, values are bytes, every call has a deadline and typed errors.
 
     Etcd (deadline, retries of what is safe to retry) -> Transport (one attempt, endpoints) -> etcd | simulated etcd
 
@@ -220,16 +220,12 @@ async def _until_deadline(
             await asyncio.sleep(pause)
 
 
-FIRST_S = 0.05
-LAST_S = 1.0
-
-
 def pauses() -> Iterator[float]:
     """The pause before each next attempt, in seconds: doubling from 50 ms to 1 s, each cut by up to half."""
-    pause_s = FIRST_S
+    pause_s = 0.05
     while True:
         yield ids.jitter(pause_s)
-        pause_s = min(2 * pause_s, LAST_S)
+        pause_s = min(2 * pause_s, 1.0)
 
 
 PROGRESS_INTERVAL_S = 1.0  # of an etcd with --experimental-watch-progress-notify-interval 1s
@@ -246,14 +242,14 @@ async def watch(
     interval: tuple[bytes, bytes],
     start_revision: int,
 ) -> AsyncGenerator[WatchBatch, None]:
-    """A watch without end: snapshot -> events -> (broken: resume | compacted: new snapshot) -> events ...
+    """Batches of events of `interval` from `start_revision` on, without end; 0: a snapshot first, as a reset batch.
+
+        snapshot -> events -> (broken: resume | compacted: new snapshot) -> events ...
 
     It resumes at the last event's mod_revision + 1 (or the last progress notification's revision + 1), so no event is
     lost or seen twice. An etcd that notifies of progress every second (the embedded one does) is missed after three seconds. By default
     etcd does so every ten minutes: then the transport tells a quiet stream from a dead one.
     Before it resumes it checks etcd's revision: an etcd restored from an older backup would send nothing for a long time.
-
-    Batches of events of `interval` from `start_revision` on (0: a snapshot first, as a reset batch).
 
     `read` gives a snapshot of the interval, `current` etcd's revision. Errors are logged and the watch goes on; it ends only
     by closing, cancelling or WentBack.
@@ -352,7 +348,7 @@ MARGIN = 0.1  # of the TTL: clock rates differ, and the holder needs time to sto
 ATTEMPT_LIMIT_S = 2.0
 HELD_UP_S = 1.0
 
-lease_log = telemetry.logger("etcd.lease")
+log = telemetry.logger("etcd.lease")
 
 
 class Lease:
@@ -437,13 +433,11 @@ class Lease:
             except TriremeError as error:
                 if not isinstance(error, Refused):
                     self._on_silence()
-                lease_log.warning(
-                    "renewal_failed", lease=f"{self.id:x}", cause=str(error), remaining_s=self.remaining_s
-                )
+                log.warning("renewal_failed", lease=f"{self.id:x}", cause=str(error), remaining_s=self.remaining_s)
                 due = clock.since_boot() + ids.jitter(min(0.5, self.ttl_s / 10))
                 continue
             except Exception:
-                lease_log.exception("renewal_failed", lease=f"{self.id:x}", remaining_s=self.remaining_s)
+                log.exception("renewal_failed", lease=f"{self.id:x}", remaining_s=self.remaining_s)
                 due = clock.since_boot() + ids.jitter(min(0.5, self.ttl_s / 10))
                 continue
             ttl_s = answer.get("TTL", 0)
@@ -489,7 +483,7 @@ class Lease:
 
     def _lose(self, cause: str) -> None:
         if not self.lost.is_set():
-            lease_log.error("lease_lost", lease=f"{self.id:x}", ttl_s=self.ttl_s, cause=cause)
+            log.error("lease_lost", lease=f"{self.id:x}", ttl_s=self.ttl_s, cause=cause)
             self._end()
 
     def _end(self) -> None:

@@ -26,70 +26,23 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO, Any, Self, TypeAlias
+from typing import IO, Self
 
 from trireme_shared.platform.etcd.client import Etcd
 from trireme_shared.platform.etcd.errors import Fatal, Unauthenticated
 from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.runtime.lifelines import die_with_parent
-from trireme_shared.platform.security import private_files
+from trireme_shared.platform.security import etcd_users, private_files
 from trireme_shared.platform.security.socket_folders import SocketFolder, sweep
-from trireme_shared.protocol.errors import CallerError, TriremeError
-
-Calls: TypeAlias = "tuple[tuple[str, dict[str, Any]], ...]"
-
-ROOT = "root"  # etcd turns users on only if there is this one
-
-
-def users(password: str) -> Calls:
-    """Turn users on, with `password` for ROOT, who may do everything."""
-    return (
-        ("/auth/role/add", {"name": ROOT}),
-        ("/auth/user/add", {"name": ROOT, "password": password}),
-        ("/auth/user/grant", {"user": ROOT, "role": ROOT}),
-        ("/auth/enable", {}),
-    )
-
-
-def member(name: str, password: str, prefix: str) -> Calls:
-    """A user that may read and write the keys below `prefix`. One that is there gets this password."""
-    return (
-        ("/auth/role/add", {"name": name}),
-        ("/auth/role/grant", {"name": name, "perm": _below(prefix)}),
-        ("/auth/user/add", {"name": name, "password": password}),
-        ("/auth/user/changepw", {"name": name, "password": password}),
-        ("/auth/user/grant", {"user": name, "role": name}),
-    )
-
-
-def nobody(name: str, password: str) -> Calls:
-    """A user that may log in and read no key: enough to ask whether etcd answers."""
-    return (("/auth/user/add", {"name": name, "password": password}),)
-
-
-async def make(
-    call: Callable[[str, dict[str, Any]], Awaitable[object]], calls: Iterable[tuple[str, dict[str, Any]]]
-) -> None:
-    """What was done already is left out. Whoever needs to know that all is done logs in afterwards. Raises PeerError: etcd does not
-    answer."""
-    for method, body in calls:
-        with suppress(CallerError):
-            await call(method, body)
-
-
-def _below(prefix: str) -> dict[str, Any]:
-    first = prefix.encode()
-    return {"permType": "READWRITE", "key": first, "range_end": first[:-1] + bytes([first[-1] + 1])}
-
+from trireme_shared.protocol.errors import TriremeError
 
 CLIENT, PEER = (
     "client:0",
     "peer:0",
 )  # etcd takes only socket names with the form of host:port, relative to its working directory
-USER = ROOT
+USER = etcd_users.ROOT
 USERS_S = 5.0
 BCRYPT_COST = "4"  # of a password with 256 random bits nothing can be guessed, and hashing takes time at each log-in
 SOCKETS, PREFIX = "sockets", "trireme-etcd-"
@@ -251,8 +204,8 @@ class EmbeddedEtcd:
         client = connect([url])
         try:
             # if something was not done, nobody can log in, and it is not ready
-            calls = users(new.read_text(encoding="utf-8"))
-            await make(lambda method, body: client.transport.call(method, body, USERS_S), calls)
+            calls = etcd_users.users(new.read_text(encoding="utf-8"))
+            await etcd_users.make(lambda method, body: client.transport.call(method, body, USERS_S), calls)
         finally:
             await client.close()
         await self.kill()

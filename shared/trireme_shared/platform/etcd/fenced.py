@@ -1,9 +1,6 @@
-"""The fenced lock: whoever creates the key holds it, and the key's create_revision is the fencing token.
+"""Writes that depend on a role: the lock that gives it, and a write that lands once at most.
 
-    create(key) == 0 -> put(key, value, lease)  => held, token = revision of that put, larger than any token before
-    else wait for the DELETE (with jitter), at most RECHECK_S, and try again
-
-Holding it is only a belief until a write proves it: compare `Compare.create(key, "==", token)` in every transaction.
+acquire ─► token: the create-revision of the lock's key ─► FencedWrite compares it: whoever lost the lock writes nothing more
 """
 
 from __future__ import annotations
@@ -27,14 +24,14 @@ log = telemetry.logger("etcd.lock")
 
 
 async def try_acquire(etcd: Etcd, key: str, value: bytes, lease: Lease, *, timeout_s: float = 10.0) -> int | KeyValue:
-    """The fenced lock: whoever creates the key holds it, and the key's create_revision is the fencing token.
+    """Tries once to take the lock: whoever creates the key holds it, and the key's create_revision is the fencing token.
 
         create(key) == 0 -> put(key, value, lease)  => held, token = revision of that put, larger than any token before
         else wait for the DELETE (with jitter), at most RECHECK_S, and try again
 
     Holding it is only a belief until a write proves it: compare `Compare.create(key, "==", token)` in every transaction.
 
-    One attempt: the token if `lease` holds the lock now, else the holder's key.
+    Returns the token if `lease` holds the lock now, else the holder's key.
 
     Raises LeaseLost if the lease is no more, OutcomeUnknown if etcd lost the answer (try again: a lock that was
     taken by the lost request is recognised by its lease).

@@ -1,4 +1,10 @@
-"""The parts of a transaction, compares and operations, as values; etcd's limits are checked before sending."""
+"""What goes to etcd and comes back, as values, and the interface that carries it. etcd's limits are checked before sending.
+
+    Compare, Put, Delete, Get ─► Transport: one attempt of one request or stream ─► KeyValue, RangeResult, TxnResult, WatchBatch
+
+Everything above Transport is the same for a real etcd (etcd3_transport.py) and the simulated one of the tests. Bodies are dicts with
+etcd's JSON field names, but native values: keys and values are bytes, int64 are ints, absent fields are zero.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from trireme_shared.platform.etcd.errors import Fatal, LimitExceeded
+
+Body = dict[str, Any]
+
+RANGE, PUT, DELETE, TXN, COMPACT = "/kv/range", "/kv/put", "/kv/deleterange", "/kv/txn", "/kv/compaction"
+GRANT, REVOKE, KEEP_ALIVE, TIME_TO_LIVE = "/lease/grant", "/lease/revoke", "/lease/keepalive", "/lease/timetolive"
+WATCH, STATUS, AUTHENTICATE = "/watch", "/maintenance/status", "/auth/authenticate"
+
+_WRITES = frozenset({PUT, DELETE, COMPACT, GRANT, REVOKE})
 
 MAX_OPERATIONS = 128
 MAX_BYTES = 1 << 20  # etcd accepts 1.5 MiB including its own framing
@@ -282,15 +296,6 @@ class WatchBatch:
     events: Sequence[WatchEvent] = ()
     reset: bool = False
     kvs: Sequence[KeyValue] = ()
-
-
-Body = dict[str, Any]
-
-RANGE, PUT, DELETE, TXN, COMPACT = "/kv/range", "/kv/put", "/kv/deleterange", "/kv/txn", "/kv/compaction"
-GRANT, REVOKE, KEEP_ALIVE, TIME_TO_LIVE = "/lease/grant", "/lease/revoke", "/lease/keepalive", "/lease/timetolive"
-WATCH, STATUS, AUTHENTICATE = "/watch", "/maintenance/status", "/auth/authenticate"
-
-_WRITES = frozenset({PUT, DELETE, COMPACT, GRANT, REVOKE})
 
 
 class Transport(Protocol):

@@ -17,6 +17,7 @@ import pytest
 
 from trireme_shared.platform.etcd import Fatal, Unauthenticated, connect, embedded
 from trireme_shared.platform.etcd.embedded import EmbeddedEtcd, find_binary, wheel_binary
+from trireme_shared.platform.security import etcd_users
 
 
 def test_the_binary_is_the_given_one_then_that_on_path_then_the_wheels(tmp_path, monkeypatch):
@@ -174,7 +175,7 @@ async def test_it_listens_on_another_address_of_this_machine_and_asks_for_a_pass
 async def test_a_first_start_that_was_interrupted_while_it_turned_users_on_is_ended_by_the_next(tmp_path, done):
     async with EmbeddedEtcd(tmp_path) as etcd:
         client = connect([etcd.url])
-        for method, body in embedded.users("known")[:done]:
+        for method, body in etcd_users.users("known")[:done]:
             await client.transport.call(method, body, 5.0)
         await client.close()
     (tmp_path / "password.new").write_text("known")
