@@ -14,7 +14,7 @@ from master_service.core.decisions.evaluations import evaluation, lost_evaluatio
 from master_service.core.state.job import Job
 from master_service.store.writer import Writer
 from trireme_shared.platform.runtime import clock
-from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.records import AcquireTask, Mode
 
 TICK_S = 1.0

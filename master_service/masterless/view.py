@@ -28,7 +28,7 @@ from master_service.store.members_watch import MembersWatch
 from trireme_shared.platform.etcd import Etcd, KeyValue, WatchBatch, WatchEvent
 from trireme_shared.platform.etcd.reading import must_read, read_record
 from trireme_shared.platform.runtime import clock, ids, telemetry
-from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.errors import DatasetError, NotFound, NotReady, StorageUnreachable
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import JobSpec, TaskMeta

@@ -28,7 +28,7 @@ from master_service.store.schema import compares, operations
 from trireme_shared.platform.etcd import Compare, Delete, Etcd, Get, Lease, NoSpace, Put, TxnResult
 from trireme_shared.platform.etcd.fenced import FencedWrite
 from trireme_shared.platform.runtime import clock, ids, telemetry
-from trireme_shared.platform.runtime.waiting import Notices
+from trireme_shared.platform.runtime.clock import Notices
 from trireme_shared.protocol.errors import NotLeader, NotReady, PeerError, TriremeError
 from trireme_shared.protocol.keys import Keys
 

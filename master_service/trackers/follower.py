@@ -18,7 +18,7 @@ from master_service.trackers.memory import Memory
 from master_service.trackers.points import behind, new_points
 from master_service.trackers.worker import Worker
 from trireme_shared.platform.runtime import clock
-from trireme_shared.platform.runtime.waiting import Notices
+from trireme_shared.platform.runtime.clock import Notices
 from trireme_shared.platform.storage import files
 
 PORTION = 5000  # points of one call

@@ -19,7 +19,7 @@ from master_service.trackers.memory import Memory
 from master_service.trackers.points import told_with
 from master_service.trackers.tracker import Point, Run, Tracker
 from trireme_shared.platform.runtime import clock
-from trireme_shared.platform.security.hidden import hidden
+from trireme_shared.platform.runtime.telemetry import hidden
 from trireme_shared.protocol.errors import TriremeError
 from trireme_shared.protocol.trackers import Tracker as Wanted
 

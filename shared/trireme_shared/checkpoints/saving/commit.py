@@ -27,7 +27,7 @@ from trireme_shared.platform.etcd.fenced import try_acquire
 from trireme_shared.platform.etcd.operations import MAX_OPERATIONS
 from trireme_shared.platform.etcd.reading import must_read, read_record
 from trireme_shared.platform.runtime import clock, telemetry
-from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument, PeerError
 from trireme_shared.protocol.evaluations import EvaluationStatus

@@ -47,7 +47,7 @@ from trireme_shared.platform.etcd.operations import (
     txn_body,
 )
 from trireme_shared.platform.runtime import clock, ids, telemetry
-from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.errors import PeerError, TriremeError
 
 ATTEMPT_TIMEOUT_S = 2.0

@@ -30,7 +30,7 @@ from etcd3.aio_client import AioClient
 from trireme_shared.platform.etcd.errors import Fatal, Refused, Retryable, Unauthenticated, of_answer, unanswered
 from trireme_shared.platform.etcd.operations import AUTHENTICATE, STATUS, Body, is_write
 from trireme_shared.platform.runtime import clock, telemetry
-from trireme_shared.platform.security.hidden import without_user
+from trireme_shared.platform.runtime.telemetry import without_user
 from trireme_shared.protocol.errors import InvalidArgument, TriremeError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from trireme_shared.platform.etcd.client import TIMEOUT_S, Etcd, Lease
 from trireme_shared.platform.etcd.errors import OutcomeUnknown, Retryable
 from trireme_shared.platform.etcd.operations import Compare, Delete, Get, KeyValue, Put, TxnResult
 from trireme_shared.platform.runtime import clock, ids, telemetry
-from trireme_shared.platform.runtime.waiting import Notices
+from trireme_shared.platform.runtime.clock import Notices
 from trireme_shared.protocol.errors import PeerError
 
 RECHECK_S = 5.0

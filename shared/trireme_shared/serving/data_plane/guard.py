@@ -16,7 +16,7 @@ from aiohttp import web
 from trireme_shared.platform.runtime import telemetry
 from trireme_shared.platform.runtime.http import MEANT
 from trireme_shared.platform.security.access import CHALLENGE, Access, Asked
-from trireme_shared.platform.security.arrivals import Arrivals
+from trireme_shared.platform.security.listening import Arrivals
 from trireme_shared.platform.security.tokens import Role
 from trireme_shared.protocol.errors import AnotherProcess, BadFrame, PeerError, TriremeError, Unauthorized
 from trireme_shared.protocol.wire import codec

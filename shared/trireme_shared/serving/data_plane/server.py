@@ -15,8 +15,7 @@ from aiohttp import web
 
 from trireme_shared.platform.runtime.http import hide_implementation
 from trireme_shared.platform.security.access import Access
-from trireme_shared.platform.security.arrivals import Arrivals
-from trireme_shared.platform.security.listening import listening
+from trireme_shared.platform.security.listening import Arrivals, listening
 from trireme_shared.protocol.errors import CallerError
 from trireme_shared.serving.block_server import BlockServer
 from trireme_shared.serving.data_plane import health, http
