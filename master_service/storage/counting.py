@@ -22,15 +22,12 @@ from master_service.core.queue.task_sizes import TaskSizes
 from master_service.storage.heads import Heads
 from master_service.storage.partial_counts import Counter, PartialCounts
 from master_service.storage.task_starts import TaskStarts, count_framed
-from trireme_shared.datasets import npy
-from trireme_shared.datasets.custom_reader import load_custom
-from trireme_shared.datasets.dataset_files import files_of
-from trireme_shared.datasets.image_listing import list_images
-from trireme_shared.datasets.in_code import count_object
+from trireme_shared.datasets import mapped_files
+from trireme_shared.datasets.dataset_files import files_of, joined_stamps, list_images, stamp_of
 from trireme_shared.datasets.line_scan import Lines, RecordScanner, chunks, data_start, refuse_archive
+from trireme_shared.datasets.user_objects import count_object, load_custom
 from trireme_shared.platform.storage import files
 from trireme_shared.platform.storage.compressed import scanning
-from trireme_shared.platform.storage.stamps import joined, stamp_of
 from trireme_shared.protocol.errors import DatasetError, NotFound, StorageUnreachable, TriremeError, is_interrupt
 from trireme_shared.protocol.records.datasets import (
     Bytes,
@@ -220,9 +217,9 @@ def _count_parquet(file: str, heads: Heads) -> TableFile:
 
 
 def _count_arrow(file: str, heads: Heads) -> TableFile:
-    from trireme_shared.platform.storage.arrow_file import read_table  # noqa: PLC0415  pyarrow only where it is needed
+    from trireme_shared.datasets.mapped_files import read_arrow  # noqa: PLC0415  pyarrow only where it is needed
 
-    table = read_table(file)
+    table = read_arrow(file)
     heads.arrow(file, table.schema)
     return TableFile(file, int(table.num_rows))
 
@@ -279,7 +276,7 @@ def _check_names(dataset: Npy, files: list[str]) -> None:
 
 def _count_npy(file: str, heads: Heads) -> TableFile:
     with files.reading(file, ".npy"), files.open_read(file) as source:
-        shape, _, dtype = npy.read_head(source)
+        shape, _, dtype = mapped_files.read_npy_head(source)
         if not shape or dtype.hasobject:
             what = "a single number" if not shape else "Python objects"
             raise DatasetError(f"{file} holds {what}, not rows of numbers", hint="save an array of numbers", url=file)
@@ -292,7 +289,7 @@ def _aligned(files: list[TableFile]) -> TableFile:
         if file.records != files[0].records:
             msg = f"{file.path} has {file.records} rows, {files[0].path} has {files[0].records}, but aligned=True"
             raise DatasetError(msg, hint="aligned files have the same number of rows", url=file.path)
-    return replace(files[0], stamp=joined([file.stamp for file in files]))
+    return replace(files[0], stamp=joined_stamps([file.stamp for file in files]))
 
 
 def _custom_counter(dataset: Custom, beside: Path | None) -> Counter:
