@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 
 from pserver_service.context import PserverContext
-from trireme_shared.checkpoints.saving.parts import Checkpointer
+from trireme_shared.checkpoints.parts import Checkpointer
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.records import Dispatch, Mode, Phase, Stage
 from trireme_shared.protocol.records.operations import saves_on_demand

@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from trireme_shared.blocks.snapshot import Snapshot
-from trireme_shared.checkpoints.deltas import DeltaBase
 from trireme_shared.checkpoints.tables import tables_of
+from trireme_shared.checkpoints.writer import DeltaBase
 from trireme_shared.protocol.records import SlotMap
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointPart
 from trireme_shared.serving.core.store import Store

@@ -1,6 +1,6 @@
 """A paused checkpoint at one pserver: nobody trains, so all blocks are copied at one instant; then training goes on.
 
-CHECKPOINTING, cut -> older pushes are stale -> copy -> `copied` in ps/<index> -> written in the background (shared/trireme_shared/checkpoints/saving/parts.py)
+CHECKPOINTING, cut -> older pushes are stale -> copy -> `copied` in ps/<index> -> written in the background (shared/trireme_shared/checkpoints/parts.py)
                                                  |-- a long one: `copying` now and then, or the master takes it for frozen
                                                  `-- the pause was given up meanwhile: nothing is kept
 """

@@ -12,11 +12,9 @@ from pserver_service.checkpoints.chains import Chains, versions_of
 from pserver_service.checkpoints.ledger_text import ledger_metadata
 from pserver_service.context import PserverContext
 from trireme_shared.blocks.snapshot import Snapshot
-from trireme_shared.checkpoints.async_cut import Cut, read_cut
-from trireme_shared.checkpoints.deltas import narrow
-from trireme_shared.checkpoints.saving.copies import Copied, Copies
-from trireme_shared.checkpoints.saving.part_owner import SavingContext
-from trireme_shared.checkpoints.saving.parts import Checkpointer
+from trireme_shared.checkpoints.parts import Checkpointer, Copied, Copies
+from trireme_shared.checkpoints.saving_context import Cut, SavingContext, read_cut
+from trireme_shared.checkpoints.writer import narrow_to_changes
 from trireme_shared.protocol.records import SlotMap
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointPart, PartLink
 from trireme_shared.protocol.records.members import pserver_names
@@ -88,7 +86,7 @@ class StoreCopies(Copies):
         assert store is not None
         self._taken = _Taken(store, slots, versions_of(snapshot))
         base = self._chains.base(latest, damaged, store, slots, self._context.spec.deltas_per_base)
-        narrowed = base is not None and await self.checkpointer.offload(narrow, snapshot, base)
+        narrowed = base is not None and await self.checkpointer.offload(narrow_to_changes, snapshot, base)
         return base.chain if base is not None and narrowed else ()
 
     def metadata(self, snapshot: Snapshot) -> Mapping[str, str]:
