@@ -24,8 +24,7 @@ from trireme.client import ONLY_JOB
 from trireme.launch.cluster import LocalCluster
 from trireme.view.job_address import client_of
 from trireme_shared.platform.runtime import clock, telemetry
-from trireme_shared.platform.security.token_folder import TokenFolder
-from trireme_shared.platform.security.tokens import Role
+from trireme_shared.platform.security.tokens import Role, TokenFolder
 from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.datasets import Npy
 

@@ -32,10 +32,10 @@ from trainer_agent.data_plane.stream import StreamPserver
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
 from trireme_shared.checkpoints import writer
-from trireme_shared.checkpoints.background import Background, lower_priority
 from trireme_shared.checkpoints.schedule import Schedule
+from trireme_shared.checkpoints.writer import Background, lower_priority
 from trireme_shared.platform.runtime import telemetry
-from trireme_shared.platform.runtime.light_torch import optimizers_without_compiler
+from trireme_shared.platform.runtime.process_setup import optimizers_without_compiler
 from trireme_shared.protocol.records import JobSpec, Mode, PserverMember
 from trireme_shared.protocol.records.step import CheckpointAsked, LanePosition, StepRecord
 from trireme_shared.protocol.wire.messages import InitBlock, InitHeader, PullRequest, PushBlock, PushHeader

@@ -41,7 +41,7 @@ from benchmarks.baselines import Floor, Remote
 from benchmarks.dense_trireme import Trireme
 from benchmarks.measurements import machine_ms, p99_and_max
 from benchmarks.torch_peers import Gloo, Peers, Rpc
-from trireme_shared.platform.runtime import malloc
+from trireme_shared.platform.runtime import process_setup
 
 TITLES = {
     "floor": "floor: raw duplex sockets, threads, TCP",
@@ -296,7 +296,7 @@ def main() -> int:
     parser.add_argument("--markdown", action="store_true", help="the default")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    os.environ.update(malloc.tunables(os.environ))  # as `trireme run` starts its members; for everybody
+    os.environ.update(process_setup.memory_tunables(os.environ))  # as `trireme run` starts its members; for everybody
     rows: list[Row] = []
     calls: list[Calls] = []
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:

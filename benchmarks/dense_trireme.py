@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from benchmarks.baselines import LR, Remote, gradient_of, is_right, optimizer_options
 from benchmarks.measurements import TRAINER_MIB, LoopLag, Memory
-from trireme_shared.platform.runtime.scheduling import serve_soon
+from trireme_shared.platform.runtime.service import serve_soon
 
 STATE = {"SGD": 0, "Adam": 2}  # of an optimizer, in parameters
 JOB = "benchmark"
@@ -29,7 +29,7 @@ class PserverProcess:
     def __init__(self, index: int, uds: str) -> None:
         import torch
 
-        from trireme_shared.platform.runtime.light_torch import optimizers_without_compiler
+        from trireme_shared.platform.runtime.process_setup import optimizers_without_compiler
 
         torch.set_num_threads(1)
         optimizers_without_compiler()

@@ -37,7 +37,7 @@ from trireme.view.job_address import client_of
 from trireme_shared.platform import etcd as etcd_client
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.etcd.errors import Compacted
-from trireme_shared.platform.etcd.transport import STATUS
+from trireme_shared.platform.etcd.operations import STATUS
 from trireme_shared.platform.runtime import telemetry
 from trireme_shared.protocol.errors import NotReady, TriremeError
 from trireme_shared.protocol.records.cluster import Source

@@ -27,7 +27,7 @@ from trainer_agent.tasks.master import HttpMaster
 from trainer_agent.tasks.source import TaskSource
 from trainer_agent.waiting import SingleErrorGroup
 from trireme_shared.platform import etcd as etcd_client
-from trireme_shared.platform.etcd.transport import Body, Transport
+from trireme_shared.platform.etcd.operations import Body, Transport
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import http, telemetry
 from trireme_shared.protocol.errors import StaleGeneration

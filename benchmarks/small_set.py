@@ -23,7 +23,7 @@ def small_set(dataset: Dataset, file: Path) -> Custom:
 
 
 class FirstRecords:
-    """See trireme_shared.datasets.custom_reader.CustomReader."""
+    """See trireme_shared.datasets.user_objects.CustomReader."""
 
     def count(self, url: str) -> int:  # noqa: ARG002
         return RECORDS

@@ -26,7 +26,7 @@ from trireme.launch.cluster import LocalCluster
 from trireme.launch.processes import PYTHON_MODULE, ForkServer, Process
 from trireme.plain import plain_spec
 from trireme_shared.platform.etcd.reading import read_record
-from trireme_shared.platform.runtime import clock, malloc
+from trireme_shared.platform.runtime import clock, process_setup
 from trireme_shared.protocol.records import PserverMember, Strategy, TrainerMember
 from trireme_shared.protocol.records.job_spec import JobSpec
 
@@ -85,7 +85,7 @@ class TorchRow:
             environment = {**os.environ, **self.environment}
             if self.tuned:
                 command.append("--tuned")
-                environment |= malloc.tunables(environment)
+                environment |= process_setup.memory_tunables(environment)
             self._processes.append(subprocess.Popen(command, env=environment))
         try:
             async with asyncio.timeout(START_S):

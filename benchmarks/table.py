@@ -26,7 +26,7 @@ import sys
 import time
 
 from benchmarks.tables.lines import Line, markdown
-from trireme_shared.platform.runtime import malloc, telemetry
+from trireme_shared.platform.runtime import process_setup, telemetry
 
 ROWS = ("lookup", "step", "small", "memory", "save", "deepfm")
 QUICK = {
@@ -42,7 +42,7 @@ QUICK = {
 
 def main() -> int:
     given = _parsed()
-    os.environ.update(malloc.tunables(os.environ))  # as `trireme run` starts its members; for everybody
+    os.environ.update(process_setup.memory_tunables(os.environ))  # as `trireme run` starts its members; for everybody
     telemetry.configure(level="ERROR", service="benchmark")  # stdout is the table's, and who is stopped misses beats
     begin, lines = time.monotonic(), []
     for part in (_of_lookups, _of_saving, _of_deepfm):

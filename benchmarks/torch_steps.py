@@ -32,7 +32,7 @@ from trainer_agent.data import Minibatch, default_collate
 from trainer_agent.script import user_module
 from trainer_agent.script.user_module import UserModule
 from trireme.plain import epoch_minibatches, plain_spec
-from trireme_shared.platform.runtime import clock, malloc
+from trireme_shared.platform.runtime import clock, process_setup
 
 BATCHES = 16
 FEW = 5
@@ -112,7 +112,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     if given.tuned:
-        malloc.give_back()
+        process_setup.give_memory_back()
     user = user_module.load(given.script)
     batches = batches_of(user, given.batch, given.rank, given.ranks, None if given.epochs else given.batches)
     if given.activations:

@@ -21,10 +21,10 @@ from master_service.listening import listen
 from master_service.settings import Settings, read_spec
 from master_service.storage.job_storage import FileStorage
 from trireme_shared.platform.etcd import Etcd
-from trireme_shared.platform.membership.hash_seed import fix_hash_seed
 from trireme_shared.platform.membership.local_script import LocalScripts
 from trireme_shared.platform.membership.settings import CONFIGURATION
 from trireme_shared.platform.runtime import ids, service, telemetry
+from trireme_shared.platform.runtime.process_setup import fix_hash_seed
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.keys import ClusterKeys, Keys
 from trireme_shared.protocol.records import Dispatch, JobSpec

@@ -46,11 +46,11 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     from pserver_service.handoff_client import HttpHandoff  # noqa: PLC0415
     from pserver_service.member import Member  # noqa: PLC0415
     from pserver_service.own_index import OwnIndex, own_number  # noqa: PLC0415
-    from trireme_shared.checkpoints.background import Background  # noqa: PLC0415
+    from trireme_shared.checkpoints.writer import Background  # noqa: PLC0415
     from trireme_shared.platform.membership.directory import Directory  # noqa: PLC0415
     from trireme_shared.platform.runtime import ids, service  # noqa: PLC0415
-    from trireme_shared.platform.runtime.light_torch import optimizers_without_compiler  # noqa: PLC0415
     from trireme_shared.platform.runtime.network import own_network  # noqa: PLC0415
+    from trireme_shared.platform.runtime.process_setup import optimizers_without_compiler  # noqa: PLC0415
     from trireme_shared.protocol.keys import Keys  # noqa: PLC0415
     from trireme_shared.protocol.records import PserverMember  # noqa: PLC0415
     from trireme_shared.serving.data_plane.row_turns import RowTurns  # noqa: PLC0415

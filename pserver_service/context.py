@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pserver_service.handoff_client import Connect, HttpHandoff
 from pserver_service.own_index import OwnIndex
-from trireme_shared.checkpoints.background import Offload
+from trireme_shared.checkpoints.writer import Offload
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.protocol.keys import Keys

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pserver_service.context import PserverContext
 from trireme_shared.checkpoints.start_tables import fit_tables, mark_in, put_rows
 from trireme_shared.platform.runtime import clock, telemetry
-from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.errors import InvalidArgument, NotReady, TriremeError
 from trireme_shared.protocol.records import SlotMap
 from trireme_shared.protocol.wire.messages import InitHeader

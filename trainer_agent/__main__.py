@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from trireme_shared.platform.membership.hash_seed import fix_hash_seed
+from trireme_shared.platform.runtime.process_setup import fix_hash_seed
 
 
 def main() -> int:

@@ -36,10 +36,9 @@ from trainer_agent.tasks.master import HttpMaster, MasterPort, failure_of
 from trainer_agent.waiting import SingleErrorGroup, retry
 from trireme_shared.platform import etcd as etcd_client
 from trireme_shared.platform.membership.directory import Directory
-from trireme_shared.platform.membership.local_script import LocalScripts
-from trireme_shared.platform.runtime import begun, http, ids, malloc, service, telemetry
+from trireme_shared.platform.membership.local_script import LocalScripts, ScriptChanged
+from trireme_shared.platform.runtime import begun, http, ids, process_setup, service, telemetry
 from trireme_shared.platform.runtime.network import own_network
-from trireme_shared.platform.security.script_digests import ScriptChanged
 from trireme_shared.protocol.errors import CallerError, DeadlineExceeded, InvalidArgument, NotReady, TriremeError
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Dispatch, JobSpec, PserverMember, TrainerMember
@@ -253,7 +252,7 @@ async def _another_spec(directory: Directory, known: JobSpec, error: ScriptChang
 def _build(
     spec: JobSpec, script: Path, executor: ThreadPoolExecutor, shared: bool, number: int, initial: str
 ) -> TorchCompute:
-    malloc.give_back()
+    process_setup.give_memory_back()
     if spec.exchange == "native":
         backend_of(spec.backend)
     return TorchCompute(load(script), spec, executor, shared=shared, number=number, initial=initial)

@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from trireme_shared.datasets.user_modules import OURS
-from trireme_shared.platform.security.script_digests import MAX_FILES, digest_of
+from trireme_shared.platform.membership.local_script import MAX_FILES, digest_of
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records.cluster import Source
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trireme_shared.platform.security.hidden import hidden
+from trireme_shared.platform.runtime.telemetry import hidden
 from trireme_shared.protocol.records import JobSpec, Strategy
 from trireme_shared.protocol.records.job_spec.strategy import OF_NATIVE
 

@@ -27,7 +27,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.collective import exchange, jobs, joining, kills, rebuilds, tables
-from trireme_shared.platform.runtime import malloc, telemetry
+from trireme_shared.platform.runtime import process_setup, telemetry
 
 
 def main() -> int:
@@ -59,7 +59,7 @@ def main() -> int:
     parser.add_argument("--within-s", type=float, default=3600.0, help="of kills: a row ends with those begun by then")
     parser.add_argument("--seed", type=int, default=1, help="of kills: which trainer, and when")
     given = parser.parse_args()
-    os.environ.update(malloc.tunables(os.environ))
+    os.environ.update(process_setup.memory_tunables(os.environ))
     telemetry.configure(level="ERROR", json=False)  # stdout is the table's; stopped jobs have stopped etcds
     parts, counts = given.parts.split(","), [int(each) for each in given.members.split(",")]
     right = True

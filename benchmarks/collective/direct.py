@@ -28,7 +28,7 @@ class DirectMember:
         import uvloop
 
         from trainer_agent.collective.ports import SWITCH_S
-        from trireme_shared.platform.runtime.scheduling import serve_soon
+        from trireme_shared.platform.runtime.service import serve_soon
 
         torch.set_num_threads(1)
         sys.setswitchinterval(SWITCH_S)

@@ -20,7 +20,7 @@ from benchmarks.dense_trireme import PserverProcess
 from benchmarks.tables.lines import Line, exactly, figure
 from benchmarks.tables.minibatches import Minibatches
 from benchmarks.tables.ways import Server
-from trireme_shared.checkpoints.background import lower_priority
+from trireme_shared.checkpoints.writer import lower_priority
 
 WARM_UP, QUIET, ROUNDS = 3, 15, 3
 POOL, GRADIENTS = 64, 4  # minibatches that are made before steps begin: between two steps nothing happens
@@ -49,8 +49,8 @@ class SavingProcess(PserverProcess):
 
     def save_into(self, folder: str) -> None:
         """Before its parameters are there, which take the schedule with them; version 0 is always written."""
-        from trireme_shared.checkpoints.background import Background
         from trireme_shared.checkpoints.schedule import Schedule
+        from trireme_shared.checkpoints.writer import Background
 
         self._done: list[Part] = []
         self.pserver.schedule = Schedule(every_steps=None, every_epochs=None, epochs=1 << 30)

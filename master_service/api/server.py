@@ -24,7 +24,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from trireme_shared.platform.runtime import telemetry
-from trireme_shared.platform.security.handshakes import TlsServer
+from trireme_shared.platform.security.listening import TlsServer
 
 try:
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as HttpProtocol

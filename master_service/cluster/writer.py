@@ -29,7 +29,7 @@ from master_service.core.state.cluster import (
 )
 from master_service.store.writer import MAX_TOLD, HeldLock, LockLost
 from trireme_shared.platform.etcd import Compare, Delete, Etcd, Get, Put, TxnResult
-from trireme_shared.platform.etcd.fenced_write import FencedWrite
+from trireme_shared.platform.etcd.fenced import FencedWrite
 from trireme_shared.platform.runtime import clock, ids
 from trireme_shared.protocol.errors import TooLarge
 from trireme_shared.protocol.keys import ClusterKeys

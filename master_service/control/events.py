@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from master_service.core.changes import Event
 from master_service.core.state.kept import EventLog
 from trireme_shared.platform.runtime import clock, telemetry
-from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.events import EventRecord
 
 log = telemetry.logger("events")

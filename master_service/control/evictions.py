@@ -16,7 +16,7 @@ from functools import partial
 
 from master_service.store.writer import ATTEMPT_S, PAUSE_S, HeldLock, LockLost
 from trireme_shared.platform.etcd import Compare, Delete, Etcd, Get, TxnResult
-from trireme_shared.platform.etcd.fenced_write import FencedWrite
+from trireme_shared.platform.etcd.fenced import FencedWrite
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.errors import DeadlineExceeded, PeerError, TriremeError
 from trireme_shared.protocol.keys import Keys

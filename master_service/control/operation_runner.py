@@ -16,7 +16,7 @@ from master_service.core.state.job import Job
 from master_service.storage.job_storage import JobStorage
 from master_service.store.writer import Writer
 from trireme_shared.platform.runtime import clock, ids, telemetry
-from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.errors import CheckpointUnusable
 from trireme_shared.protocol.records import Phase
 from trireme_shared.protocol.records.cluster import Kind

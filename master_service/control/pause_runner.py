@@ -20,7 +20,7 @@ from master_service.store.writer import Writer
 from trireme_shared.checkpoints import stored
 from trireme_shared.platform.etcd import Etcd, Lease
 from trireme_shared.platform.runtime import clock, telemetry
-from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.errors import TriremeError
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Phase, PserverMember, Stage

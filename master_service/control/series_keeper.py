@@ -19,7 +19,7 @@ from master_service.core.state.metrics import KEPT_STEPS
 from master_service.core.state.series import Epoch, SeriesTable, Value, WholeSteps, values_of
 from master_service.storage.series_files import SeriesFiles, add_encoded, encoded, name_of, to_read
 from trireme_shared.platform.runtime import clock, ids, telemetry
-from trireme_shared.platform.runtime.waiting import Notices
+from trireme_shared.platform.runtime.clock import Notices
 from trireme_shared.protocol.errors import StorageUnreachable
 from trireme_shared.protocol.evaluations import Evaluation
 from trireme_shared.protocol.metric_names import EVALUATION, LOSS, SPEED, TIME

@@ -22,8 +22,8 @@ from typing import Any
 from master_service.core.changes import Event
 from master_service.trackers.assignment import Assignment, News, Permit, assignment_of
 from trireme_shared.platform.runtime import clock, telemetry
-from trireme_shared.platform.runtime.lifelines import die_with_parent
-from trireme_shared.platform.security.hidden import hidden
+from trireme_shared.platform.runtime.process_setup import die_with_parent
+from trireme_shared.platform.runtime.telemetry import hidden
 from trireme_shared.protocol.errors import TriremeError
 from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.job import JobResult

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 
 from master_service.control.task_service import Probe
 from trireme_shared.platform.etcd import Etcd, KeyValue, Lease, LeaseLost
-from trireme_shared.platform.etcd.lock import acquire
+from trireme_shared.platform.etcd.fenced import acquire
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.runtime import ids, telemetry
 from trireme_shared.platform.runtime.network import tells

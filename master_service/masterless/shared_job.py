@@ -32,7 +32,7 @@ from trireme_shared.platform.etcd import Compare, Etcd, Get, KeyValue, Put, TxnR
 from trireme_shared.platform.etcd.fenced_write import FencedWrite
 from trireme_shared.platform.etcd.reading import must_read, read_record
 from trireme_shared.platform.runtime import clock, ids, telemetry
-from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.errors import DatasetError, NotFound, NotReady, PeerError, StorageUnreachable
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import JobSpec, TaskMeta

@@ -26,16 +26,13 @@ import numpy.typing as npt
 
 from master_service.core.queue.file_table import FileTable, TableFile, TaskSizes
 from master_service.storage.heads import Heads
-from trireme_shared.datasets import npy, record_io, tar_records, tf_record
-from trireme_shared.datasets.custom_reader import load_custom
-from trireme_shared.datasets.dataset_files import files_of
-from trireme_shared.datasets.image_listing import list_images
-from trireme_shared.datasets.in_code import count_object
+from trireme_shared.datasets import framed_records, mapped_files, tar_records
+from trireme_shared.datasets.dataset_files import files_of, joined_stamps, list_images, stamp_of
 from trireme_shared.datasets.line_scan import Lines, RecordScanner, chunks, data_start, refuse_archive
+from trireme_shared.datasets.user_objects import count_object, load_custom
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.platform.storage import files
 from trireme_shared.platform.storage.compressed import scanning
-from trireme_shared.platform.storage.stamps import joined, stamp_of
 from trireme_shared.protocol.errors import DatasetError, NotFound, StorageUnreachable, TriremeError, is_interrupt
 from trireme_shared.protocol.records.datasets import (
     Bytes,
@@ -228,9 +225,9 @@ def _count_parquet(file: str, heads: Heads) -> TableFile:
 
 
 def _count_arrow(file: str, heads: Heads) -> TableFile:
-    from trireme_shared.platform.storage.arrow_file import read_table  # noqa: PLC0415  pyarrow only where it is needed
+    from trireme_shared.datasets.mapped_files import read_arrow  # noqa: PLC0415  pyarrow only where it is needed
 
-    table = read_table(file)
+    table = read_arrow(file)
     heads.arrow(file, table.schema)
     return TableFile(file, int(table.num_rows))
 
@@ -287,7 +284,7 @@ def _check_names(dataset: Npy, files: list[str]) -> None:
 
 def _count_npy(file: str, heads: Heads) -> TableFile:
     with files.reading(file, ".npy"), files.open_read(file) as source:
-        shape, _, dtype = npy.read_head(source)
+        shape, _, dtype = mapped_files.read_npy_head(source)
         if not shape or dtype.hasobject:
             what = "a single number" if not shape else "Python objects"
             raise DatasetError(f"{file} holds {what}, not rows of numbers", hint="save an array of numbers", url=file)
@@ -300,7 +297,7 @@ def _aligned(files: list[TableFile]) -> TableFile:
         if file.records != files[0].records:
             msg = f"{file.path} has {file.records} rows, {files[0].path} has {files[0].records}, but aligned=True"
             raise DatasetError(msg, hint="aligned files have the same number of rows", url=file.path)
-    return replace(files[0], stamp=joined([file.stamp for file in files]))
+    return replace(files[0], stamp=joined_stamps([file.stamp for file in files]))
 
 
 def _custom_counter(dataset: Custom, beside: Path | None) -> Counter:
@@ -444,12 +441,12 @@ def count_framed(
     with files.reading(file, dataset.kind), scanning(file) as source:
         if isinstance(dataset, RecordIO):  # readers find chunks by their heads
             records = 0
-            for chunk in record_io.chunks(source, file):
+            for chunk in framed_records.record_io_chunks(source, file):
                 check()
                 records += chunk.records
             return TableFile(file, records)
         if isinstance(dataset, TFRecord):
-            return _counted(file, tf_record.starts(source, file), sizes, check)
+            return _counted(file, framed_records.tf_record_starts(source, file), sizes, check)
         starts = (record.start for record in tar_records.records(source, file))
         return _counted(file, starts, sizes, check)
 

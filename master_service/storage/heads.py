@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from master_service.core.queue.file_table import TableFile
-from trireme_shared.datasets import npy
+from trireme_shared.datasets import mapped_files
 from trireme_shared.platform.storage import files
 from trireme_shared.platform.storage.compressed import scanning
 from trireme_shared.protocol.errors import DatasetError
@@ -74,7 +74,7 @@ class Heads:
             self.rows(file)
         elif isinstance(self._dataset, Npy):
             with files.reading(file, ".npy"), files.open_read(file) as source:
-                shape, _, dtype = npy.read_head(source)
+                shape, _, dtype = mapped_files.read_npy_head(source)
             self.array(file, shape, dtype)
         elif isinstance(self._dataset, Parquet):
             import pyarrow.parquet as pq  # noqa: PLC0415  only where it is needed
@@ -82,9 +82,9 @@ class Heads:
             with files.reading(file, "Parquet"), files.open_read(file) as source:
                 self.arrow(file, pq.read_schema(source))
         else:
-            from trireme_shared.platform.storage.arrow_file import read_table  # noqa: PLC0415
+            from trireme_shared.datasets.mapped_files import read_arrow  # noqa: PLC0415
 
-            self.arrow(file, read_table(file).schema)
+            self.arrow(file, read_arrow(file).schema)
 
     def _difference(self, first_file: str, first: Head, file: str, head: Head) -> DatasetError:
         for name in (*first, *head):
@@ -109,7 +109,7 @@ class Heads:
 
 def _csv_rows(dataset: Csv) -> Callable[[str], Head]:
     from trireme_shared.datasets.csv_columns import CsvColumns  # noqa: PLC0415  pyarrow only where it is needed
-    from trireme_shared.datasets.raw_records import read_raw  # noqa: PLC0415
+    from trireme_shared.datasets.line_scan import read_raw  # noqa: PLC0415
 
     columns = CsvColumns(dataset)
 

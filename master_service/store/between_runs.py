@@ -11,8 +11,8 @@ import asyncio
 from master_service.core.changes import Change
 from master_service.core.decisions import lifecycle
 from master_service.store import schema
-from trireme_shared.checkpoints.background import Offload
 from trireme_shared.checkpoints.stored import read_manifest
+from trireme_shared.checkpoints.writer import Offload
 from trireme_shared.platform.etcd import Compare, Etcd, Put
 from trireme_shared.platform.etcd.reading import must_read
 from trireme_shared.platform.runtime import telemetry

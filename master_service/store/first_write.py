@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from master_service.store.writer import HeldLock, LockLost
 from trireme_shared.platform.etcd import Compare, Etcd, Get, Put, TxnResult
-from trireme_shared.platform.etcd.fenced_write import FencedWrite
+from trireme_shared.platform.etcd.fenced import FencedWrite
 from trireme_shared.platform.runtime import ids, telemetry
 from trireme_shared.protocol.errors import PeerError
 

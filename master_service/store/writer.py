@@ -26,9 +26,9 @@ from master_service.core.state.job import Job
 from master_service.store.batch import Batch, check_fits
 from master_service.store.schema import compares, operations
 from trireme_shared.platform.etcd import Compare, Delete, Etcd, Get, Lease, NoSpace, Put, TxnResult
-from trireme_shared.platform.etcd.fenced_write import FencedWrite
+from trireme_shared.platform.etcd.fenced import FencedWrite
 from trireme_shared.platform.runtime import clock, ids, telemetry
-from trireme_shared.platform.runtime.waiting import Notices
+from trireme_shared.platform.runtime.clock import Notices
 from trireme_shared.protocol.errors import NotLeader, NotReady, PeerError, TriremeError
 from trireme_shared.protocol.keys import Keys
 

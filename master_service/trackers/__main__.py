@@ -18,8 +18,8 @@ from master_service.trackers.assignment import Assignment, News, Permit
 from master_service.trackers.follower import Follower, text_of
 from master_service.trackers.made import make
 from trireme_shared.platform.runtime import clock, telemetry
-from trireme_shared.platform.runtime.waiting import Notices
-from trireme_shared.platform.security.hidden import hidden
+from trireme_shared.platform.runtime.clock import Notices
+from trireme_shared.platform.runtime.telemetry import hidden
 
 LOOK_S = 2.0
 HANG_S = 300.0  # a tracker whose call lasts longer is made anew, which takes a new process

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from trireme_shared.platform.runtime import ids
-from trireme_shared.platform.security.hidden import hidden
+from trireme_shared.platform.runtime.telemetry import hidden
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.job_spec import JobSettings

@@ -110,7 +110,7 @@ class StoreCopies(Copies):
         assert store is not None
         self._taken = _Taken(store, slots, versions_of(snapshot))
         base = self._chains.base(latest, damaged, store, slots, self._context.spec.deltas_per_base)
-        narrowed = base is not None and await self.checkpointer.offload(narrow, snapshot, base)
+        narrowed = base is not None and await self.checkpointer.offload(narrow_to_changes, snapshot, base)
         return base.chain if base is not None and narrowed else ()
 
     def metadata(self, snapshot: Snapshot) -> Mapping[str, str]:

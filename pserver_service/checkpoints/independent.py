@@ -14,10 +14,8 @@ from pserver_service.checkpoints.copies import begin, saving_of
 from pserver_service.checkpoints.ledger_text import ledger_metadata
 from pserver_service.context import PserverContext
 from trireme_shared.checkpoints import writer
-from trireme_shared.checkpoints.async_cut import Cut, GivenUp, cut_at
-from trireme_shared.checkpoints.saving.parts import write_part
-from trireme_shared.checkpoints.saving.pending import PendingCheckpoint
-from trireme_shared.checkpoints.saving.storage_problem import advice_for
+from trireme_shared.checkpoints.parts import write_part
+from trireme_shared.checkpoints.saving_context import Cut, GivenUp, PendingCheckpoint, advice_for, cut_at
 from trireme_shared.platform.etcd import Compare, LeaseLost, Put
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.runtime import clock, ids, telemetry

@@ -20,7 +20,7 @@ from pserver_service.context import LOOK_S, PserverContext
 from pserver_service.handoff.follower import places
 from pserver_service.handoff_client import HandoffPort, Parts
 from trireme_shared.platform.runtime import clock, ids, telemetry
-from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.errors import TriremeError
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.assignments import Group, Handed, Migration

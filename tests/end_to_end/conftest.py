@@ -11,14 +11,14 @@ from tests.end_to_end.command import Command, command_in
 from tests.end_to_end.local_cluster import FORK_SERVERS, cluster_of, completed, spec_of
 from tests.end_to_end.once import made_once
 from trireme.launch.run_folder import PREFIX
-from trireme_shared.platform.security.socket_folders import sweep
+from trireme_shared.platform.security.private_files import sweep_socket_folders
 
 
 @pytest.fixture
 def trireme(tmp_path: Path) -> Iterator[Command]:
     with command_in(tmp_path) as command:
         yield command
-    sweep(PREFIX)  # the folders of sockets of launchers that the test killed
+    sweep_socket_folders(PREFIX)  # the folders of sockets of launchers that the test killed
 
 
 @pytest.fixture(scope="session", autouse=True)

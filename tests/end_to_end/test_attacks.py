@@ -10,8 +10,7 @@ import pytest
 from tests.end_to_end import attackers
 from tests.end_to_end.local_cluster import cluster_of, completed, reach_step, same_bits, spec_of
 from trireme.launch.cluster import LocalCluster
-from trireme_shared.platform.security.token_folder import TokenFolder
-from trireme_shared.platform.security.tokens import Role
+from trireme_shared.platform.security.tokens import Role, TokenFolder
 from trireme_shared.protocol.records import PserverMember
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]

@@ -13,8 +13,7 @@ import pytest
 
 from tests.end_to_end.command import Command, wait_for
 from tests.end_to_end.scripts import UNHURRIED_LOSS, write_script
-from trireme_shared.platform.security.token_folder import TokenFolder
-from trireme_shared.platform.security.tokens import Role
+from trireme_shared.platform.security.tokens import Role, TokenFolder
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

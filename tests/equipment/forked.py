@@ -31,9 +31,8 @@ from typing import IO, Self
 from trireme.launch import fork_server, processes
 from trireme.launch.processes import PYTHON_MODULE, ForkServer, Process
 from trireme.pool import local_pool
-from trireme_shared.platform.membership import hash_seed
-from trireme_shared.platform.runtime.lifelines import adopting, die_with
-from trireme_shared.platform.runtime.malloc import tunables
+from trireme_shared.platform.runtime import process_setup
+from trireme_shared.platform.runtime.process_setup import adopting, die_with, memory_tunables
 
 MARK = "TEST_MARK"
 """A variable by which a test finds the processes that descend from it, also when they were forked: /proc/PID/environ shows it."""
@@ -128,7 +127,9 @@ class WarmServer:
                 cwd=REPOSITORY,
                 stdin=theirs,
                 stdout=subprocess.DEVNULL,
-                env=self._environment | tunables(self._environment) | {"SPT_NOENV": "1", MARK: "0" * MARK_LENGTH},
+                env=self._environment
+                | memory_tunables(self._environment)
+                | {"SPT_NOENV": "1", MARK: "0" * MARK_LENGTH},
                 start_new_session=True,
             )
 
@@ -164,7 +165,11 @@ class WarmServer:
         self, title: str, arguments: tuple[str, ...], environment: Mapping[str, str], out: int, err: int
     ) -> ForkedProcess:
         request = fork_server.Request(
-            MODULE, arguments, {hash_seed.NAME: hash_seed.DEFAULT, **environment}, os.getpid(), title
+            MODULE,
+            arguments,
+            {process_setup.HASH_SEED: process_setup.DEFAULT_HASH_SEED, **environment},
+            os.getpid(),
+            title,
         )
         ours, theirs = socket.socketpair()
         with ours, self._lock, adopting():

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from tests.soak import isolation
-from trireme_shared.platform.runtime.lifelines import die_with_parent
+from trireme_shared.platform.runtime.process_setup import die_with_parent
 
 Number = Literal[1, 2]
 Cut = Literal["dropped", "down"]

@@ -12,7 +12,7 @@ import pytest_asyncio
 import torch
 
 from trireme_shared.blocks.buffers import bytes_of
-from trireme_shared.platform.runtime.light_torch import optimizers_without_compiler
+from trireme_shared.platform.runtime.process_setup import optimizers_without_compiler
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.layout import Layout, OptimizerSpec, Segment
 from trireme_shared.protocol.records.step import LanePosition, LaneZero, StepRecord

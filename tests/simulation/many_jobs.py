@@ -18,7 +18,7 @@ from tests.equipment.virtual_loop import Process
 from tests.equipment.waiting import until
 from tests.master_service.many_jobs import Jobs, leads
 from trireme_shared.platform.etcd import Etcd
-from trireme_shared.platform.etcd.transport import Body, Transport
+from trireme_shared.platform.etcd.operations import Body, Transport
 from trireme_shared.protocol.errors import NotLeader, PeerError
 from trireme_shared.protocol.keys import ClusterKeys
 from trireme_shared.protocol.records import JobState

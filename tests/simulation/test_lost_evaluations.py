@@ -12,7 +12,7 @@ from tests.simulation.collective import collective_plan
 from tests.simulation.drawn import drawn_plan
 from tests.simulation.plans import Fault, FaultKind, Plan
 from tests.simulation.run import simulate
-from trireme_shared.checkpoints.saving import commit
+from trireme_shared.checkpoints import commit
 from trireme_shared.protocol.records import Mode
 
 BACK = "was not written: the job goes back to step"

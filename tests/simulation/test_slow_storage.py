@@ -17,7 +17,7 @@ from tests.simulation.collective import collective_plan
 from tests.simulation.compute import Speed
 from tests.simulation.plans import Fault, FaultKind, Plan
 from tests.simulation.run import simulate
-from trireme_shared.checkpoints.saving.evaluated_first import EvaluatedFirst
+from trireme_shared.checkpoints.commit import EvaluatedFirst
 from trireme_shared.protocol.records import Dispatch, Mode
 
 SLOW, STORAGE_S = "trainer-0", 6.0

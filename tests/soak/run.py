@@ -29,8 +29,8 @@ from trireme.cli.targets import token_of_run
 from trireme.client import AsyncClient
 from trireme.launch import run_folder
 from trireme.view.job_address import client_of
-from trireme_shared.platform.runtime.lifelines import die_with_parent
-from trireme_shared.platform.security.token_folder import admin_token
+from trireme_shared.platform.runtime.process_setup import die_with_parent
+from trireme_shared.platform.security.tokens import admin_token
 from trireme_shared.protocol.errors import DeadlineExceeded, NotReady, PeerError
 from trireme_shared.protocol.metric_names import LOSS
 from trireme_shared.protocol.records import Mode, Strategy

@@ -40,7 +40,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def module_of(path: Path) -> str:
-    """`shared/trireme_shared/platform/etcd/lock.py` is trireme_shared.platform.etcd.lock, `shared/trireme_shared/platform/etcd/__init__.py` is trireme_shared.platform.etcd."""
+    """`shared/trireme_shared/platform/etcd/fenced.py` is trireme_shared.platform.etcd.fenced, `shared/trireme_shared/platform/etcd/__init__.py` is trireme_shared.platform.etcd."""
     parts = parts_of(path.with_suffix(""))
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

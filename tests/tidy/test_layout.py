@@ -61,7 +61,6 @@ HOMES = {
         "shared/trireme_shared/protocol/cron.py",
         "shared/trireme_shared/platform/security/authority.py",
         "shared/trireme_shared/collective/group.py",  # torch's limits are timedeltas
-        "shared/trireme_shared/collective/store.py",
     ),
     "cryptography": ("shared/trireme_shared/platform/security/authority.py",),
     "zoneinfo": ("shared/trireme_shared/protocol/cron.py",),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trireme.script_source import digests_of, read_source
-from trireme_shared.platform.security.script_digests import MAX_FILES
+from trireme_shared.platform.membership.local_script import MAX_FILES
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.cluster import SOURCE_BYTES

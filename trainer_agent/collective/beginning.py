@@ -11,8 +11,8 @@ from trainer_agent.membership.initialise import LOOK_S, PATIENCE_S, fits, lock
 from trainer_agent.membership.lease import Membership
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import Backoff
-from trireme_shared.checkpoints.background import Offload
 from trireme_shared.checkpoints.start_tables import mark_in
+from trireme_shared.checkpoints.writer import Offload
 from trireme_shared.platform.etcd import Compare, Etcd, LeaseLost, Put
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import telemetry

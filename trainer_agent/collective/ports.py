@@ -25,7 +25,7 @@ from trainer_agent.collective.server import ShareServer
 from trainer_agent.collective.state.catching_up import Donor
 from trainer_agent.collective.state.serving import HttpDonor, add_route
 from trainer_agent.settings import Settings
-from trireme_shared.checkpoints.background import Background, Offload
+from trireme_shared.checkpoints.writer import Background, Offload
 from trireme_shared.protocol.errors import PeerError
 from trireme_shared.protocol.records import Exchange, JobSpec, Strategy, TrainerMember
 from trireme_shared.serving.data_plane.server import make_app, serving, socket_path

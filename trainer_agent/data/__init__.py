@@ -21,7 +21,7 @@ from trainer_agent.data.lines import LineReader
 from trainer_agent.data.order import evaluation_seed, minibatch_in, minibatch_indices, minibatches_in
 from trainer_agent.data.reader import Blaming, Reader
 from trainer_agent.data.shard import Minibatch, Shard
-from trireme_shared.platform.storage.stamps import CountedFiles
+from trireme_shared.datasets.dataset_files import CountedFiles
 from trireme_shared.protocol.records.datasets import (
     Bytes,
     Csv,

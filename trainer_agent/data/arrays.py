@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Shard
-from trireme_shared.datasets import npy
+from trireme_shared.datasets import mapped_files
 from trireme_shared.platform.storage import files
 from trireme_shared.platform.storage.trouble import kept_open
 from trireme_shared.protocol.errors import DatasetError
@@ -67,7 +67,7 @@ class NpyReader:
                 return _read_rows(source, file, first, count)
         with self._lock:
             if file not in self._arrays:
-                self._arrays[file] = npy.mapped(local)
+                self._arrays[file] = mapped_files.mapped_npy(local)
                 if len(self._arrays) > self._kept_files:
                     self._arrays.popitem(last=False)
             self._arrays.move_to_end(file)
@@ -78,7 +78,7 @@ class NpyReader:
 
 
 def _read_rows(source: BinaryIO, file: str, first: int, count: int) -> npt.NDArray[Any]:
-    shape, fortran_order, dtype = npy.read_head(source)
+    shape, fortran_order, dtype = mapped_files.read_npy_head(source)
     if not shape or first + count > shape[0]:
         raise too_short(file, first, count, shape[0] if shape else 0)
     if dtype.hasobject or fortran_order:

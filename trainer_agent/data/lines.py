@@ -11,8 +11,7 @@ from trainer_agent.data.column_types import ColumnTypes
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Record, Shard
 from trireme_shared.datasets.dataset_files import from_first_file
-from trireme_shared.datasets.line_scan import Lines, data_start, refuse_archive
-from trireme_shared.datasets.raw_records import RawRecords, read_raw
+from trireme_shared.datasets.line_scan import Lines, RawRecords, data_start, read_raw, refuse_archive
 from trireme_shared.platform.storage import files
 from trireme_shared.platform.storage.compressed import Decompressed, scanning
 from trireme_shared.protocol.errors import DatasetError

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from trainer_agent.data.shard import Shard
-from trireme_shared.platform.storage.stamps import CountedFiles
+from trireme_shared.datasets.dataset_files import CountedFiles
 from trireme_shared.platform.storage.trouble import trouble_in_user_code
 from trireme_shared.protocol.errors import DatasetError, TriremeError, is_interrupt
 

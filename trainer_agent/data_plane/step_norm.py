@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Iterable
 
 from trireme_shared.blocks.gradient_norm import norm_of
-from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.protocol.wire.messages import StepNorm

@@ -27,7 +27,7 @@ from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource
 from trainer_agent.waiting import retry
 from trireme_shared.platform.etcd.reading import must_read, read_record
 from trireme_shared.platform.runtime import ids, telemetry
-from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.errors import (
     CheckpointUnusable,
     PeerError,

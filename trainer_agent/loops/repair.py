@@ -25,7 +25,7 @@ from trainer_agent.loops.timeline import RolledBack, timeline_of
 from trainer_agent.tasks.lane_reader import LaneReaders
 from trainer_agent.waiting import SingleErrorGroup
 from trireme_shared.platform.runtime import telemetry
-from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.errors import DeadlineExceeded, StaleGeneration, StepTorn
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.wire.messages import PushHeader

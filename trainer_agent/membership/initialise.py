@@ -17,9 +17,8 @@ from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import Backoff, SingleErrorGroup
 from trireme_shared.platform.etcd import Compare, Etcd, LeaseLost, Put
 from trireme_shared.platform.etcd.reading import read_record
-from trireme_shared.platform.membership import hash_seed
 from trireme_shared.platform.membership.directory import Directory
-from trireme_shared.platform.runtime import telemetry
+from trireme_shared.platform.runtime import process_setup, telemetry
 from trireme_shared.protocol.errors import LayoutMismatch, NotReady, PeerError, StaleGeneration, WrongOwner
 from trireme_shared.protocol.records import JobSpec, JobState, Mode, PserverMember, SlotMap
 from trireme_shared.protocol.records.layout import Layout, TableSpec
@@ -99,7 +98,7 @@ def check_layout(mine: Layout, job: Layout) -> None:
             "this trainer's model has the parameters and buffers of the job's, but in another order (digest "
             f"{mine.digest[:12]}, the job has {job.digest[:12]})",
             hint="modules that are made from a set of names have another order with another PYTHONHASHSEED (it is "
-            f"{os.environ.get(hash_seed.NAME, 'not set')} here): sort the names, or give all members the same PYTHONHASHSEED",
+            f"{os.environ.get(process_setup.HASH_SEED, 'not set')} here): sort the names, or give all members the same PYTHONHASHSEED",
             mine=mine.digest,
             job=job.digest,
         )

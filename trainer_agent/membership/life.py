@@ -13,9 +13,8 @@ from trainer_agent.membership.lease import Membership
 from trainer_agent.tasks.master import MasterPort
 from trainer_agent.waiting import retry
 from trireme_shared.platform.etcd import Etcd
-from trireme_shared.platform.membership.life_sign import LifeFile
+from trireme_shared.platform.membership.life_sign import WORKS_FROM, LifeFile
 from trireme_shared.platform.runtime import begun, clock, telemetry
-from trireme_shared.platform.runtime.processor_use import WORKS_FROM
 from trireme_shared.protocol.errors import TriremeError
 from trireme_shared.protocol.records import FailTask, UserFailure
 from trireme_shared.protocol.records.begun import BegunWork

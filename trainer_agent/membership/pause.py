@@ -15,7 +15,7 @@ from trireme_shared.platform.etcd import Etcd, LeaseLost
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import clock, ids, telemetry
-from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.errors import PeerError
 from trireme_shared.protocol.records import Phase
 from trireme_shared.protocol.records.pauses import Pause, Paused, Saving

@@ -40,7 +40,7 @@ from trainer_agent.tables.files import StoredTable, StoredTables
 from trainer_agent.tables.trained import TrainedTables
 from trireme_shared.blocks.buffers import DTYPES
 from trireme_shared.datasets.random_state import alone, drawing
-from trireme_shared.platform.runtime.light_torch import optimizers_without_compiler
+from trireme_shared.platform.runtime.process_setup import optimizers_without_compiler
 from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
 from trireme_shared.protocol.lanes import Interval
 from trireme_shared.protocol.records import JobSpec, Mode

@@ -10,7 +10,7 @@ import numpy as np
 from trainer_agent.tables.deltas import TableDelta
 from trainer_agent.tables.export import MOST_BYTES, left_out
 from trainer_agent.tables.files import StoredTable, in_order, write_tables
-from trireme_shared.checkpoints.table_rows import read_changes, read_rows
+from trireme_shared.checkpoints.tables import read_changes, read_rows
 from trireme_shared.protocol.errors import TooLarge
 from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest
 from trireme_shared.protocol.records.layout import TableSpec

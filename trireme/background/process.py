@@ -19,7 +19,7 @@ from trireme.background.messages import Lines, MessageDisplay, Messages
 from trireme.cli.run import RunRequest, run_job
 from trireme.preflight import ScriptError, check_path
 from trireme_shared.platform.runtime import telemetry
-from trireme_shared.platform.runtime.lifelines import die_with
+from trireme_shared.platform.runtime.process_setup import die_with
 from trireme_shared.protocol.errors import TriremeError
 
 

@@ -19,9 +19,9 @@ from trireme.launch.cluster import HOST
 from trireme.launch.run_folder import DATA_DIR
 from trireme_shared.platform.etcd import NoSpace, Space
 from trireme_shared.platform.etcd.embedded import READY_TIMEOUT_S, find_binary
-from trireme_shared.platform.membership import hash_seed
 from trireme_shared.platform.membership.etcd_access import EtcdAccess
 from trireme_shared.platform.membership.settings import MemberSettings
+from trireme_shared.platform.runtime import process_setup
 from trireme_shared.protocol.errors import PeerError, TriremeError
 from trireme_shared.protocol.records import JobSpec
 
@@ -35,7 +35,9 @@ def examine(data_dir: Path | None, *, as_json: bool) -> int:
     checks: dict[str, Callable[[], str]] = {
         "python": lambda: f"{platform.python_version()} on {platform.platform(terse=True)}, {os.cpu_count()} cores",
         "torch": lambda: _installed("torch"),
-        "hashing": lambda: f"{hash_seed.NAME}={hash_seed.hash_seed(os.environ)} in all members that are started here",
+        "hashing": lambda: (
+            f"{process_setup.HASH_SEED}={process_setup.hash_seed(os.environ)} in all members that are started here"
+        ),
         "etcd": _etcd,
         "space": lambda: _space(data_dir or DATA_DIR),
         "ports": _ports,

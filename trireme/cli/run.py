@@ -53,7 +53,7 @@ from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.platform.security import private_files
 from trireme_shared.platform.security.access import is_loopback
 from trireme_shared.platform.security.tls import Tls
-from trireme_shared.platform.security.token_folder import TokenFolder
+from trireme_shared.platform.security.tokens import TokenFolder
 from trireme_shared.protocol.errors import PeerError, TriremeError
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Dispatch, FailureCause, JobSpec, JobState, Phase, Strategy

@@ -14,7 +14,7 @@ from trireme.client.exchange import given_token
 from trireme.launch import resume, run_folder
 from trireme.pool import cluster_folder
 from trireme.view.job_address import address_of
-from trireme_shared.platform.security.token_folder import admin_token
+from trireme_shared.platform.security.tokens import admin_token
 from trireme_shared.protocol.errors import Conflict, InvalidArgument, NotFound, PeerError
 from trireme_shared.protocol.records.job_spec import JOB_NAME
 

@@ -17,7 +17,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from trireme_shared.platform.runtime import ids
-from trireme_shared.platform.security.hidden import without_user
+from trireme_shared.platform.runtime.telemetry import without_user
 from trireme_shared.protocol.errors import (
     BadFrame,
     DeadlineExceeded,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trireme_shared.platform.membership.etcd_access import PASSWORD, EtcdAccess, split
-from trireme_shared.platform.security.hidden import hidden
+from trireme_shared.platform.runtime.telemetry import hidden
 from trireme_shared.protocol.errors import InvalidArgument
 
 MOST_S = 365 * 86400.0  # the clocks of threads, torch and etcd end somewhere above

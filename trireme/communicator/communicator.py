@@ -31,9 +31,8 @@ from trireme_shared.collective.operations import (
     digest,
     number_of,
 )
-from trireme_shared.collective.progress import STATE
-from trireme_shared.collective.session import Session
-from trireme_shared.collective.settings import CANONICAL, GLOO, NATIVE, NCCL, PROTOCOL, Settings
+from trireme_shared.collective.records import CANONICAL, GLOO, NATIVE, NCCL, PROTOCOL, Settings
+from trireme_shared.collective.session import STATE, Session
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.keys import Keys

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from trireme_shared.platform.runtime import clock, ids
 from trireme_shared.platform.security import private_files
-from trireme_shared.platform.security.token_folder import write_private
-from trireme_shared.platform.security.tokens import private_text
+from trireme_shared.platform.security.tokens import private_text, write_private
 from trireme_shared.platform.storage import files, object_store
 from trireme_shared.protocol.errors import DeadlineExceeded, InvalidArgument, Unauthorized
 

@@ -23,8 +23,7 @@ from pathlib import Path
 from trireme.containers import object_storage
 from trireme_shared.platform.runtime import ids
 from trireme_shared.platform.security import private_files
-from trireme_shared.platform.security.token_folder import TABLE, TokenFile, TokenFolder, write_private
-from trireme_shared.platform.security.tokens import Role, private_text
+from trireme_shared.platform.security.tokens import TABLE, Role, TokenFile, TokenFolder, private_text, write_private
 from trireme_shared.protocol.errors import InvalidArgument, TriremeError
 
 ROOT = Path("/secrets")

@@ -37,8 +37,7 @@ from trireme_shared.platform.membership.etcd_access import EtcdAccess
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.security import private_files
 from trireme_shared.platform.security.tls import VARIABLES
-from trireme_shared.platform.security.token_folder import TokenFolder
-from trireme_shared.platform.security.tokens import Role
+from trireme_shared.platform.security.tokens import Role, TokenFolder
 from trireme_shared.protocol.errors import DeadlineExceeded, TriremeError
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Dispatch, JobSpec, JobState

@@ -31,7 +31,7 @@ from typing import Any, Never, Self
 import setproctitle
 
 from trireme_shared.platform.runtime import clock
-from trireme_shared.platform.runtime.lifelines import die_with
+from trireme_shared.platform.runtime.process_setup import die_with
 
 GO = b"!"
 DESCRIPTORS = 3
@@ -127,7 +127,7 @@ def _become(request: Request, connection: socket.socket, out: int, err: int) -> 
     """In the child: run the requested module and end."""
     code = FAILED
     try:
-        # no session of its own: the kernel would let its loop wait for its compute thread (trireme_shared.platform.runtime.scheduling)
+        # no session of its own: the kernel would let its loop wait for its compute thread (trireme_shared.platform.runtime.service)
         os.setpgid(0, 0)
         deadline = clock.monotonic() + ADOPTION_S
         while os.getppid() != request.parent and clock.monotonic() < deadline:

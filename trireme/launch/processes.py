@@ -18,10 +18,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import IO, Protocol, Self
 
 from trireme.launch.fork_server import GO, Request
-from trireme_shared.platform.membership import hash_seed
-from trireme_shared.platform.runtime import telemetry
-from trireme_shared.platform.runtime.lifelines import adopting, die_with_parent
-from trireme_shared.platform.runtime.malloc import tunables
+from trireme_shared.platform.runtime import process_setup, telemetry
+from trireme_shared.platform.runtime.process_setup import adopting, die_with_parent, memory_tunables
 from trireme_shared.protocol.errors import PeerError, TriremeError
 
 PYTHON_MODULE = (sys.executable, "-P", "-m")  # -P: the user's working directory must not shadow our packages
@@ -49,7 +47,11 @@ class Process(Protocol):
 def inherited_environment() -> dict[str, str]:
     """Our environment for children, without TRIREME_* (those settings are in the spec), with the malloc tunables and a fixed hash seed."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TRIREME_")}
-    return clean | {"PYTHONUNBUFFERED": "1", hash_seed.NAME: hash_seed.hash_seed(clean)} | tunables(clean)
+    return (
+        clean
+        | {"PYTHONUNBUFFERED": "1", process_setup.HASH_SEED: process_setup.hash_seed(clean)}
+        | memory_tunables(clean)
+    )
 
 
 Start = Callable[[Sequence[str], Mapping[str, str], IO[bytes], IO[bytes]], Awaitable[Process]]

@@ -20,7 +20,7 @@ from trireme.settings import UsageError
 from trireme.validation import allowed_name
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.security import private_files
-from trireme_shared.platform.security.socket_folders import SocketFolder, sweep
+from trireme_shared.platform.security.private_files import SocketFolder, sweep_socket_folders
 from trireme_shared.protocol.errors import NotFound
 
 DATA_DIR = Path(".trireme")
@@ -171,7 +171,7 @@ def other_runs(run_dir: Path) -> list[str]:
 def sockets(run_dir: Path) -> Iterator[Path]:
     """A new folder for UNIX sockets, removed afterwards. It is a temporary folder, because the path of a socket may have only
     107 bytes; DATA_DIR/JOB/sockets links to it. Folders that killed runs of this user left behind are removed first, whatever they were of."""
-    sweep(PREFIX)
+    sweep_socket_folders(PREFIX)
     link = run_dir / SOCKETS
     link.unlink(missing_ok=True)
     folder = SocketFolder(PREFIX)

@@ -16,7 +16,7 @@ from typing import Any
 from trireme.launch.run_folder import DATA_DIR, is_locked, locked, read_json, write_json
 from trireme.settings import UsageError
 from trireme_shared.platform.membership.etcd_access import EtcdAccess
-from trireme_shared.platform.security.token_folder import admin_token
+from trireme_shared.platform.security.tokens import admin_token
 from trireme_shared.protocol.errors import NotFound, PeerError
 
 NAME, FACTS, LOCK = "_cluster", "cluster.json", "cluster.lock"

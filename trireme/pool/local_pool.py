@@ -32,10 +32,10 @@ from trireme.view.job_address import client_of
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership.etcd_access import EtcdAccess
-from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.platform.security.tls import VARIABLES
-from trireme_shared.platform.security.token_folder import TokenFolder
 from trireme_shared.platform.security.tokens import Role as TokenRole
+from trireme_shared.platform.security.tokens import TokenFolder
 from trireme_shared.protocol.errors import DeadlineExceeded, PeerError, TriremeError
 from trireme_shared.protocol.keys import ClusterKeys
 from trireme_shared.protocol.records import MasterAddress, MasterLock

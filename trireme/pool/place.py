@@ -26,8 +26,8 @@ from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership import life_sign
 from trireme_shared.platform.runtime import begun, telemetry
+from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.platform.runtime.service import READY_FILE
-from trireme_shared.platform.runtime.waiting import event_within
 from trireme_shared.protocol.errors import PeerError, TriremeError
 from trireme_shared.protocol.keys import ClusterKeys, Keys
 from trireme_shared.protocol.records import JobSpec, JobState

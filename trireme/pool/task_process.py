@@ -23,7 +23,7 @@ from trireme_shared.datasets.user_modules import enter, import_named
 from trireme_shared.platform.etcd.reading import must_read
 from trireme_shared.platform.membership.local_script import LocalScripts
 from trireme_shared.platform.membership.settings import MemberSettings
-from trireme_shared.platform.runtime import clock, lifelines
+from trireme_shared.platform.runtime import clock, process_setup
 from trireme_shared.protocol.errors import CallerError, InvalidArgument, PeerError, TriremeError
 from trireme_shared.protocol.keys import ClusterKeys
 from trireme_shared.protocol.records.cluster import ClusterJob
@@ -65,7 +65,7 @@ def _end_with(parent: int) -> None:
         raise SystemExit(TERMINATED)
 
     signal.signal(signal.SIGTERM, on_signal)
-    lifelines.hear_of_the_end_of(parent, signal.SIGTERM)
+    process_setup.hear_of_the_end_of(parent, signal.SIGTERM)
 
 
 async def _begin(settings: Settings) -> tuple[ClusterJob, Path]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from trireme.client import ONLY_JOB, AsyncClient
 from trireme.client.exchange import MASTERLESS
-from trireme_shared.platform.security.hidden import without_user
+from trireme_shared.platform.runtime.telemetry import without_user
 from trireme_shared.protocol.errors import InvalidArgument
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ FORMAT = 1
 @dataclass(frozen=True, slots=True)
 class TableFile:
     """`offsets[k]`: byte at which the file's k-th task starts, in formats of lines; else empty. `stamp`: what the file was when it was
-    counted (shared/trireme_shared/platform/storage/stamps.py); "": that is not known."""
+    counted (shared/trireme_shared/datasets/dataset_files.py); "": that is not known."""
 
     path: str
     records: int

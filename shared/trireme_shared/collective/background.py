@@ -15,15 +15,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
+from trireme_shared.collective.decider import Decider
 from trireme_shared.collective.entering import Entering, Superseded, Unfit
-from trireme_shared.collective.members.decider import Decider
-from trireme_shared.collective.members.lifeline import lifeline
-from trireme_shared.collective.members.reach import Reach
-from trireme_shared.collective.mirror import Mirror
-from trireme_shared.collective.progress import Progress
-from trireme_shared.collective.records import Epoch, EpochMember, Trouble
-from trireme_shared.collective.session import Session
-from trireme_shared.collective.settings import Settings
+from trireme_shared.collective.reach import Reach, lifeline
+from trireme_shared.collective.records import Epoch, EpochMember, Mirror, Settings, Trouble
+from trireme_shared.collective.session import Progress, Session
 from trireme_shared.platform.etcd import Etcd, LeaseLost, Put
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership.etcd_access import EtcdAccess

@@ -17,13 +17,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from trireme_shared.collective.group import Broken, Device, Group, NcclGroup
-from trireme_shared.collective.mirror import Mirror
-from trireme_shared.collective.progress import STATE, Line, Progress, Result
-from trireme_shared.collective.records import Epoch, EpochMember, Statement
-from trireme_shared.collective.session import Session
-from trireme_shared.collective.settings import NCCL, Settings
-from trireme_shared.collective.store import EtcdStore
+from trireme_shared.collective.group import Broken, Device, EtcdStore, Group, NcclGroup
+from trireme_shared.collective.records import NCCL, Epoch, EpochMember, Mirror, Settings, Statement
+from trireme_shared.collective.session import STATE, Line, Progress, Result, Session
 from trireme_shared.platform.etcd import Compare, Etcd, OutcomeUnknown, Put
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership.own_key import OwnKey
@@ -193,7 +189,7 @@ class Entering:
 
 
 class _Shelf:
-    """The epoch's values for the thread that builds the group (trireme_shared.collective.store.Shelf)."""
+    """The epoch's values for the thread that builds the group (trireme_shared.collective.group.Shelf)."""
 
     def __init__(self, entering: Entering, number: int) -> None:
         self._entering, self._number = entering, number

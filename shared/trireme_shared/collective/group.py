@@ -9,19 +9,21 @@ same operations, all of them with a time limit. An error is told as text: a kept
 from __future__ import annotations
 
 import math
+import os
+import socket
+import stat
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import distributed
 from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import Store  # torch.distributed exports it only where types are not checked
 
-from trireme_shared.collective import sockets
-from trireme_shared.collective.sockets import Address
 from trireme_shared.platform.runtime import clock
 
 POLL_S = 0.1
@@ -46,9 +48,9 @@ class Device:
 
     def __init__(self, host: str) -> None:
         with _devices:
-            before = sockets.listening()
+            before = listening_addresses()
             self.gloo: Any = GLOO.create_device(hostname=host)
-            new = sockets.listening() - before
+            new = listening_addresses() - before
         self.address: Address | None = next(iter(new)) if len(new) == 1 else None
 
 
@@ -202,7 +204,7 @@ class Group:
         """From any thread: operations under way fail within milliseconds. Answers how many connections were shut down."""
         with self._lock:
             self._cut_at = min(self._cut_at, clock.monotonic())
-            return sockets.cut(self._address, self._peers)
+            return cut_connections(self._address, self._peers)
 
     def drop(self) -> None:
         """Give it up: cut, then free. Operations that do not end although they were cut keep it until their time is over."""
@@ -276,3 +278,106 @@ def _bury(kept: list[Any]) -> None:
 def _chunks(flat: torch.Tensor) -> list[torch.Tensor]:
     size = max(1, CHUNK_BYTES // flat.element_size())
     return [flat[first : first + size] for first in range(0, flat.numel(), size)]
+
+
+Address = tuple[str, int]
+FOLDER = "/dev/fd"
+
+
+def listening_addresses() -> set[Address]:
+    """Where this process accepts TCP connections."""
+    return {own for taken, own, peer in _sockets() if peer is None and _accepts(taken)}
+
+
+def cut_connections(own: Address | None, peers: Collection[Address]) -> int:
+    """Shut down the connections that came in at `own` or go to one of `peers`. Answers how many. torch does not show the sockets of a
+    group, so they are found by their addresses.
+
+    A group's operation that waits for a dead or frozen peer ends only by its timeout, or when its sockets break. The listening socket is
+    never touched: Gloo ends the process when that fails.
+    """
+    count = 0
+    for taken, local, peer in _sockets():
+        if peer is None or _accepts(taken) or not (local == own or peer in peers):
+            continue
+        with suppress(OSError):
+            taken.shutdown(socket.SHUT_RDWR)
+            count += 1
+    return count
+
+
+def _sockets() -> Iterator[tuple[socket.socket, Address, Address | None]]:
+    """(socket, own address, the peer's or None) of each TCP socket. It is a duplicate, made before its address was read: a number that
+    is used for another socket meanwhile does no harm."""
+    for name in os.listdir(FOLDER):  # noqa: PTH208  it changes while it is read
+        try:
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            taken = socket.socket(fileno=os.dup(int(name)))
+        except (OSError, ValueError):
+            continue
+        with taken:
+            if taken.family not in (socket.AF_INET, socket.AF_INET6) or taken.type != socket.SOCK_STREAM:
+                continue
+            try:
+                own = taken.getsockname()[:2]
+            except OSError:
+                continue
+            try:
+                peer = taken.getpeername()[:2]
+            except OSError:
+                peer = None
+            yield taken, own, peer
+
+
+def _accepts(taken: socket.socket) -> bool:
+    try:
+        return bool(taken.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    except OSError:
+        return False
+
+
+TIMEOUT_S = 10.0
+
+
+class Shelf(Protocol):
+    """Where the values of an epoch are; calls block, from any thread, and raise TimeoutError or Superseded."""
+
+    def put(self, name: str, value: bytes, timeout_s: float) -> None: ...
+
+    def take(self, names: list[str], timeout_s: float) -> list[bytes]:
+        """The values, as soon as all are there."""
+        ...
+
+    def held(self, names: list[str]) -> bool:
+        """Whether all are there now."""
+        ...
+
+
+class EtcdStore(Store):
+    """The rendezvous store of one epoch's group, over etcd: what a member sets reaches the others by the watch that they have anyway.
+
+    No member hosts anything. Each key is written once, hangs on the lease of who wrote it, and is deleted with the epoch by the decider.
+    Keep a reference to the store as long as the group.
+    """
+
+    def __init__(self, shelf: Shelf, prefix: str, timeout_s: float = TIMEOUT_S) -> None:
+        super().__init__()
+        self._shelf, self._prefix, self._timeout_s = shelf, prefix, timeout_s
+
+    def set(self, key: str, value: Any) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._shelf.put(self._prefix + key, data, self._timeout_s)
+
+    def get(self, key: str) -> bytes:
+        return self._shelf.take([self._prefix + key], self._timeout_s)[0]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        limit_s = max(timeout.total_seconds() if timeout is not None else 0.0, self._timeout_s)
+        self._shelf.take([self._prefix + key for key in keys], limit_s)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._shelf.held([self._prefix + key for key in keys])
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()

@@ -17,9 +17,8 @@ import torch
 
 from trireme_shared.collective.group import Broken, Group
 from trireme_shared.collective.packing import Buffers, Plan, as_given, name_of, put_together, take_apart
-from trireme_shared.collective.progress import STATE, Result
-from trireme_shared.collective.records import Done
-from trireme_shared.collective.settings import CANONICAL
+from trireme_shared.collective.records import CANONICAL, Done
+from trireme_shared.collective.session import STATE, Result
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.lanes import combine
 

@@ -18,9 +18,8 @@ import pyarrow as pa
 from pyarrow import csv as arrow_csv
 
 from trireme_shared.datasets.dataset_files import from_first_file
-from trireme_shared.datasets.line_scan import data_start
+from trireme_shared.datasets.line_scan import RawRecords, data_start, read_raw
 from trireme_shared.datasets.numbers import Misfit, check_float32, dtype_of_numbers, shown
-from trireme_shared.datasets.raw_records import RawRecords, read_raw
 from trireme_shared.platform.storage import files
 from trireme_shared.platform.storage.compressed import scanning
 from trireme_shared.protocol.errors import DatasetError

@@ -1,4 +1,4 @@
-r"""Where records begin and end in line formats: one scanner for the master, which counts, and the trainer, which reads.
+r"""Where records begin and end in line formats: one scanner for the master, which counts, and the trainer, which reads their bytes (`read_raw`).
 
     bytes --feed--> (starts, ends) of the records that ended --finish--> the last one, if the file has no final line break
 
@@ -9,6 +9,7 @@ TextLines only.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import BinaryIO
 
 import numpy as np
@@ -138,3 +139,48 @@ def refuse_archive(path: str) -> None:
     if path.endswith(ARCHIVES):
         msg = f"{path} is an archive of files, not lines"
         raise DatasetError(msg, hint="unpack it; single files may be compressed as .gz .bz2 .xz .zst", url=path)
+
+
+FIRST_CHUNK_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class RawRecords:
+    """`content` from the first record's start; `starts` and `ends` of each record in it."""
+
+    content: bytes
+    starts: list[int]
+    ends: list[int]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def record(self, number: int) -> bytes:
+        return self.content[self.starts[number] : self.ends[number]]
+
+
+def read_raw(
+    source: BinaryIO, dataset: Lines, file: str, start: int, count: int, most_bytes: int | None = None
+) -> RawRecords:
+    """Up to `count` records from byte `start` on; fewer only where the file ends, or behind `most_bytes`."""
+    scanner = RecordScanner(dataset, file, start)
+    source.seek(start)
+    pieces: list[bytes] = []
+    starts: list[int] = []
+    ends: list[int] = []
+    read = 0
+    for chunk in chunks(source, FIRST_CHUNK_BYTES):
+        pieces.append(chunk)
+        found: tuple[Offsets, Offsets] = scanner.feed(chunk)
+        starts += (found[0] - start).tolist()
+        ends += (found[1] - start).tolist()
+        read += len(chunk)
+        if len(starts) >= count or (starts and most_bytes is not None and read >= most_bytes):
+            break
+    else:
+        last = scanner.finish()
+        if last is not None:
+            starts.append(last[0] - start)
+            ends.append(last[1] - start)
+    del starts[count:], ends[count:]
+    return RawRecords(b"".join(pieces)[: ends[-1] if ends else 0], starts, ends)

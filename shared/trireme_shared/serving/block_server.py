@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from trireme_shared.blocks.buffers import Buffer, BufferPool, ReceivedMemory
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import clock, telemetry
-from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.errors import BadFrame, LayoutMismatch, NotReady, StaleGeneration, StepTorn, WrongOwner
 from trireme_shared.protocol.records.layout import ELEMENT_BYTES, ROWS, Layout
 from trireme_shared.protocol.records.pauses import Torn

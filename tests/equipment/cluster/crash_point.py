@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import Process
-from trireme_shared.platform.etcd.transport import Body, Transport, is_write
+from trireme_shared.platform.etcd.operations import Body, Transport, is_write
 
 _CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 _watcher: Callable[[str], None] | None = None

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tests.equipment.etcd.store import Store
-from trireme_shared.platform.etcd.transport import Body
+from trireme_shared.platform.etcd.operations import Body
 from trireme_shared.platform.runtime import clock
 
 MINIMUM_TTL_S = 2

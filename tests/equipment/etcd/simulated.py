@@ -21,9 +21,18 @@ from typing import Any, Protocol
 from tests.equipment.etcd.leases import Lessor
 from tests.equipment.etcd.store import STORE_METHODS, Store
 from trireme_shared.platform.etcd.errors import Refused, Retryable, unanswered
-from trireme_shared.platform.etcd.operations import covers, prefix_end
-from trireme_shared.platform.etcd.results import WatchEvent
-from trireme_shared.platform.etcd.transport import GRANT, KEEP_ALIVE, REVOKE, TIME_TO_LIVE, WATCH, Body, is_write
+from trireme_shared.platform.etcd.operations import (
+    GRANT,
+    KEEP_ALIVE,
+    REVOKE,
+    TIME_TO_LIVE,
+    WATCH,
+    Body,
+    WatchEvent,
+    covers,
+    is_write,
+    prefix_end,
+)
 from trireme_shared.protocol.errors import TriremeError
 
 PROGRESS_INTERVAL_S = 1.0

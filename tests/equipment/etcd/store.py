@@ -11,8 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 from trireme_shared.platform.etcd.errors import Compacted, Fatal, LeaseLost, LimitExceeded
-from trireme_shared.platform.etcd.operations import MAX_OPERATIONS, covers
-from trireme_shared.platform.etcd.transport import COMPACT, DELETE, PUT, RANGE, STATUS, TXN, Body
+from trireme_shared.platform.etcd.operations import (
+    COMPACT,
+    DELETE,
+    MAX_OPERATIONS,
+    PUT,
+    RANGE,
+    STATUS,
+    TXN,
+    Body,
+    covers,
+)
 
 REQUEST_BYTES = 3 << 19  # etcd's --max-request-bytes
 _TO_THE_END = b"\0"

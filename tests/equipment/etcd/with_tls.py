@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from trireme_shared.platform.etcd.embedded import find_binary, free_ports
-from trireme_shared.platform.runtime.lifelines import die_with_parent
+from trireme_shared.platform.runtime.process_setup import die_with_parent
 
 
 @asynccontextmanager

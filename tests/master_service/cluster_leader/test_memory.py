@@ -22,7 +22,7 @@ from trireme_shared.platform import etcd as etcd_client
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
 from trireme_shared.platform.etcd.errors import Compacted
-from trireme_shared.platform.etcd.transport import STATUS
+from trireme_shared.platform.etcd.operations import STATUS
 from trireme_shared.protocol.errors import NotReady
 from trireme_shared.protocol.records.cluster import Standing
 

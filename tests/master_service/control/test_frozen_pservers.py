@@ -15,7 +15,7 @@ from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, running
 from tests.master_service.control.pausing import checkpointing, copy, copy_slowly, cut_of, cutting, names, spec
-from trireme_shared.platform.etcd.transport import KEEP_ALIVE
+from trireme_shared.platform.etcd.operations import KEEP_ALIVE
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.records import Phase
 

@@ -15,7 +15,7 @@ from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, leading, running, spec_of
 from tests.master_service.control.restoring import checkpoint, names, spec
 from trireme_shared.platform.etcd import Etcd
-from trireme_shared.platform.etcd.transport import Body
+from trireme_shared.platform.etcd.operations import Body
 from trireme_shared.protocol.errors import NotLeader
 from trireme_shared.protocol.records import FailureCause, Mode, Phase
 from trireme_shared.protocol.records.checkpoints import CheckpointRef, OwnCheckpoints

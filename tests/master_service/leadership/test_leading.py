@@ -27,8 +27,8 @@ from tests.master_service.cluster import (
     take,
 )
 from trireme_shared.platform.etcd import Compare, Etcd
+from trireme_shared.platform.etcd.operations import RangeResult
 from trireme_shared.platform.etcd.reading import read_below
-from trireme_shared.platform.etcd.results import RangeResult
 from trireme_shared.protocol.errors import NotLeader, NotReady, StateUnreadable
 from trireme_shared.protocol.records import FailureCause, JobSpec, MasterAddress, Mode, Phase, Stage, UserFailure
 from trireme_shared.protocol.records.assignments import GivenNumbers

@@ -21,10 +21,10 @@ from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.waiting import until
 from trainer_agent.script.sample_records import first_records
 from trireme.script_source import digests_of
+from trireme_shared.datasets.dataset_files import stamp_of
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.local_script import LocalScripts
 from trireme_shared.platform.storage import files
-from trireme_shared.platform.storage.stamps import stamp_of
 from trireme_shared.protocol.errors import DatasetError, NotFound
 from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.datasets import Bytes, Csv, Custom, JsonLines, Npy, Parquet, TextLines

@@ -168,7 +168,7 @@ def write_arrow(path: Path) -> None:
 def test_a_file_that_is_counted_is_not_read_again_to_be_compared(tmp_path, monkeypatch, kind, write):
     path = tmp_path / "0.npy"
     write(path)
-    monkeypatch.setattr("trireme_shared.datasets.dataset_files.saved_datasets.arrow_files", lambda folder, _: [folder])
+    monkeypatch.setattr("trireme_shared.datasets.dataset_files.arrow_files", lambda folder, _: [folder])
     monkeypatch.setattr(Heads, "_read", lambda _, file: pytest.fail(f"{file} is read again"))
     assert count_records(kind(str(path)), 10).records
 

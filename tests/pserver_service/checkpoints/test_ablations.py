@@ -14,9 +14,8 @@ from tests.equipment.replaced import replaced
 from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import kill_scenarios, parts
 from tests.pserver_service.checkpoints.cluster import KEYS, PserverCluster, run_scenario
-from trireme_shared.checkpoints import stored, writer
-from trireme_shared.checkpoints.saving import commit
-from trireme_shared.checkpoints.saving.commit import Committer
+from trireme_shared.checkpoints import commit, stored, writer
+from trireme_shared.checkpoints.commit import Committer
 from trireme_shared.checkpoints.schedule import Schedule
 from trireme_shared.platform.etcd import Compare
 from trireme_shared.platform.membership.own_key import OwnKey

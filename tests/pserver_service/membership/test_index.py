@@ -15,7 +15,7 @@ from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual
 from tests.pserver_service.jobs import JOB
 from trireme_shared.platform.etcd import Etcd
-from trireme_shared.platform.etcd.transport import TXN
+from trireme_shared.platform.etcd.operations import TXN
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.errors import DeadlineExceeded

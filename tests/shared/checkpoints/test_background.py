@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
-from trireme_shared.checkpoints import background as module
-from trireme_shared.checkpoints import deltas, writer
-from trireme_shared.checkpoints.background import NICENESS, REST, Abandoned, Background, Pace
+from trireme_shared.checkpoints import writer
+from trireme_shared.checkpoints import writer as module
+from trireme_shared.checkpoints.writer import NICENESS, REST, Abandoned, Background, Pace
 from trireme_shared.platform.storage import files, tensor_file
 
 
@@ -36,8 +36,8 @@ async def test_only_parts_are_written_at_a_lower_priority(monkeypatch):
         assert await background(niceness) == before
         monkeypatch.setattr(writer, "write_part", niceness)
         assert await background(writer.write_part, "url", {}, None) == [NICENESS, NICENESS]
-        monkeypatch.setattr(deltas, "narrow", niceness)
-        assert await background(deltas.narrow, None, None) == [NICENESS, NICENESS]
+        monkeypatch.setattr(writer, "narrow_to_changes", niceness)
+        assert await background(writer.narrow_to_changes, None, None) == [NICENESS, NICENESS]
         assert niceness() == before
     finally:
         background.close()

@@ -10,9 +10,8 @@ import pytest
 
 from tests.equipment.replaced import replaced
 from tests.pserver_service.checkpoints.parts import layout_of
-from trireme_shared.checkpoints.saving.evaluated_first import SOON_S, EvaluatedFirst
-from trireme_shared.checkpoints.saving.pending import PendingCheckpoint
-from trireme_shared.checkpoints.saving.view import CheckpointView
+from trireme_shared.checkpoints.commit import SOON_S, CheckpointView, EvaluatedFirst
+from trireme_shared.checkpoints.saving_context import PendingCheckpoint
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Mode, SlotMap

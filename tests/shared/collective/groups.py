@@ -6,12 +6,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from trireme_shared.collective.group import Device, Group
-from trireme_shared.collective.store import EtcdStore
+from trireme_shared.collective.group import Device, EtcdStore, Group
 
 
 class Values:
-    """A trireme_shared.collective.store.Shelf."""
+    """A trireme_shared.collective.group.Shelf."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from tests.shared.collective.world import KEYS, TTL_S, epoch_of, named, virtual
-from trireme_shared.collective.members import decider
-from trireme_shared.collective.members.decider import next_members
+from trireme_shared.collective import decider
+from trireme_shared.collective.decider import next_members
 from trireme_shared.collective.records import Trouble
 
 

@@ -11,9 +11,15 @@ import pytest
 import torch
 
 from tests.shared.collective.groups import Groups, Values
-from trireme_shared.collective import sockets
-from trireme_shared.collective.group import Broken, Device, Group, NcclGroup, nccl_is_there
-from trireme_shared.collective.store import EtcdStore
+from trireme_shared.collective.group import (
+    Broken,
+    Device,
+    EtcdStore,
+    Group,
+    NcclGroup,
+    listening_addresses,
+    nccl_is_there,
+)
 
 NCCL = pytest.param(NcclGroup, marks=pytest.mark.skipif(not nccl_is_there(), reason="no GPU"))
 
@@ -88,9 +94,9 @@ def test_a_cut_ends_an_operation_that_waits_for_a_silent_peer_at_once():
 
 def test_cutting_touches_no_other_socket_and_dropping_leaves_none():
     groups = Groups(2)
-    other = sockets.listening()
+    other = listening_addresses()
     groups.groups[0].cut()
-    assert sockets.listening() == other  # Gloo ends the process if its listening socket breaks
+    assert listening_addresses() == other  # Gloo ends the process if its listening socket breaks
     groups.drop()
 
 

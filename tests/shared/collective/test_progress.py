@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from trireme_shared.collective import progress as module
-from trireme_shared.collective.progress import STATE, Line, Progress, Result
+from trireme_shared.collective import session
 from trireme_shared.collective.records import Done, Statement
+from trireme_shared.collective.session import STATE, Line, Progress, Result
 
 
 def statement(last, before=(0, 0), *, gives=True, has_state=True) -> Statement:
@@ -141,7 +141,7 @@ def test_ablation_members_disagree_without(lost, monkeypatch):
             ),
         )
     else:
-        monkeypatch.setattr(module.Progress, "enter", without_giving(module.Progress.enter))
+        monkeypatch.setattr(session.Progress, "enter", without_giving(session.Progress.enter))
     assert any(disagrees(seed) for seed in SEEDS)
 
 

@@ -8,9 +8,8 @@ from functools import partial
 import pytest
 
 from tests.shared.collective.world import TTL_S, named, virtual
-from trireme_shared.collective.members import decider
-from trireme_shared.collective.members.lifeline import CONNECT_S
-from trireme_shared.collective.members.reach import cut_off
+from trireme_shared.collective import decider
+from trireme_shared.collective.reach import CONNECT_S, cut_off
 from trireme_shared.collective.records import Unreached
 
 NOTICED_S = (

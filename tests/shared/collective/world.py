@@ -9,11 +9,9 @@ import random
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual
-from trireme_shared.collective.members.decider import Decider
-from trireme_shared.collective.members.lifeline import CONNECT_S
-from trireme_shared.collective.members.reach import Reach
-from trireme_shared.collective.mirror import Mirror
-from trireme_shared.collective.records import Epoch, EpochMember
+from trireme_shared.collective.decider import Decider
+from trireme_shared.collective.reach import CONNECT_S, Reach
+from trireme_shared.collective.records import Epoch, EpochMember, Mirror
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.own_key import OwnKey
 from trireme_shared.protocol.keys import Keys

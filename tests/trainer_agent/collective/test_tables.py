@@ -18,7 +18,7 @@ from trainer_agent.collective.rows.stepping import whole_table
 from trainer_agent.script.user_module import load
 from trireme import plain
 from trireme_shared.checkpoints import stored
-from trireme_shared.checkpoints.table_rows import read_rows
+from trireme_shared.checkpoints.tables import read_rows
 from trireme_shared.protocol.records import JobSpec, Phase, SlotMap, Strategy
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest
 from trireme_shared.protocol.slots import spread

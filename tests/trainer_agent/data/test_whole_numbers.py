@@ -18,7 +18,7 @@ import torch
 from google_crc32c import value as crc32c
 
 from trainer_agent.data import default_collate, open_dataset
-from trireme_shared.datasets.tf_record import masked
+from trireme_shared.datasets.framed_records import masked
 from trireme_shared.protocol.errors import DatasetError
 from trireme_shared.protocol.records.datasets import (
     Csv,
@@ -170,7 +170,7 @@ def importable(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def single_arrow_file(monkeypatch):
     """The Arrow file itself stands for its folder."""
-    monkeypatch.setattr("trireme_shared.datasets.dataset_files.saved_datasets.arrow_files", lambda folder, _: [folder])
+    monkeypatch.setattr("trireme_shared.datasets.dataset_files.arrow_files", lambda folder, _: [folder])
 
 
 @pytest.mark.parametrize("values", [SIGNED, PLAIN, UNSIGNED], ids=["signed", "plain", "unsigned"])

@@ -13,8 +13,7 @@ from trainer_agent.process import find_script
 from trireme.script_source import digests_of
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.directory import Directory
-from trireme_shared.platform.membership.local_script import LocalScripts
-from trireme_shared.platform.security.script_digests import ScriptChanged
+from trireme_shared.platform.membership.local_script import LocalScripts, ScriptChanged
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.datasets import Npy

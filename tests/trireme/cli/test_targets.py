@@ -15,8 +15,7 @@ from trireme.launch import run_folder
 from trireme.pool import cluster_folder
 from trireme.settings import UsageError
 from trireme_shared.platform.membership.etcd_access import EtcdAccess
-from trireme_shared.platform.security.token_folder import TokenFolder
-from trireme_shared.platform.security.tokens import Role
+from trireme_shared.platform.security.tokens import Role, TokenFolder
 from trireme_shared.protocol.errors import InvalidArgument, NotFound, PeerError
 
 LEADER, RUN = "http://127.0.0.1:1", "http://127.0.0.1:2"

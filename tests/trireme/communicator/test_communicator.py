@@ -17,7 +17,7 @@ import torch
 
 import trireme
 from trireme.communicator.status import Cause
-from trireme_shared.collective import background, sockets
+from trireme_shared.collective import background, group
 from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
 from trireme_shared.platform.membership.etcd_access import EtcdAccess
 from trireme_shared.protocol.errors import InvalidArgument, PeerError
@@ -176,8 +176,8 @@ def test_who_leaves_is_missed_by_nobody_and_a_cut_group_is_built_anew(etcd):
 
         with ThreadPoolExecutor(3) as pool:
             (before,) = set(pool.map(lambda one: until_whole(one, 3), made))
-            for own in {place for one in made for place in sockets.listening()}:
-                sockets.cut(own, set())
+            for own in {place for one in made for place in group.listening_addresses()}:
+                group.cut_connections(own, set())
             (after,) = set(pool.map(lambda one: until_whole(one, 3), made))
             assert after > before
             made[0].close()

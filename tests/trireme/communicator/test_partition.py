@@ -14,8 +14,7 @@ from tests.trireme.communicator.test_communicator import etcd
 from trireme.communicator.status import Cause
 from trireme_shared.collective import background, entering
 from trireme_shared.collective.group import Broken, Group
-from trireme_shared.collective.members.lifeline import CONNECT_S, reaches
-from trireme_shared.collective.members.reach import Reach
+from trireme_shared.collective.reach import CONNECT_S, Reach, reaches
 
 __all__ = ["etcd"]
 pytestmark = [pytest.mark.processes, pytest.mark.soak]

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from trireme.launch.child import Child, Exit, tail_of
+from trireme_shared.platform.membership.local_script import ScriptChanged
 from trireme_shared.platform.runtime import begun
 from trireme_shared.platform.runtime.service import EXIT_CODES
-from trireme_shared.platform.security.script_digests import ScriptChanged
 
 pytestmark = pytest.mark.processes
 

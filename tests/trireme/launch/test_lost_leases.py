@@ -19,8 +19,8 @@ from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual
 from trireme.launch.leases import WORKING_GRACE_S, HeldLeases, LostLease, LostLeases
 from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.membership.life_sign import ProcessorUse
 from trireme_shared.platform.runtime import clock
-from trireme_shared.platform.runtime.processor_use import ProcessorUse
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import MasterLock, PserverMember, TrainerMember
 

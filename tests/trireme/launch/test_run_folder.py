@@ -12,7 +12,7 @@ import pytest
 from trireme.launch import run_folder
 from trireme.settings import UsageError
 from trireme.view.child_events import ChildEvent, EventFile, restarts_in
-from trireme_shared.platform.security.socket_folders import SocketFolder
+from trireme_shared.platform.security.private_files import SocketFolder
 
 
 def test_a_job_runs_once_at_a_time(tmp_path):

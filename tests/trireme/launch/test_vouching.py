@@ -15,9 +15,8 @@ from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import run_virtually
 from trireme.launch.leases import VOUCH_S, Vouching
 from trireme_shared.platform.etcd import Etcd
-from trireme_shared.platform.membership.life_sign import FILE, LifeSign, read
+from trireme_shared.platform.membership.life_sign import FILE, LifeSign, ProcessorUse, read
 from trireme_shared.platform.runtime import clock
-from trireme_shared.platform.runtime.processor_use import ProcessorUse
 
 TTL_S = 5.0
 RUNS, STOPPED = ProcessorUse(1.0, stopped=False), ProcessorUse(1.0, stopped=True)

@@ -15,7 +15,7 @@ from tests.equipment.virtual_loop import run as run_virtual
 from trireme.pool.host_metrics import HostMetrics
 from trireme.pool.place_keys import BATCH, PlaceKeys
 from trireme_shared.platform.etcd import Etcd
-from trireme_shared.platform.etcd.transport import TXN
+from trireme_shared.platform.etcd.operations import TXN
 from trireme_shared.protocol.errors import Conflict, PeerError
 from trireme_shared.protocol.keys import ClusterKeys
 from trireme_shared.protocol.records.cluster import PoolMember

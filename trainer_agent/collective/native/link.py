@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 import torch
 
 from trainer_agent.collective.native.reducing import Scratch
-from trireme_shared.collective.group import Broken, Device, Group, NcclGroup, nccl_is_there
-from trireme_shared.collective.settings import GLOO, NCCL
-from trireme_shared.collective.store import EtcdStore
+from trireme_shared.collective.group import Broken, Device, EtcdStore, Group, NcclGroup, nccl_is_there
+from trireme_shared.collective.records import GLOO, NCCL
 from trireme_shared.platform.etcd import Etcd, LeaseLost, OutcomeUnknown, Put
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.runtime import clock, telemetry

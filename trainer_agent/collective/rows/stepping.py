@@ -15,7 +15,7 @@ import numpy as np
 from trainer_agent.collective.rows.means import RowMeans
 from trireme_shared.checkpoints.start_tables import fit_tables, mark_in, put_rows
 from trireme_shared.platform.runtime import clock
-from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.errors import Gone, InvalidArgument
 from trireme_shared.protocol.records.layout import Layout
 from trireme_shared.protocol.records.step import LaneZero

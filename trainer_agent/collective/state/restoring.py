@@ -13,7 +13,7 @@ from collections.abc import Callable
 from trainer_agent.collective.replica import Replica
 from trainer_agent.collective.state.loading import load_replica
 from trainer_agent.model.compute import Compute
-from trireme_shared.checkpoints.background import Offload
+from trireme_shared.checkpoints.writer import Offload
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership.directory import Directory

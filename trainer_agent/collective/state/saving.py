@@ -20,11 +20,10 @@ from trainer_agent.model.compute import Compute
 from trireme_shared.blocks.buffers import BufferPool, tensor_over
 from trireme_shared.blocks.snapshot import Snapshot
 from trireme_shared.checkpoints import stored
-from trireme_shared.checkpoints.background import Offload
-from trireme_shared.checkpoints.saving.copies import Copied, Copies
-from trireme_shared.checkpoints.saving.part_owner import SavingContext
-from trireme_shared.checkpoints.saving.parts import Checkpointer
+from trireme_shared.checkpoints.parts import Checkpointer, Copied, Copies
+from trireme_shared.checkpoints.saving_context import SavingContext
 from trireme_shared.checkpoints.schedule import EVALUATED_RANK, Schedule, is_final
+from trireme_shared.checkpoints.writer import Offload
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.membership.own_key import OwnKey

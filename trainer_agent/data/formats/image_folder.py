@@ -9,7 +9,7 @@ import numpy as np
 from trainer_agent.data.formats import images
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Shard, as_column
-from trireme_shared.datasets.image_listing import ImageListing, list_images, root_of
+from trireme_shared.datasets.dataset_files import ImageListing, list_images, root_of
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import DatasetError
 from trireme_shared.protocol.records.datasets import ImageFolder

@@ -16,8 +16,7 @@ from trireme.containers.secrets import TokenVolumes
 from trireme.launch import run_folder
 from trireme.pool import cluster_folder
 from trireme.settings import UsageError
-from trireme_shared.platform.security.token_folder import TokenFile, TokenFolder
-from trireme_shared.platform.security.tokens import Role, TokenRecord
+from trireme_shared.platform.security.tokens import Role, TokenFile, TokenFolder, TokenRecord
 from trireme_shared.protocol.errors import TriremeError
 
 

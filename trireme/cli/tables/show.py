@@ -13,7 +13,7 @@ from rich.table import Table
 from trireme.cli import exit_codes
 from trireme.cli.checkpoint import Answer, answer, choose, spec_of
 from trireme_shared.checkpoints import stored
-from trireme_shared.checkpoints.table_rows import read_rows
+from trireme_shared.checkpoints.tables import read_rows
 from trireme_shared.protocol.errors import InvalidArgument, NotFound
 from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest
 from trireme_shared.protocol.records.layout import TableSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trireme_shared.platform.etcd.client import Etcd
+from trireme_shared.platform.etcd.client import Etcd, Lease
 from trireme_shared.platform.etcd.errors import (
     Compacted,
     Fatal,
@@ -17,9 +17,18 @@ from trireme_shared.platform.etcd.errors import (
     Unauthenticated,
     WentBack,
 )
-from trireme_shared.platform.etcd.lease import Lease
-from trireme_shared.platform.etcd.operations import Compare, Delete, Get, Operation, Put
-from trireme_shared.platform.etcd.results import KeyValue, Space, TxnResult, WatchBatch, WatchEvent
+from trireme_shared.platform.etcd.operations import (
+    Compare,
+    Delete,
+    Get,
+    KeyValue,
+    Operation,
+    Put,
+    Space,
+    TxnResult,
+    WatchBatch,
+    WatchEvent,
+)
 
 __all__ = [
     "Compacted",

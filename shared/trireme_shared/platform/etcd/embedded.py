@@ -33,9 +33,9 @@ from typing import IO, Self
 from trireme_shared.platform.etcd.client import Etcd
 from trireme_shared.platform.etcd.errors import Fatal, Unauthenticated
 from trireme_shared.platform.runtime import clock, ids, telemetry
-from trireme_shared.platform.runtime.lifelines import die_with_parent
+from trireme_shared.platform.runtime.process_setup import die_with_parent
 from trireme_shared.platform.security import etcd_users, private_files
-from trireme_shared.platform.security.socket_folders import SocketFolder, sweep
+from trireme_shared.platform.security.private_files import SocketFolder, sweep_socket_folders
 from trireme_shared.protocol.errors import TriremeError
 
 CLIENT, PEER = (
@@ -363,7 +363,7 @@ class EmbeddedEtcd:
 
 def sweep_sockets() -> None:
     """Remove what launchers of this user left in the temporary folder when they were killed."""
-    sweep(PREFIX)
+    sweep_socket_folders(PREFIX)
 
 
 def free_ports(count: int) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ holders, or fail with current versions of aiohttp. Sessions, TLS, log-in, time l
     call -> endpoint in use --cannot connect--> next endpoint, at once
                             --any other failure--> error; the next call goes to the next endpoint
     stream -> messages ... quiet for QUIET_S --the endpoint answers something else--> only quiet, or --nothing at all--> broken
-An answer with another cluster_id, or with a lower raft_term than seen before, is rejected.
+An answer with another cluster_id, or with a lower raft_term than seen before, is rejected. In the gateway's JSON bytes are base64, int64
+are decimal strings, and zero values are absent (`encode`, `decode`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import io
 import json
 import socket
 import ssl
+from base64 import b64decode, b64encode
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,11 +27,10 @@ from urllib.parse import urlsplit
 import aiohttp
 from etcd3.aio_client import AioClient
 
-from trireme_shared.platform.etcd import codec
 from trireme_shared.platform.etcd.errors import Fatal, Refused, Retryable, Unauthenticated, of_answer, unanswered
-from trireme_shared.platform.etcd.transport import AUTHENTICATE, STATUS, Body, is_write
+from trireme_shared.platform.etcd.operations import AUTHENTICATE, STATUS, Body, is_write
 from trireme_shared.platform.runtime import clock, telemetry
-from trireme_shared.platform.security.hidden import without_user
+from trireme_shared.platform.runtime.telemetry import without_user
 from trireme_shared.protocol.errors import InvalidArgument, TriremeError
 
 if TYPE_CHECKING:
@@ -135,13 +136,13 @@ class Etcd3Transport:
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(QUIET_S):
                     await self._log_in(None)
-                    posted = _posted(endpoint.streams, method, codec.encode(body), self.token)
+                    posted = _posted(endpoint.streams, method, encode(body), self.token)
                     response = await stack.enter_async_context(posted)
                     if response.status >= 400:
                         raise await _refusal(response, where, write=False)
                 _notice_dead_peer(response)
                 async for line in _lines(response, lambda: self._check_quiet(endpoint), endpoint.heard):
-                    yield self._checked_answer(_unwrapped(codec.decode(line), where, write=False), where, write=False)
+                    yield self._checked_answer(_unwrapped(decode(line), where, write=False), where, write=False)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             self._move_on(index)
             raise Retryable(f"{where} broke: {type(error).__name__}: {error}") from error
@@ -164,7 +165,7 @@ class Etcd3Transport:
 
     async def _unary(self, method: str, body: Body, write: bool) -> Body:
         """Ask the current endpoint; if it cannot be connected to, ask the next."""
-        data = codec.encode(body)
+        data = encode(body)
         failure: Exception | None = None
         down = True
         for _ in self.urls:
@@ -174,7 +175,7 @@ class Etcd3Transport:
                 async with _posted(endpoint.unary, method, data, self.token) as response:
                     if response.status >= 400:
                         raise await _refusal(response, where, write=write)
-                    document = codec.decode(await response.read())
+                    document = decode(await response.read())
                     endpoint.heard()
                 return self._checked_answer(_unwrapped(document, where, write=write), where, write=write)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -369,3 +370,63 @@ def _checked_socket(url: str, host: str, path: str) -> str:
     if len(path.encode()) > SOCKET_BYTES:
         raise InvalidArgument(f"{url!r}: the path of a UNIX socket may have {SOCKET_BYTES} bytes; use a shorter one")
     return url
+
+
+_BYTES = frozenset({"key", "value", "range_end"})
+_INTEGERS = frozenset(
+    {
+        "revision",
+        "create_revision",
+        "mod_revision",
+        "version",
+        "lease",
+        "ID",
+        "TTL",
+        "grantedTTL",
+        "count",
+        "deleted",
+        "compact_revision",
+        "raft_term",
+        "cluster_id",
+        "member_id",
+        "watch_id",
+        "dbSize",
+        "dbSizeInUse",
+        "leader",
+        "raftIndex",
+        "raftTerm",
+    }
+)
+
+
+def encode(body: Body) -> bytes:
+    """Integers may be JSON numbers on the way in: the gateway reads all 64 bits."""
+    return json.dumps(body, default=_base64, separators=(",", ":")).encode()
+
+
+def _base64(value: Any) -> str:
+    if isinstance(value, bytes):
+        return b64encode(value).decode("ascii")
+    msg = f"{type(value).__name__} cannot be sent to etcd"
+    raise TypeError(msg)
+
+
+def decode(text: bytes) -> Any:
+    """A JSON document in native form. Raises ValueError for invalid JSON or invalid base64."""
+    return _native(json.loads(text))
+
+
+def _native(value: Any) -> Any:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if isinstance(item, str):
+                if name in _BYTES:
+                    value[name] = b64decode(item, validate=True)
+                elif name in _INTEGERS and item.lstrip("-").isdigit():
+                    value[name] = int(item)
+            elif isinstance(item, dict | list):
+                _native(item)
+    elif isinstance(value, list):
+        for item in value:
+            _native(item)
+    return value

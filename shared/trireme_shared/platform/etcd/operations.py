@@ -1,13 +1,26 @@
-"""The parts of a transaction, compares and operations, as values; etcd's limits are checked before sending."""
+"""What goes to etcd and comes back, as values, and the interface that carries it. etcd's limits are checked before sending.
+
+    Compare, Put, Delete, Get ─► Transport: one attempt of one request or stream ─► KeyValue, RangeResult, TxnResult, WatchBatch
+
+Everything above Transport is the same for a real etcd (etcd3_transport.py) and the simulated one of the tests. Bodies are dicts with
+etcd's JSON field names, but native values: keys and values are bytes, int64 are ints, absent fields are zero.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
-from trireme_shared.platform.etcd.errors import LimitExceeded
-from trireme_shared.platform.etcd.transport import Body
+from trireme_shared.platform.etcd.errors import Fatal, LimitExceeded
+
+Body = dict[str, Any]
+
+RANGE, PUT, DELETE, TXN, COMPACT = "/kv/range", "/kv/put", "/kv/deleterange", "/kv/txn", "/kv/compaction"
+GRANT, REVOKE, KEEP_ALIVE, TIME_TO_LIVE = "/lease/grant", "/lease/revoke", "/lease/keepalive", "/lease/timetolive"
+WATCH, STATUS, AUTHENTICATE = "/watch", "/maintenance/status", "/auth/authenticate"
+
+_WRITES = frozenset({PUT, DELETE, COMPACT, GRANT, REVOKE})
 
 MAX_OPERATIONS = 128
 MAX_BYTES = 1 << 20  # etcd accepts 1.5 MiB including its own framing
@@ -175,3 +188,131 @@ def covers(first: bytes, end: bytes, key: bytes) -> bool:
     if not end:
         return key == first
     return key >= first and (end == b"\0" or key < end)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValue:
+    """`lease` 0: none. `version` counts the puts since creation."""
+
+    key: str
+    value: bytes
+    create_revision: int
+    mod_revision: int
+    version: int
+    lease: int
+
+    @classmethod
+    def of(cls, body: Body) -> KeyValue:
+        get = body.get
+        return cls(
+            body["key"].decode("utf-8", "surrogateescape"),
+            get("value", b""),
+            get("create_revision", 0),
+            get("mod_revision", 0),
+            get("version", 0),
+            get("lease", 0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RangeResult:
+    """Keys in order at `revision`; `count` is the number in the whole range, also when a limit cut `kvs` (`more`)."""
+
+    revision: int
+    kvs: tuple[KeyValue, ...] = ()
+    count: int = 0
+    more: bool = False
+
+    @classmethod
+    def of(cls, body: Body, revision: int) -> RangeResult:
+        kvs = tuple([KeyValue.of(kv) for kv in body.get("kvs", ())])
+        return cls(revision, kvs, body.get("count", 0), body.get("more", False))
+
+    @property
+    def first(self) -> KeyValue | None:
+        return self.kvs[0] if self.kvs else None
+
+
+@dataclass(frozen=True, slots=True)
+class TxnResult:
+    """`revision` is that of the transaction's writes if it succeeded. One result per operation of the branch taken:
+    a RangeResult for Get, the number of deleted keys for Delete, None for Put."""
+
+    succeeded: bool
+    revision: int
+    results: tuple[RangeResult | int | None, ...] = ()
+
+    @classmethod
+    def of(cls, body: Body) -> TxnResult:
+        revision = body["header"]["revision"]
+        return cls(
+            body.get("succeeded", False),
+            revision,
+            tuple([_op_result(response, revision) for response in body.get("responses", ())]),
+        )
+
+    def range(self, index: int) -> RangeResult:
+        """The result of the Get at `index` of the branch taken."""
+        result = self.results[index]
+        assert isinstance(result, RangeResult), f"operation {index} was not a Get: {result!r}"
+        return result
+
+
+def _op_result(response: Body, revision: int) -> RangeResult | int | None:
+    if "response_range" in response:
+        return RangeResult.of(response["response_range"], revision)
+    if "response_delete_range" in response:
+        return int(response["response_delete_range"].get("deleted", 0))
+    if "response_put" in response:
+        return None
+    raise Fatal(f"etcd answered an operation with {sorted(response)}; this client does not know it")
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """`full`: etcd has used up its quota and takes no writes (its alarm NOSPACE)."""
+
+    used_bytes: int
+    full: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent:
+    """A delete's `kv` has only `key` and `mod_revision`."""
+
+    type: Literal["put", "delete"]
+    kv: KeyValue
+
+    @classmethod
+    def of(cls, body: Body) -> WatchEvent:
+        return cls("delete" if body.get("type") == "DELETE" else "put", KeyValue.of(body["kv"]))
+
+
+@dataclass(frozen=True, slots=True)
+class WatchBatch:
+    """`reset`: replace the known state by `kvs` (all keys of the range at `revision`); else apply `events`."""
+
+    revision: int
+    events: Sequence[WatchEvent] = ()
+    reset: bool = False
+    kvs: Sequence[KeyValue] = ()
+
+
+class Transport(Protocol):
+    async def call(self, method: str, body: Body, timeout_s: float) -> Body:
+        """One attempt of at most `timeout_s`. Raises the errors of errors.py; Retryable means: nothing was written."""
+        ...
+
+    def stream(self, method: str, body: Body) -> AsyncGenerator[Body, None]:
+        """The messages of a server stream until it ends or breaks (Retryable): also when it is quiet and etcd answers nothing else
+        either. Close it (`contextlib.aclosing`)."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def is_write(method: str, body: Body) -> bool:
+    """Whether repeating the request after a lost answer could do something twice."""
+    if method == TXN:
+        return any("request_range" not in op for branch in ("success", "failure") for op in body.get(branch, ()))
+    return method in _WRITES

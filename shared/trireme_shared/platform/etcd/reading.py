@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from trireme_shared.platform.etcd.client import Etcd
 from trireme_shared.platform.etcd.errors import Compacted
-from trireme_shared.platform.etcd.results import KeyValue
+from trireme_shared.platform.etcd.operations import KeyValue
 from trireme_shared.platform.runtime import telemetry
 from trireme_shared.protocol.errors import NotFound, NotReady, StateUnreadable
 from trireme_shared.protocol.records.record import Record

@@ -17,7 +17,7 @@ from contextlib import aclosing
 from trireme_shared.platform.etcd import Compacted, Etcd, KeyValue, WatchBatch, WatchEvent
 from trireme_shared.platform.etcd.reading import read_number, read_record
 from trireme_shared.platform.runtime import clock, ids, telemetry
-from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.errors import DeadlineExceeded, PeerError
 from trireme_shared.protocol.evaluations import EvaluationStatus
 from trireme_shared.protocol.keys import Keys

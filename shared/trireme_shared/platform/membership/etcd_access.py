@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from trireme_shared.platform.etcd import Etcd, connect
-from trireme_shared.platform.security.hidden import without_user
+from trireme_shared.platform.runtime.telemetry import without_user
 from trireme_shared.protocol.errors import InvalidArgument
 
 PASSWORD = "TRIREME_ETCD_PASSWORD"  # noqa: S105  the variable's name

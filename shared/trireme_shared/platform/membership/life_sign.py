@@ -1,6 +1,6 @@
-"""A sign of life beside a lease: whether a member's event loop runs, for whoever supervises its process.
+"""Whether a member's process works, for whoever supervises it: a sign of life beside its lease, and the processor time it takes.
 
-the loop runs ─► `write` every few tenths of a second              user code keeps the interpreter ─► the sign gets old
+the event loop runs ─► `write` every few tenths of a second        user code keeps the interpreter ─► the sign gets old
                                                                     supervisor: old, and the process is not stopped ─► it renews the lease
 """
 
@@ -12,6 +12,8 @@ import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from trireme_shared.platform.runtime import clock
 
@@ -76,3 +78,30 @@ class LifeFile:
             os.close(self._file)
             self._file = None
             self._path.unlink(missing_ok=True)
+
+
+WORKS_FROM = 0.05  # of a processor; who only waits for an answer, or asks again and again, takes about a hundredth
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)  # by a signal, by a debugger
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorUse:
+    """`seconds`: processor time of all its threads since its start."""
+
+    seconds: float
+    stopped: bool
+
+    def works(self, before: ProcessorUse | None, elapsed_s: float) -> bool:
+        """Whether it has worked since `before`, `elapsed_s` ago; not if it is stopped by now, or if nothing is known of then."""
+        return before is not None and not self.stopped and self.seconds - before.seconds >= WORKS_FROM * elapsed_s
+
+
+def processor_use(pid: int) -> ProcessorUse | None:
+    """None: nothing is known of it, because it has ended or the system does not tell."""
+    try:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            times, status = process.cpu_times(), process.status()
+    except psutil.Error:
+        return None
+    return ProcessorUse(times.user + times.system, status in _STOPPED)

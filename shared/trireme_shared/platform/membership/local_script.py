@@ -8,6 +8,7 @@ s3://bucket/train.py          read from there                      ├─► <fo
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import socket
 import tempfile
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.etcd.reading import read_record
-from trireme_shared.platform.security import private_files, script_digests
+from trireme_shared.platform.security import private_files
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument, PeerError
 from trireme_shared.protocol.keys import ClusterKeys
@@ -48,7 +49,7 @@ class LocalScripts:
             source = await self._remote(script)
         elif path.expanduser().is_file():
             found = path.expanduser().absolute()
-            await asyncio.to_thread(script_digests.check, found, sources)
+            await asyncio.to_thread(check_digests, found, sources)
             return found
         else:
             raise InvalidArgument(
@@ -98,3 +99,41 @@ class LocalScripts:
         )
         private_files.make_own_folder(folder)
         return folder
+
+
+MAX_FILES = 256  # of one job
+
+
+class ScriptChanged(InvalidArgument):
+    """A file is not what it was when the job was created. Not the job's failure: the job goes on with the files of before, or when it
+    is started again."""
+
+    code = "SCRIPT_CHANGED"
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of the content, in hex. Blocks. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_digests(script: Path, digests: Mapping[str, str]) -> None:
+    """Compare a script and the modules beside it with the digests that were fixed when the job was created: members do before they import.
+
+        spec.sources = {"train.py": sha256, "features/text.py": sha256, ...}
+
+    So all members of a job run the same code, also one that is started again after somebody has changed a file. The digests do not
+    stop whoever can write both the files and the spec: those belong to the user who trains.
+
+    `digests`: path below the script's folder -> digest; empty: nobody has fixed any. Blocks. Raises ScriptChanged.
+    """
+    for name, expected in digests.items():
+        path = script.resolve().parent / name
+        try:
+            found = digest_of(path)
+        except OSError as error:
+            found = f"unreadable ({error.strerror})"
+        if found != expected:
+            msg = f"{path} has changed since the job was created: its SHA-256 is {found[:12]}, the job's spec has {expected[:12]}"
+            hint = "restore it, or stop the job and start it again: it then goes on with the changed file"
+            raise ScriptChanged(msg, hint=hint)

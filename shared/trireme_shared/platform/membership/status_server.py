@@ -16,8 +16,7 @@ from prometheus_client.core import Metric
 
 from trireme_shared.platform.runtime.http import hide_implementation
 from trireme_shared.platform.security.access import CHALLENGE, Access, Asked
-from trireme_shared.platform.security.arrivals import Arrivals
-from trireme_shared.platform.security.listening import listening
+from trireme_shared.platform.security.listening import Arrivals, listening
 from trireme_shared.platform.security.tokens import Role
 from trireme_shared.protocol.errors import TriremeError, Unauthorized
 

@@ -2,14 +2,21 @@
 
 scanning(file) ──► its content from the start, decompressed on the way         for the master, which counts
 Decompressed().opened(file) ──► seekable: decompressed once, into a temporary file without a name      for trainers
+
+Such files lie in the folder that TMPDIR names, and nothing stays behind a process that is killed (`copy_of`).
 """
 
 from __future__ import annotations
 
 import bz2
+import contextlib
+import errno
 import gzip
 import io
 import lzma
+import os
+import shutil
+import tempfile
 import weakref
 import zlib
 from collections import OrderedDict
@@ -18,9 +25,56 @@ from contextlib import contextmanager
 from threading import RLock
 from typing import IO, Any, BinaryIO, cast
 
-from trireme_shared.platform.storage import files, nameless
+from trireme_shared.platform.storage import files
 from trireme_shared.platform.storage.trouble import kept_open, trouble_of
-from trireme_shared.protocol.errors import DatasetError
+from trireme_shared.protocol.errors import DatasetError, ResourceExhausted
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class NoRoom(ResourceExhausted):
+    """The folder of temporary files is full."""
+
+
+def copy_of(file: str, source: BinaryIO) -> IO[bytes]:
+    """What `source` gives, in a file that the caller closes; `file`: its name for messages.
+
+    Raises NoRoom; ResourceExhausted if no temporary file can be made; and what `source` raises.
+    """
+    try:
+        copy = tempfile.TemporaryFile()  # noqa: SIM115  the caller's
+    except OSError as error:
+        msg = f"{file} is read by way of a temporary file, and none can be made: {error}"
+        hint = "set TMPDIR where the trainers run to a folder with space"
+        raise trouble_of(error, file) or ResourceExhausted(msg, hint=hint, url=file) from error
+    needed = 0
+    try:
+        while content := source.read(_COPIED_BYTES):
+            needed += len(content)
+            try:
+                copy.write(content)
+                copy.flush()
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                raise _no_room(file, copy, needed) from error
+    except BaseException:
+        with contextlib.suppress(OSError):  # of what could not be written
+            copy.close()
+        raise
+    return copy
+
+
+def _no_room(file: str, copy: IO[bytes], needed: int) -> NoRoom:
+    folder = tempfile.gettempdir()
+    room = shutil.disk_usage(folder).free + os.fstat(copy.fileno()).st_size
+    msg = (
+        f"{folder} is full: {file} is read by way of a temporary file there, which needs at least {needed} bytes, and there is room for "
+        f"{room}; free space, or set TMPDIR where the trainers run to a folder with more"
+    )
+    hint = "large compressed files are best decompressed once, or kept as Parquet"
+    return NoRoom(msg, hint=hint, url=file, folder=folder, needed_bytes=needed, room_bytes=room)
+
 
 SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 KEPT_BYTES = 16 << 30
@@ -94,8 +148,7 @@ def scanning(file: str) -> Iterator[BinaryIO]:
 
 
 class Decompressed:
-    """Keeps the temporary files used last: at least one, and up to `kept_bytes` and `kept_files` (None: see kept_open), or as many as their disk has room for.
-    They have no name: nothing stays behind a process that is killed."""
+    """Keeps the temporary files used last: at least one, and up to `kept_bytes` and `kept_files` (None: see kept_open), or as many as their disk has room for."""
 
     def __init__(self, kept_bytes: int = KEPT_BYTES, kept_files: int | None = None) -> None:
         self._kept_bytes, self._kept_files = kept_bytes, kept_files or kept_open()
@@ -131,8 +184,8 @@ class Decompressed:
         while True:
             try:
                 with scanning(file) as source:
-                    return nameless.copy_of(file, source)
-            except nameless.NoRoom:
+                    return copy_of(file, source)
+            except NoRoom:
                 if not self._copies:
                     raise
                 self._drop_oldest()

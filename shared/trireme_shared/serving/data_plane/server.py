@@ -27,8 +27,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from trireme_shared.platform.runtime import telemetry
 from trireme_shared.platform.runtime.http import MEANT, hide_implementation
 from trireme_shared.platform.security.access import CHALLENGE, Access
-from trireme_shared.platform.security.arrivals import Arrivals
-from trireme_shared.platform.security.listening import listening
+from trireme_shared.platform.security.listening import Arrivals, listening
 from trireme_shared.platform.security.tokens import Role
 from trireme_shared.protocol.errors import AnotherProcess, BadFrame, CallerError, PeerError, TriremeError, Unauthorized
 from trireme_shared.protocol.wire import codec
@@ -40,6 +39,7 @@ from trireme_shared.serving.transport.stream import PATH
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.rows import TableRows  # loads numba
     from trireme_shared.tables.table import Table
+
 
 READ_BUFFER_BYTES = 1 << 20
 ARRIVALS = web.AppKey("arrivals", Arrivals)

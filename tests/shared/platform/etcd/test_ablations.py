@@ -8,9 +8,9 @@ import math
 import pytest
 
 from tests.shared.platform.etcd.worlds import simulate
-from trireme_shared.platform.etcd import Compare, Etcd, OutcomeUnknown, Put, client, lease, lock, watch
-from trireme_shared.platform.etcd.lock import acquire
-from trireme_shared.platform.etcd.transport import TXN
+from trireme_shared.platform.etcd import Compare, Etcd, OutcomeUnknown, Put, client, fenced
+from trireme_shared.platform.etcd.fenced import acquire
+from trireme_shared.platform.etcd.operations import TXN
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.errors import PeerError
 
@@ -27,7 +27,7 @@ def test_the_lock_compares_the_create_revision(safe, monkeypatch):
             return Compare.mod(key, ">", -1)
 
     if not safe:
-        monkeypatch.setattr(lock, "Compare", ByValue)
+        monkeypatch.setattr(fenced, "Compare", ByValue)
     inside, most = [], 0
 
     async def contend(etcd, name):
@@ -71,7 +71,7 @@ def test_a_write_is_not_repeated_blindly(safe, monkeypatch):
 @with_and_without
 def test_a_holder_fences_itself_by_its_own_clock(safe, monkeypatch):
     if not safe:
-        monkeypatch.setattr(lease, "MARGIN", -2.0)
+        monkeypatch.setattr(client, "MARGIN", -2.0)
     overlap = []
 
     async def main(simulated):
@@ -92,7 +92,7 @@ def test_a_holder_fences_itself_by_its_own_clock(safe, monkeypatch):
 @with_and_without
 def test_silence_is_taken_for_a_broken_connection(safe, monkeypatch):
     if not safe:
-        monkeypatch.setattr(watch, "IDLE_LIMIT_S", math.inf)
+        monkeypatch.setattr(client, "IDLE_LIMIT_S", math.inf)
     seen = []
 
     async def main(simulated):

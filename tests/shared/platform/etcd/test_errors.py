@@ -13,10 +13,10 @@ from trireme_shared.platform.etcd import (
     OutcomeUnknown,
     Retryable,
     Unauthenticated,
-    codec,
+    etcd3_transport,
 )
 from trireme_shared.platform.etcd.errors import of_answer
-from trireme_shared.platform.etcd.transport import GRANT, KEEP_ALIVE, PUT, RANGE, TXN, is_write
+from trireme_shared.platform.etcd.operations import GRANT, KEEP_ALIVE, PUT, RANGE, TXN, is_write
 from trireme_shared.protocol.errors import CallerError, PeerError, from_map
 
 MEANINGS = [
@@ -87,17 +87,17 @@ def test_only_what_changes_something_is_a_write():
 
 def test_the_codec_carries_bytes_and_all_64_bits():
     body = {"key": b"\x00\xff", "lease": 2**63 - 1, "success": [{"request_put": {"value": b""}}], "count_only": True}
-    assert codec.encode(body) == (
+    assert etcd3_transport.encode(body) == (
         b'{"key":"AP8=","lease":9223372036854775807,"success":[{"request_put":{"value":""}}],"count_only":true}'
     )
     answer = (
         b'{"header":{"revision":"9223372036854775807"},"kvs":[{"key":"AP8=","value":"","lease":"-1"}],"token":"12"}'
     )
-    assert codec.decode(answer) == {
+    assert etcd3_transport.decode(answer) == {
         "header": {"revision": 2**63 - 1},
         "kvs": [{"key": b"\x00\xff", "value": b"", "lease": -1}],
         "token": "12",
     }
     for broken in (b"", b"{", b'{"key":"?"}', b"\xff"):
         with pytest.raises(ValueError):
-            codec.decode(broken)
+            etcd3_transport.decode(broken)

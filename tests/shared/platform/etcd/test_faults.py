@@ -9,8 +9,8 @@ import pytest
 
 from tests.shared.platform.etcd.worlds import simulate
 from trireme_shared.platform.etcd import Compare, Etcd, Get, LeaseLost, OutcomeUnknown, Put, Retryable
-from trireme_shared.platform.etcd.lock import acquire
-from trireme_shared.platform.etcd.transport import GRANT, PUT, REVOKE, TXN
+from trireme_shared.platform.etcd.fenced import acquire
+from trireme_shared.platform.etcd.operations import GRANT, PUT, REVOKE, TXN
 from trireme_shared.platform.runtime import clock
 
 

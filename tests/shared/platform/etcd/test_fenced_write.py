@@ -9,7 +9,7 @@ import structlog
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import run_virtually
 from trireme_shared.platform.etcd import Compare, Etcd, Get, Put, TxnResult
-from trireme_shared.platform.etcd.fenced_write import FencedWrite
+from trireme_shared.platform.etcd.fenced import FencedWrite
 
 
 def test_an_unanswered_write_is_logged_at_first_then_ever_more_rarely_and_once_when_it_is_answered() -> None:

@@ -10,7 +10,7 @@ from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import run_virtually
 from tests.shared.platform.etcd.worlds import everywhere
 from trireme_shared.platform.etcd import Compare, Etcd, LeaseLost, Put
-from trireme_shared.platform.etcd.transport import GRANT, KEEP_ALIVE
+from trireme_shared.platform.etcd.operations import GRANT, KEEP_ALIVE
 from trireme_shared.platform.runtime import clock
 
 

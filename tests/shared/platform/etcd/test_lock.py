@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from tests.shared.platform.etcd.worlds import everywhere
 from trireme_shared.platform.etcd import Compare, LeaseLost, Put
-from trireme_shared.platform.etcd.lock import acquire, try_acquire
+from trireme_shared.platform.etcd.fenced import acquire, try_acquire
 from trireme_shared.platform.runtime import clock
 
 

@@ -19,7 +19,7 @@ from tests.shared.platform.etcd.test_endpoints import etcd_process
 from trireme_shared.platform.etcd import Etcd, connect
 from trireme_shared.platform.etcd.embedded import free_ports
 from trireme_shared.platform.etcd.etcd3_transport import PROBE_S, QUIET_S, RawClient
-from trireme_shared.platform.etcd.transport import STATUS
+from trireme_shared.platform.etcd.operations import STATUS
 
 WATCHES = 5
 

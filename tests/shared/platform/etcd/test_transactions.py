@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from trireme_shared.platform.etcd import Compacted, Compare, Delete, Fatal, Get, LimitExceeded, Put
-from trireme_shared.platform.etcd.operations import MAX_BYTES, prefix_end, request_op
-from trireme_shared.platform.etcd.transport import RANGE, TXN
+from trireme_shared.platform.etcd.operations import MAX_BYTES, RANGE, TXN, prefix_end, request_op
 
 
 async def test_a_key_counts_its_revisions_and_versions(world, etcd):

@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 from tests.shared.platform.etcd.worlds import everywhere, simulate
 from trireme_shared.platform.etcd import Delete, Etcd, Put
-from trireme_shared.platform.etcd.watch import CREATED_LIMIT_S, IDLE_LIMIT_S
+from trireme_shared.platform.etcd.client import CREATED_LIMIT_S, IDLE_LIMIT_S
 from trireme_shared.platform.runtime import clock
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from trireme.launch.processes import inherited_environment
-from trireme_shared.platform.membership.hash_seed import hash_seed
+from trireme_shared.platform.runtime.process_setup import hash_seed
 
 ROOT = Path(__file__).resolve().parents[4]
 PROGRAM = """
 import os, sys
-from trireme_shared.platform.membership.hash_seed import fix_hash_seed
+from trireme_shared.platform.runtime.process_setup import fix_hash_seed
 fix_hash_seed()
 print(os.getpid(), hash("near"), sys.argv[1:])
 """

@@ -14,8 +14,7 @@ import pytest
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from trireme.script_source import digests_of
 from trireme_shared.platform.etcd import Etcd
-from trireme_shared.platform.membership.local_script import LocalScripts
-from trireme_shared.platform.security.script_digests import ScriptChanged
+from trireme_shared.platform.membership.local_script import LocalScripts, ScriptChanged
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.keys import ClusterKeys
 from trireme_shared.protocol.records.cluster import Source, stored_source

@@ -8,7 +8,7 @@ import pytest
 
 from trireme.pool.host_metrics import HostMetrics
 from trireme_shared.platform.membership.status_server import StatusServer
-from trireme_shared.platform.security import arrivals
+from trireme_shared.platform.security import listening
 from trireme_shared.platform.security.access import Access
 from trireme_shared.platform.security.tokens import Role, TokenRecord, Tokens, TokenTable, digest_of
 from trireme_shared.protocol.errors import CallerError
@@ -24,7 +24,7 @@ async def answer_to(stream: tuple[asyncio.StreamReader, asyncio.StreamWriter], r
 
 
 async def test_who_shows_no_token_is_cut_off_and_a_viewer_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "LOOK_S", 0.05)
+    monkeypatch.setattr(listening, "LOOK_S", 0.05)
     server = StatusServer(Access(Tokens(table=TokenTable(tokens=(VIEWER,)))), HostMetrics(), str)
     server.arrivals.patience_s = 0.5
     async with server.serving("127.0.0.1", 0, None) as port:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-MAKE = "import sys, torch; from trireme_shared.platform.runtime.light_torch import optimizers_without_compiler; optimizers_without_compiler()"
+MAKE = "import sys, torch; from trireme_shared.platform.runtime.process_setup import optimizers_without_compiler; optimizers_without_compiler()"
 AS_A_PSERVER = """
 from trireme_shared.serving.core.optimizers import CLASSES, BlockOptimizer
 for name in CLASSES:

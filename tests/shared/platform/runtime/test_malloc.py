@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from trireme_shared.platform.runtime import malloc
+from trireme_shared.platform.runtime import process_setup
 
 TOUCH = """
 import sys, ctypes
 from pathlib import Path
 from trireme_shared.platform.runtime import malloc
-given = malloc.give_back()
+given = malloc.give_memory_back()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * 4096
@@ -41,10 +41,10 @@ print(given, (full - resident()) >> 20)
     ],
 )
 def test_what_the_user_says_about_huge_pages_stays(before, after):
-    assert malloc.tunables(before) == {"GLIBC_TUNABLES": after}
+    assert process_setup.memory_tunables(before) == {"GLIBC_TUNABLES": after}
 
 
-@pytest.mark.skipif(not malloc.has_huge_pages(), reason="no transparent huge pages, or no glibc")
+@pytest.mark.skipif(not process_setup.has_huge_pages(), reason="no transparent huge pages, or no glibc")
 @pytest.mark.parametrize(("wanted", "given", "back"), [("1", "True", 24), ("0", "False", 0)])
 def test_big_pieces_go_back_unless_huge_pages_are_refused(wanted, given, back):
     environment = {"GLIBC_TUNABLES": f"glibc.malloc.hugetlb={wanted}"}
@@ -54,9 +54,9 @@ def test_big_pieces_go_back_unless_huge_pages_are_refused(wanted, given, back):
 
 
 def test_nothing_is_changed_without_huge_pages(tmp_path, monkeypatch):
-    monkeypatch.setenv("GLIBC_TUNABLES", malloc.TUNABLES)
+    monkeypatch.setenv("GLIBC_TUNABLES", process_setup.TUNABLES)
     for text in ("always madvise [never]\n", None):
         if text is not None:
             (tmp_path / "enabled").write_text(text)
-        monkeypatch.setattr(malloc, "_SYSTEM", tmp_path / ("enabled" if text else "absent"))
-        assert not malloc.give_back()
+        monkeypatch.setattr(process_setup, "_SYSTEM", tmp_path / ("enabled" if text else "absent"))
+        assert not process_setup.give_memory_back()

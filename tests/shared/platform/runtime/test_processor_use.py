@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from trireme_shared.platform.runtime.processor_use import ProcessorUse, processor_use
+from trireme_shared.platform.membership.life_sign import ProcessorUse, processor_use
 
 
 def test_the_processor_time_of_this_process_is_that_of_its_clock():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trireme_shared.platform.runtime.scheduling import SLICE_NS
+from trireme_shared.platform.runtime.service import SLICE_NS
 
 TELLS = """
 import asyncio, sys, threading

@@ -8,7 +8,7 @@ import pytest
 
 from tests.equipment.virtual_loop import run_virtually
 from trireme_shared.platform.runtime import clock
-from trireme_shared.platform.runtime.waiting import Notices, event_within
+from trireme_shared.platform.runtime.clock import Notices, event_within
 
 
 def test_an_event_is_waited_for_no_longer_than_the_limit() -> None:

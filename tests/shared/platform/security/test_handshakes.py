@@ -16,7 +16,7 @@ from tests.equipment.uvicorn_server import served
 from tests.pserver_service.jobs import JOB
 from trireme.pool.host_metrics import HostMetrics
 from trireme_shared.platform.membership.status_server import StatusServer
-from trireme_shared.platform.security import authority, handshakes
+from trireme_shared.platform.security import authority
 from trireme_shared.platform.security import tls as tls_files
 from trireme_shared.platform.security.access import Access
 from trireme_shared.platform.security.tls import Tls
@@ -112,7 +112,7 @@ SERVERS = pytest.mark.parametrize("served", [master, pserver, status])
 def test_who_does_not_finish_its_handshake_is_cut(
     served: Serve, loop: NewLoop, tls: Tls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshakes, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr("trireme_shared.platform.security.listening.HANDSHAKE_S", 0.3)
 
     async def bother() -> None:
         server, client = contexts(tls)
@@ -122,7 +122,7 @@ def test_who_does_not_finish_its_handshake_is_cut(
             for (_, writer), words in zip(held, said, strict=True):
                 writer.write(words)
             assert [await is_cut(reader) for reader, _ in held] == [True] * len(said)
-            monkeypatch.setattr(handshakes, "HANDSHAKE_S", 60.0)
+            monkeypatch.setattr("trireme_shared.platform.security.listening.HANDSHAKE_S", 60.0)
             assert await is_healthy(port, client)
             for _, writer in held:
                 writer.close()
@@ -135,7 +135,7 @@ def test_who_does_not_finish_its_handshake_is_cut(
 def test_handshakes_count_among_the_connections_of_their_peer(
     served: Serve, loop: NewLoop, tls: Tls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshakes, "HANDSHAKE_S", 60.0)
+    monkeypatch.setattr("trireme_shared.platform.security.listening.HANDSHAKE_S", 60.0)
 
     async def bother() -> None:
         server, client = contexts(tls)

@@ -11,7 +11,7 @@ from trireme_shared.platform.etcd import connect
 from trireme_shared.platform.etcd.embedded import free_ports
 from trireme_shared.platform.etcd.errors import Refused
 from trireme_shared.platform.membership.etcd_access import EtcdAccess
-from trireme_shared.platform.security.hidden import without_user
+from trireme_shared.platform.runtime.telemetry import without_user
 from trireme_shared.protocol.errors import InvalidArgument
 
 

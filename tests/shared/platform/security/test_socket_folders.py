@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from trireme_shared.platform.security import socket_folders
-from trireme_shared.platform.security.socket_folders import SocketFolder, sweep
+from trireme_shared.platform.security import private_files
+from trireme_shared.platform.security.private_files import SocketFolder, sweep_socket_folders
 
 PREFIX = "trireme-test-"
 
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket_folders.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(private_files.tempfile, "tempdir", str(tmp_path))
 
 
 def test_only_folders_whose_owner_is_dead_are_removed(tmp_path: Path) -> None:
@@ -24,16 +24,16 @@ def test_only_folders_whose_owner_is_dead_are_removed(tmp_path: Path) -> None:
     just_made, elsewhere = tmp_path / f"{PREFIX}new", tmp_path / "data"
     just_made.mkdir()
     elsewhere.mkdir()
-    (elsewhere / socket_folders.LOCK).touch()
+    (elsewhere / private_files.LOCK).touch()
     (tmp_path / f"{PREFIX}link").symlink_to(elsewhere)
     (tmp_path / f"{PREFIX}file").touch()
     (left.path / "client:0").touch()
-    sweep(PREFIX)
+    sweep_socket_folders(PREFIX)
     assert left.path.exists(), "both have an owner"
     left.lock.close()  # as the kernel does when its owner dies
-    sweep(PREFIX)
+    sweep_socket_folders(PREFIX)
     assert not left.path.exists()
-    assert (elsewhere / socket_folders.LOCK).exists()
+    assert (elsewhere / private_files.LOCK).exists()
     assert (held.path.exists(), just_made.exists()) == (True, True)
     held.remove()
     assert not held.path.exists()

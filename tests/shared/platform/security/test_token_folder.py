@@ -9,8 +9,17 @@ from pathlib import Path
 import pytest
 
 from trireme_shared.platform.runtime import clock
-from trireme_shared.platform.security.token_folder import GIVEN, KEEP_S, TokenFile, TokenFolder, admin_token
-from trireme_shared.platform.security.tokens import LOOK_S, OwnToken, Role, Tokens
+from trireme_shared.platform.security.tokens import (
+    GIVEN,
+    KEEP_S,
+    LOOK_S,
+    OwnToken,
+    Role,
+    TokenFile,
+    TokenFolder,
+    Tokens,
+    admin_token,
+)
 from trireme_shared.protocol.errors import Conflict, InvalidArgument, NotFound
 
 

@@ -13,9 +13,16 @@ import pytest
 from master_service.storage.counting import count_records
 from master_service.storage.heads import Heads
 from tests.equipment.replaced import replaced
+from trireme_shared.datasets import dataset_files
+from trireme_shared.datasets.dataset_files import (
+    BLOCKS,
+    END_BYTES,
+    LOOK_S,
+    WHOLE_BYTES,
+    CountedFiles,
+    stamp_of,
+)
 from trireme_shared.platform.storage import files as storage_files
-from trireme_shared.platform.storage import stamps
-from trireme_shared.platform.storage.stamps import BLOCKS, END_BYTES, LOOK_S, WHOLE_BYTES, CountedFiles, stamp_of
 from trireme_shared.protocol.records.datasets import Bytes, Csv, Custom, MapStyle, Npy
 
 
@@ -61,7 +68,7 @@ def test_an_object_of_a_store_is_compared_by_its_tag_and_any_other_file_is_read(
         file.write(b"one")
     assert stamp_of("memory://stamps/x").startswith("3 content ")
     assert stamp_of("memory://stamps/none") == ""
-    monkeypatch.setattr("trireme_shared.platform.storage.stamps.files.size_and_tag", lambda _: (3, "abc"))
+    monkeypatch.setattr("trireme_shared.datasets.dataset_files.files.size_and_tag", lambda _: (3, "abc"))
     assert stamp_of("s3://bucket/x") == "3 etag abc"
 
 
@@ -74,7 +81,7 @@ def test_the_tag_of_a_web_server_is_not_taken_since_mirrors_have_their_own(monke
 
 def test_a_file_of_a_storage_that_must_be_asked_is_looked_at_once_a_minute(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(stamps.clock, "monotonic", lambda: now[0])
+    monkeypatch.setattr(dataset_files.clock, "monotonic", lambda: now[0])
     url, files = "memory://stamps/asked", CountedFiles(Bytes("memory://stamps/asked", record_bytes=1))
 
     def write(content: bytes) -> None:
@@ -102,7 +109,7 @@ def test_a_file_is_read_again_only_after_it_changed(tmp_path):
         reads.append(url)
         return stamp_of(url)
 
-    with replaced(stamps, "stamp_of", noted):
+    with replaced(dataset_files, "stamp_of", noted):
         for _ in range(3):
             assert files.difference(counted.path, counted.stamp) is None
         assert len(reads) == 1

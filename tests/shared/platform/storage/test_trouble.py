@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import pytest
 
 from trireme_shared.platform.runtime.service import OPEN_FILES
-from trireme_shared.platform.storage import files, nameless
+from trireme_shared.platform.storage import compressed, files
 from trireme_shared.platform.storage.compressed import scanning
 from trireme_shared.platform.storage.trouble import kept_open, trouble_in_user_code, trouble_of
 from trireme_shared.protocol.errors import DatasetError, ResourceExhausted, StorageUnreachable
@@ -71,7 +71,7 @@ def test_too_many_open_files_names_the_limit_and_what_to_do():
 def test_a_temporary_file_that_cannot_be_made_is_no_fault_of_the_data(monkeypatch):
     monkeypatch.setattr("tempfile.TemporaryFile", lambda: (_ for _ in ()).throw(os_error("EMFILE")))
     with pytest.raises(ResourceExhausted, match="the limit of open files is reached"):
-        nameless.copy_of("x.csv.gz", io.BytesIO(b"x"))
+        compressed.copy_of("x.csv.gz", io.BytesIO(b"x"))
 
 
 def test_a_disk_that_fails_while_a_file_is_decompressed_is_no_damage_of_the_file(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trireme_shared.blocks.buffers import DTYPES
-from trireme_shared.platform.runtime.light_torch import optimizers_without_compiler
+from trireme_shared.platform.runtime.process_setup import optimizers_without_compiler
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records.layout import ALIGNMENT_BYTES, ELEMENT_BYTES, Layout, OptimizerSpec, Segment
 from trireme_shared.serving.core.geometry import Geometry, ParameterParts, rounds_by_parameter

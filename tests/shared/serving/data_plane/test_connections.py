@@ -10,7 +10,6 @@ from tests.equipment.waiting import until
 from tests.pserver_service.jobs import JOB, pull_request
 from tests.shared.serving.data_plane.servers import TOKEN, accepting
 from trainer_agent.data_plane.stream import StreamPserver
-from trireme_shared.platform.security import arrivals
 from trireme_shared.protocol.errors import DeadlineExceeded
 from trireme_shared.protocol.records import PserverMember
 from trireme_shared.serving.data_plane.server import ARRIVALS, make_app, serving
@@ -35,7 +34,7 @@ async def is_over(reader: asyncio.StreamReader, limit_s: float) -> bool:
 
 
 async def test_who_shows_no_token_is_cut_off_and_who_did_stays(monkeypatch):
-    monkeypatch.setattr(arrivals, "LOOK_S", 0.05)
+    monkeypatch.setattr("trireme_shared.platform.security.listening.LOOK_S", 0.05)
     app = make_app(Pserver(JOB, "ps-1", index=0), accepting(TOKEN))
     app[ARRIVALS].patience_s = 0.5
     async with serving(app, "127.0.0.1", 0) as listening:
@@ -52,7 +51,7 @@ async def test_who_shows_no_token_is_cut_off_and_who_did_stays(monkeypatch):
 
 
 async def test_a_peer_has_few_connections_without_a_token(monkeypatch):
-    monkeypatch.setattr(arrivals, "LOOK_S", 0.05)
+    monkeypatch.setattr("trireme_shared.platform.security.listening.LOOK_S", 0.05)
     app = make_app(Pserver(JOB, "ps-1", index=0), accepting(TOKEN))
     app[ARRIVALS].per_peer = 5
     async with serving(app, "127.0.0.1", 0) as listening:

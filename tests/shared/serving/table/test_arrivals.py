@@ -9,7 +9,7 @@ from tests.pserver_service.checkpoints import parts
 from tests.pserver_service.jobs import async_header, init_header
 from tests.shared.serving.table.tables import LAYOUT, NONE, SPECS, ids, pushed_rows, values_in, wanted
 from trireme_shared.checkpoints.stored import read_manifest
-from trireme_shared.checkpoints.table_rows import read_rows
+from trireme_shared.checkpoints.tables import read_rows
 from trireme_shared.protocol.errors import CheckpointUnusable, InvalidArgument
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.step import StepRecord

@@ -13,8 +13,7 @@ from trireme.cli import exit_codes
 from trireme.cli.app import app
 from trireme.launch import run_folder
 from trireme.pool import cluster_folder
-from trireme_shared.platform.security.token_folder import TokenFolder
-from trireme_shared.platform.security.tokens import Role, Tokens
+from trireme_shared.platform.security.tokens import Role, TokenFolder, Tokens
 
 
 @pytest.fixture

@@ -6,26 +6,102 @@ version due -> copy -> begun, started -> file -> finished part     each write fe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from trireme_shared.blocks.snapshot import Snapshot
 from trireme_shared.checkpoints import stored, writer
-from trireme_shared.checkpoints.async_cut import GivenUp
-from trireme_shared.checkpoints.background import Offload
-from trireme_shared.checkpoints.saving.commit import Committer
-from trireme_shared.checkpoints.saving.copies import Copied, Copies
-from trireme_shared.checkpoints.saving.part_owner import SavingContext
-from trireme_shared.checkpoints.saving.pending import PendingCheckpoint
-from trireme_shared.checkpoints.saving.storage_problem import StorageProblem, advice_for
+from trireme_shared.checkpoints.commit import Committer
+from trireme_shared.checkpoints.saving_context import (
+    Cut,
+    GivenUp,
+    PendingCheckpoint,
+    SavingContext,
+    StorageProblem,
+    advice_for,
+)
 from trireme_shared.checkpoints.schedule import is_final
+from trireme_shared.checkpoints.writer import Offload
 from trireme_shared.platform.etcd import Delete, LeaseLost, Operation, Put
 from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument, NotReady, PeerError
-from trireme_shared.protocol.records import SlotMap
+from trireme_shared.protocol.records import Mode, SlotMap
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointPart, CheckpointStarted, PartLink
+from trireme_shared.protocol.records.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A whole copy; whoever takes it releases the snapshot. `index`: names its part. `slots`: the map that gave these blocks to their owner
+    (None: not known). `restored`: the checkpoint that `timeline` began with. `skipped`: how many copies before it were left out."""
+
+    snapshot: Snapshot
+    index: int
+    timeline: int
+    restored: str
+    slots: SlotMap | None
+    layout: Layout
+    mode: Mode
+    lanes: int
+    skipped: int = 0
+
+    @property
+    def version(self) -> int:
+        return self.snapshot.version
+
+
+class Copies:
+    """Where copies come from. `ready` is set when there may be one to take."""
+
+    def __init__(self, ready: asyncio.Event | None = None) -> None:
+        self.ready = ready or asyncio.Event()
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is one to take."""
+        raise NotImplementedError
+
+    def take(self) -> Copied | None:
+        raise NotImplementedError
+
+    def renew(self, copied: Copied) -> bool:
+        """Whether the part of a copy that was taken can be written once more. Rows of tables are read from their copy only once: they would have to be copied again."""
+        return not copied.snapshot.tables
+
+    def is_of(self, timeline: int) -> bool:
+        """Whether this process has parameters of that timeline: else parts of it are given up."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------ beside the blocks of a synchronous job: nothing
+
+    async def cut(self, uuid: str, copied: Copied) -> Cut | None:
+        """Of a paused checkpoint. Raises GivenUp; PeerError: ask again."""
+        del uuid, copied
+        return None
+
+    def may_build_on(self, latest: CheckpointLatest | None) -> str:
+        """The checkpoint that the next part may build on; "": it will be whole."""
+        del latest
+        return ""
+
+    async def chain(
+        self, copied: Copied, slots: SlotMap, latest: CheckpointLatest | None, damaged: Collection[str]
+    ) -> tuple[PartLink, ...]:
+        """What its part builds on; none: the part is whole."""
+        del copied, slots, latest, damaged
+        return ()
+
+    def metadata(self, snapshot: Snapshot) -> Mapping[str, str]:
+        """What its part says beside the usual."""
+        del snapshot
+        return {}
+
+    def written(self, uuid: str, part: CheckpointPart) -> None:
+        """The part of the copy that was taken last is written."""
+
 
 OUTAGE_S = 600.0  # how long etcd may be away before a copy is given up
 PAUSE_S = 0.5

@@ -1,7 +1,10 @@
-"""Chunks of a RecordIO file, the format of PaddlePaddle's and ElasticDL's data: a head of 20 bytes, then records, which may be compressed.
+"""Records in TFRecord files and in RecordIO files, the format of PaddlePaddle's and ElasticDL's data: where they are, for the master, which
+counts; and what they hold, for the trainer.
 
-head: magic 0x01020304, CRC-32 of the content, compressor (0 none, 1 Snappy, 2 gzip), bytes of the content, records
-content: length (4 bytes) and bytes of each record           all numbers little-endian
+TFRecord   frames: length (8 bytes), its masked CRC-32C (4), the record, its masked CRC-32C (4)
+RecordIO   chunks: a head of 20 bytes, then records, which may be compressed
+               head: magic 0x01020304, CRC-32 of the content, compressor (0 none, 1 Snappy, 2 gzip), bytes of the content, records
+               content: length (4 bytes) and bytes of each record           all numbers little-endian
 """
 
 from __future__ import annotations
@@ -13,10 +16,73 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from google_crc32c import value as crc32c
+
 from trireme_shared.protocol.errors import DatasetError
 
+_FRAME_HEAD = struct.Struct("<QI")
+_FRAME_TAIL = struct.Struct("<I")
+_MASK_DELTA = 0xA282EAD8
+
+
+def masked(crc: int) -> int:
+    """A CRC as it is stored: a CRC over bytes that hold CRCs is weak."""
+    return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
+
+
+def tf_record_starts(source: BinaryIO, file: str) -> Iterator[int]:
+    """The byte at which each frame starts. Raises DatasetError for a damaged or cut off one; records themselves are not checked."""
+    position = 0
+    while (length := _length(source, file, position)) is not None:
+        yield position
+        position += _FRAME_HEAD.size + length + _FRAME_TAIL.size
+        source.seek(position - 1)
+        if not source.read(1):
+            raise _cut_off_frame(file, position - _FRAME_HEAD.size - length - _FRAME_TAIL.size)
+
+
+def tf_record_payloads(source: BinaryIO, file: str, position: int = 0) -> Iterator[bytes]:
+    """The records from byte `position` on, with their checksums compared. Raises DatasetError."""
+    source.seek(position)
+    while (length := _length(source, file, position)) is not None:
+        content = source.read(length + _FRAME_TAIL.size)
+        if len(content) < length + _FRAME_TAIL.size:
+            raise _cut_off_frame(file, position)
+        payload = content[:length]
+        if masked(crc32c(payload)) != _FRAME_TAIL.unpack_from(content, length)[0]:
+            raise _damaged_frame(file, position, "the record's checksum differs")
+        yield payload
+        position += _FRAME_HEAD.size + length + _FRAME_TAIL.size
+
+
+def _length(source: BinaryIO, file: str, position: int) -> int | None:
+    """Of the frame that starts here; None at the file's end."""
+    head = source.read(_FRAME_HEAD.size)
+    if not head:
+        return None
+    if len(head) < _FRAME_HEAD.size:
+        raise _cut_off_frame(file, position)
+    length, checksum = _FRAME_HEAD.unpack(head)
+    if masked(crc32c(head[:8])) != checksum:
+        what = (
+            "the checksum of its length differs" if position else "it is no TFRecord file, or its beginning is damaged"
+        )
+        raise _damaged_frame(file, position, what)
+    return int(length)
+
+
+def _cut_off_frame(file: str, position: int) -> DatasetError:
+    msg = f"{file} is cut off: the record that starts at byte {position} is not whole"
+    return DatasetError(msg, hint="copy or write the file again", url=file, offset=position)
+
+
+def _damaged_frame(file: str, position: int, what: str) -> DatasetError:
+    msg = f"{file} is damaged at byte {position}: {what}"
+    return DatasetError(msg, hint="copy or write the file again", url=file, offset=position)
+
+
 MAGIC = 0x01020304
-_HEAD = struct.Struct("<5I")
+_CHUNK_HEAD = struct.Struct("<5I")
 _LENGTH = struct.Struct("<I")
 _PLAIN, _SNAPPY, _GZIP = range(3)
 
@@ -29,20 +95,20 @@ class Chunk:
     records: int
 
 
-def chunks(source: BinaryIO, file: str) -> Iterator[Chunk]:
+def record_io_chunks(source: BinaryIO, file: str) -> Iterator[Chunk]:
     """Every chunk of a file; only heads are read. Raises DatasetError for what is damaged or cut off."""
     position = 0
     while (head := _head(source, file, position)) is not None:
         _, _, size, records = head
         yield Chunk(position, records)
         if size:
-            source.seek(position + _HEAD.size + size - 1)
+            source.seek(position + _CHUNK_HEAD.size + size - 1)
             if not source.read(1):
                 raise _damaged(file, position, "the file ends within its content")
-        position += _HEAD.size + size
+        position += _CHUNK_HEAD.size + size
 
 
-def records(source: BinaryIO, file: str, chunk: Chunk) -> list[bytes]:
+def record_io_records(source: BinaryIO, file: str, chunk: Chunk) -> list[bytes]:
     """The records of one chunk. Raises DatasetError if its checksum differs, or the records do not fill it."""
     source.seek(chunk.start)
     head = _head(source, file, chunk.start)
@@ -62,12 +128,12 @@ def records(source: BinaryIO, file: str, chunk: Chunk) -> list[bytes]:
 
 def _head(source: BinaryIO, file: str, position: int) -> tuple[int, int, int, int] | None:
     """(checksum, compressor, bytes, records); None at the file's end."""
-    head = source.read(_HEAD.size)
+    head = source.read(_CHUNK_HEAD.size)
     if not head:
         return None
-    if len(head) < _HEAD.size:
+    if len(head) < _CHUNK_HEAD.size:
         raise _damaged(file, position, "the file ends within its head")
-    magic, checksum, compressor, size, count = _HEAD.unpack(head)
+    magic, checksum, compressor, size, count = _CHUNK_HEAD.unpack(head)
     if magic != MAGIC:
         raise _damaged(file, position, f"it begins with {magic:#010x}, not with {MAGIC:#010x}")
     return checksum, compressor, size, count

@@ -15,12 +15,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 
-from trireme_shared.collective.members.lifeline import until_dead
-from trireme_shared.collective.members.reach import cut_off, words_s
-from trireme_shared.collective.mirror import Mirror
-from trireme_shared.collective.records import Epoch, EpochMember, LeftOut, Trouble, Unreached
+from trireme_shared.collective.reach import cut_off, until_dead, words_s
+from trireme_shared.collective.records import Epoch, EpochMember, LeftOut, Mirror, Trouble, Unreached
 from trireme_shared.platform.etcd import Compare, Delete, Etcd, KeyValue, Lease, LeaseLost, Put
-from trireme_shared.platform.etcd.lock import try_acquire
+from trireme_shared.platform.etcd.fenced import try_acquire
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership.own_key import OwnKey, may_return_s
 from trireme_shared.platform.runtime import clock, ids, telemetry

@@ -10,29 +10,32 @@ wakes up late fails in this. File names are unique per writer or content, so it 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trireme_shared.checkpoints import stored, writer
-from trireme_shared.checkpoints.async_cut import GivenUp
-from trireme_shared.checkpoints.saving.evaluated_first import EvaluatedFirst
-from trireme_shared.checkpoints.saving.part_owner import SavingContext
-from trireme_shared.checkpoints.saving.pending import PendingCheckpoint
-from trireme_shared.checkpoints.saving.storage_problem import StorageProblem, advice_for
-from trireme_shared.checkpoints.saving.view import CheckpointView
+from trireme_shared.checkpoints.saving_context import (
+    GivenUp,
+    PendingCheckpoint,
+    SavingContext,
+    StorageProblem,
+    advice_for,
+)
 from trireme_shared.checkpoints.schedule import is_final, is_kept, is_newer, kept_after, way_back
 from trireme_shared.platform.etcd import Compare, Delete, Get, KeyValue, LeaseLost, OutcomeUnknown, Put
-from trireme_shared.platform.etcd.lock import try_acquire
+from trireme_shared.platform.etcd.fenced import try_acquire
 from trireme_shared.platform.etcd.operations import MAX_OPERATIONS
 from trireme_shared.platform.etcd.reading import must_read, read_record
 from trireme_shared.platform.runtime import clock, telemetry
-from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument, PeerError
 from trireme_shared.protocol.evaluations import EvaluationStatus
+from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import JobSpec, JobState, Phase
 from trireme_shared.protocol.records.checkpoints import (
+    CheckpointCut,
     CheckpointLatest,
     CheckpointPart,
     CheckpointPlace,
@@ -41,6 +44,113 @@ from trireme_shared.protocol.records.checkpoints import (
     built_on,
 )
 from trireme_shared.protocol.records.members import pserver_names
+
+SOON_S = 30.0  # for one that has all parts, or whose owners this process does not know
+
+
+class EvaluatedFirst:
+    """Holds a checkpoint back while an older one that is evaluated may still become whole: behind a newer one that could not be committed
+    any more. The wait for a part of it ends after `recovery_timeout_s`.
+
+    Owners write their parts in order. So this concerns owners of the older version alone that own nothing of the newer one: collective jobs take lanes
+    from a slow trainer, which goes on writing; parameter servers are removed.
+    """
+
+    def __init__(self, context: SavingContext) -> None:
+        self._context = context
+        self._since: dict[tuple[str, float], float] = {}  # by uuid of an evaluated one and the limit of the wait
+
+    def holds(self, newer: PendingCheckpoint, pending: Mapping[str, PendingCheckpoint], seen: CheckpointView) -> bool:
+        """Whether `newer`, which is complete, has to wait. `pending`: the checkpoints that this process has a part of."""
+        self._since = {wait: since for wait, since in self._since.items() if wait[0] in seen.begun}
+        return any(self._waits_for(uuid, begun, newer, pending.get(uuid), seen) for uuid, begun in seen.begun.items())
+
+    def _waits_for(
+        self,
+        uuid: str,
+        begun: CheckpointStarted,
+        newer: PendingCheckpoint,
+        own: PendingCheckpoint | None,
+        seen: CheckpointView,
+    ) -> bool:
+        older = begun.timeline == newer.timeline and begun.step < newer.record.version
+        saved = seen.latest is not None and seen.latest.covers(begun.timeline, begun.step)
+        if not begun.evaluation or not older or saved or uuid in seen.failed:
+            return False
+        limit_s = SOON_S
+        slots = own.slots if own is not None else self._context.slots_of(begun.slots)
+        if slots is not None:
+            missing = {*stored.writers(newer.layout, slots)} - seen.parts.get(uuid, set())
+            living, later = self._context.living(slots), self._context.living(newer.slots)
+            if not missing <= living.keys() or not {living[index] for index in missing}.isdisjoint(later.values()):
+                return False
+            if missing:
+                limit_s = self._context.spec.recovery_timeout_s
+        if (uuid, limit_s) not in self._since:
+            log.info("commit_held", step=newer.record.version, evaluated=begun.step, limit_s=limit_s)
+        return clock.monotonic() - self._since.setdefault((uuid, limit_s), clock.monotonic()) < limit_s
+
+
+@dataclass(slots=True)
+class CheckpointView:
+    """What one process knows of `checkpoints/` in etcd. By uuid: `begun`, what its files are of, as long as there may be some; `parts`, the
+    pservers whose part is finished; `copied`, paused checkpoints that all pservers have copied; `failed`, the pservers whose part could not
+    be written. `holder` of the finish lock, "" if there is none."""
+
+    keys: Keys
+    begun: dict[str, CheckpointStarted] = field(default_factory=dict)
+    parts: dict[str, set[int]] = field(default_factory=dict)
+    copied: set[str] = field(default_factory=set)
+    failed: dict[str, set[int]] = field(default_factory=dict)
+    holder: str = ""
+    latest: CheckpointLatest | None = None
+
+    def take(self, key: str, value: bytes | None) -> None:
+        """In place. None: the key was deleted."""
+        if key == self.keys.finish_lock:
+            self.holder = (value or b"").decode(errors="replace")
+        elif key == self.keys.latest:
+            self.latest = read_record(CheckpointLatest, key, value)
+        elif key.endswith("/cut"):
+            self._take_cut(key, value)
+        elif key.endswith("/begun"):
+            uuid = key.removeprefix(self.keys.checkpoints).removesuffix("/begun")
+            started = read_record(CheckpointStarted, key, value)
+            if started is not None:
+                self.begun[uuid] = started
+            else:
+                self.begun.pop(uuid, None)
+        elif part := self.keys.part_in(key):
+            uuid, index = part
+            parts = self.parts.setdefault(uuid, set())
+            if value is None:
+                parts.discard(index)
+                if not parts:
+                    del self.parts[uuid]
+            else:
+                parts.add(index)
+        elif begun := self.keys.started_in(key):
+            self._take_started(*begun, read_record(CheckpointStarted, key, value))
+
+    def _take_started(self, uuid: str, index: int, started: CheckpointStarted | None) -> None:
+        """A pserver whose part is finished deletes its own key: that says nothing about the parts of others."""
+        failed = self.failed.setdefault(uuid, set())
+        if started is not None and started.error:
+            failed.add(index)
+        else:
+            failed.discard(index)
+        if not failed:
+            del self.failed[uuid]
+
+    def _take_cut(self, key: str, value: bytes | None) -> None:
+        """A paused checkpoint counts once the master has confirmed that all pservers copied before anybody trained again."""
+        uuid = key.removeprefix(self.keys.checkpoints).removesuffix("/cut")
+        cut = read_record(CheckpointCut, key, value)
+        if cut is None:
+            self.copied.discard(uuid)
+        elif cut.copied:
+            self.copied.add(uuid)
+
 
 RETRY_S = 2.0
 UNLOCK_S = 2.0
