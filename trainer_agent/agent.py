@@ -15,14 +15,12 @@ from trainer_agent.collective.member import CollectiveMember
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.core.duties import Duty
 from trainer_agent.data_plane.fleet_client import Connect, FleetClient
-from trainer_agent.data_plane.parameter_servers import ParameterServers
-from trainer_agent.data_plane.step_exchange import StepExchange
+from trainer_agent.data_plane.step_exchange import ParameterServers, StepExchange
 from trainer_agent.loops.asynchronous import AsyncLoop
-from trainer_agent.loops.context import LoopContext
+from trainer_agent.loops.context import LoopContext, RolledBack, on_timeline, timeline_of
 from trainer_agent.loops.evaluate_export import EvaluateExportLoop
 from trainer_agent.loops.evaluating import Evaluator
 from trainer_agent.loops.sync import SyncLoop
-from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.membership.initialise import ensure_initialised, fits
 from trainer_agent.membership.lease import Membership
 from trainer_agent.membership.life import Life

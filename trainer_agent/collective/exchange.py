@@ -18,10 +18,9 @@ from trainer_agent.collective.replica import Replica
 from trainer_agent.collective.replica_optimizer import Gradients
 from trainer_agent.collective.state.giving import at_once
 from trainer_agent.collective.state.saving import ShareCopies
-from trainer_agent.data_plane.outbox import Outbox
-from trainer_agent.data_plane.pushes import Pushes, Verdict
+from trainer_agent.data_plane.pulls import check_finite
+from trainer_agent.data_plane.pushes import Outbox, Pushes, Verdict
 from trainer_agent.data_plane.row_lookups import RowRouter, Rows
-from trainer_agent.data_plane.step_norm import check_finite
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import SingleErrorGroup, to_its_end
 from trireme_shared.platform.runtime import telemetry

@@ -31,8 +31,7 @@ from trainer_agent.collective.native.link import (
 from trainer_agent.collective.native.received import Received
 from trainer_agent.collective.native.step import StepMaker
 from trainer_agent.collective.server import ShareServer
-from trainer_agent.data_plane.outbox import Outbox
-from trainer_agent.data_plane.pushes import Verdict
+from trainer_agent.data_plane.pushes import Outbox, Verdict
 from trainer_agent.waiting import SingleErrorGroup
 from trireme_shared.collective.group import Broken
 from trireme_shared.platform.etcd import Etcd
