@@ -24,10 +24,10 @@ from trainer_agent.loops.evaluating import Evaluator
 from trainer_agent.loops.lane_pusher import RowsAhead
 from trainer_agent.membership.pause import PauseResponder
 from trainer_agent.model.compute import LaneResult, Records, metrics_of
-from trainer_agent.model.optimizer.push_schedule import PushSchedule
+from trainer_agent.model.schedule import PushSchedule
 from trainer_agent.tasks.activity import Held, LanePace
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TrainingOver, outcome_of
-from trainer_agent.tasks.step_times import Times
+from trainer_agent.tasks.steps import Times
 from trainer_agent.waiting import Backoff, SingleErrorGroup
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.errors import (

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from trainer_agent.data import evaluation_seed, minibatches_in
 from trainer_agent.loops.context import LoopContext, timeline_of
 from trainer_agent.model.compute import Compute
-from trainer_agent.tables.checkpoint import read_tables
+from trainer_agent.tables.whole_tables import read_tables
 from trainer_agent.tasks.activity import Held
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource
 from trainer_agent.waiting import retry

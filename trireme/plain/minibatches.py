@@ -14,7 +14,7 @@ from master_service.core.queue.streams import Streams
 from master_service.core.queue.task_sizes import TaskSizes
 from master_service.storage.counting import count_records
 from trainer_agent.data import Blaming, Minibatch, default_collate, minibatch_indices, minibatches_in, open_dataset
-from trainer_agent.data.drawing import reading
+from trainer_agent.data.in_code import reading
 from trainer_agent.data.reader import blaming
 from trainer_agent.model.devices import on_device
 from trainer_agent.script.user_module import UserModule

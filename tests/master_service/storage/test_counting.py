@@ -20,7 +20,7 @@ from master_service.storage.job_storage import FileStorage
 from master_service.storage.partial_counts import CountingStopped, PartialCounts
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.waiting import until
-from trainer_agent.script.sample_records import first_records
+from trainer_agent.script.inspect import first_records
 from trireme.script_source import digests_of
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.local_script import LocalScripts
