@@ -1,6 +1,13 @@
-"""What a trainer has to do now.
+"""What a trainer has to do: its duty now, what follows for a synchronous step, and which late lanes it computes for others.
 
-job state and trainers from etcd ──next_duty──► WAIT | TRAIN (generation, lanes) | FINISH | LEAVE
+    job state and trainers from etcd ──next_duty──► WAIT | TRAIN (generation, lanes) | FINISH | LEAVE
+    a version's positions ──positions_of_step──► where each lane reads in the step
+    the master's request ──checkpoint_asked──► which version becomes a checkpoint on demand
+    the records that parameter servers have of one version ──agreed──► one record
+    lanes without acknowledgement ──nodes_to_compute──► nodes of the aggregation tree, the largest first
+    owners a b c d, lane 5 of b is late ──helper_of──► c in round 0, d in round 1, a in round 2, …; the next lane of b one further
+
+All trainers find the same helper without asking anybody.
 """
 
 from __future__ import annotations

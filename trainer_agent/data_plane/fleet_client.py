@@ -1,6 +1,6 @@
 """The processes that serve blocks, as one trainer reaches them: parameter servers, or the trainers of a collective job.
 
-    who is where    slot map --route--> Routes
+    who is where    layout and slot map --route--> Routes: the owner of each block
     ask             one process, until it answers            ask_all    all that own blocks, by one slot map
     silence         answers --calls fail for skip_after_seconds--> left out at once, asked now and then --> answers
 

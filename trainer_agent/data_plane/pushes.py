@@ -1,6 +1,6 @@
-"""Pushes to all processes that serve blocks: one stream a process, sent again until it is acknowledged or no longer needed.
+"""Pushes to all processes that serve blocks: an outbox and one stream a process, sent again until it is acknowledged or no longer needed.
 
-blocks from the outbox of a process, as backward finishes them ──► PushAnswer ──verdict──►
+backward finishes a block ──NodeSink──► outbox of the block's owner ──► PushAnswer ──verdict──►
     ACKNOWLEDGED │ MOVED, AGAIN: pushed again │ BEHIND, STALE generation, FENCED attempt │ BROKEN: an error
 """
 
@@ -13,10 +13,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from trainer_agent.data_plane.fleet_client import FleetClient, Routes
 from trainer_agent.data_plane.row_lookups import RowPart, RowRouter
+from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import Backoff, SingleErrorGroup
 from trireme_shared.protocol.errors import (
     NotReady,
@@ -36,6 +37,8 @@ from trireme_shared.protocol.wire.messages import PushAnswer, PushBlock, PushHea
 
 if TYPE_CHECKING:
     from trireme_shared.tables.lanes import LaneRows  # loads numba
+
+MOVING = "MOVING"  # of a block that is on its way to another parameter server
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,14 +208,6 @@ class Outboxes(dict[int, Outbox]):
             outbox.close()
 
 
-class Contributions(Protocol):
-    """The finished blocks of a compute's nodes, see Compute."""
-
-    def samples(self, node: Interval) -> int: ...
-
-    def contribution(self, node: Interval, block: int) -> memoryview: ...
-
-
 class NodeSink:
     """A BlockSink: puts each finished block of `node`, a group of lanes, into the outbox of the block's owner. To be used in the event loop."""
 
@@ -220,7 +215,7 @@ class NodeSink:
         self,
         outboxes: Outboxes,
         node: Interval,
-        compute: Contributions,
+        compute: Compute,
         result: Callable[[], NodeResult] | None = None,
         lanes: Interval | None = None,
     ) -> None:
@@ -238,9 +233,6 @@ class NodeSink:
             told = self._found = self._found or self._result()
         count, payload = self._compute.samples(self._node), self._compute.contribution(self._node, block)
         self._outboxes.add(block, self._lanes, count, told, payload)
-
-
-MOVING = "MOVING"  # of a block that is on its way to another parameter server
 
 
 class Verdict(Enum):

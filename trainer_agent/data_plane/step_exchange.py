@@ -1,7 +1,10 @@
-"""What the synchronous loop needs of a step: push this trainer's lanes, bring the next version, know which versions are kept.
+"""What the synchronous loop needs of a step, and how parameter servers give it: push this trainer's lanes, bring the next version, know which versions are kept.
 
-parameter_servers.py   ParameterServers: they keep the parameters, and step them
-collective/            CollectiveGroup: the trainers keep the parameters, and step them
+StepExchange        the protocol
+ParameterServers    they keep the parameters, and step them once they have the gradients of all lanes
+    push     blocks, as backward finishes them ──► their owners' acknowledgements
+    pull     the next version ──► staging vectors ──use_next──► in use
+CollectiveGroup     (trainer_agent/collective/exchange.py) the trainers keep the parameters, and step them
 """
 
 from __future__ import annotations

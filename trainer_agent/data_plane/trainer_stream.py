@@ -1,6 +1,7 @@
-"""The trainer's end of one upgraded connection (shared/trireme_shared/serving/transport/stream.py): its calls in flight, by id.
+"""The trainer's end of one upgraded connection (shared/trireme_shared/serving/transport/stream.py): its calls in flight, by id, and the memory that both ends share.
 
 call ─► frames ─► answered       given up before its answer, or what came with an answer is lost ─► the connection is over
+trainer --its gradient vectors, read only--> pserver --the blocks' memory, read only--> trainer
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from trireme_shared.serving.transport.stream import HEAD_COST_BYTES, HEADS, Fram
 from trireme_shared.tables.payload import MOST_BYTES
 
 CLOSE_S = 2.0
+log = telemetry.logger("trainer_memory")
 
 
 class _Call:
@@ -275,11 +277,9 @@ class TrainerStream(FrameStream):
         return DeadlineExceeded(f"{self._name}: nothing moved on the stream for {seconds:g} s", silent_s=seconds)
 
 
-log = telemetry.logger("trainer_memory")
-
-
 class TrainerMemory:
-    """Of one connection. `on`: each reads the other's memory. `unreadable`: we cannot map what the pserver offers."""
+    """The shared memory of one connection: gradients are read where they lie, parameters are copied from where they are. `on`: each end reads
+    the other's memory. `unreadable`: we cannot map what the pserver offers."""
 
     def __init__(self, name: str) -> None:
         self.unreadable = False

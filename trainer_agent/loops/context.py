@@ -1,4 +1,7 @@
-"""What the loops of one trainer work with."""
+"""What the loops of one trainer work with, and work that belongs to one timeline of the job: a rollback cancels it, wherever it waits.
+
+on_timeline(directory, 7, work) ─► its result      state.timeline is not 7 any more ─► work cancelled, RolledBack
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,9 @@ from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.job_spec import Narrow
+
+LOOK_S = 0.5
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +48,6 @@ class LoopContext:
     def duty(self) -> Next:
         """What this trainer has to do now."""
         return next_duty(self.directory.state, self.directory.trainers, self.source.trainer, self.spec.mode)
-
-
-LOOK_S = 0.5
-
-T = TypeVar("T")
 
 
 class RolledBack(Exception):

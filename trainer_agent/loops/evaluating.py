@@ -49,35 +49,10 @@ from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest
 from trireme_shared.protocol.records.step import StepRecord
 
 STORAGE_TRIES = 4
-
 T = TypeVar("T")
-
-
-async def read_again(read: Callable[[], Awaitable[T]], ref: CheckpointRef) -> T:
-    """What `read` gives, which reads that checkpoint: tried STORAGE_TRIES times if the storage does not answer. Raises what the last try raises."""
-    attempt = 0
-    while True:
-        try:
-            return await read()
-        except (OSError, PeerError) as error:
-            log.warning("checkpoint_unread", checkpoint=ref.uuid, step=ref.step, cause=str(error))
-            attempt += 1
-            if attempt == STORAGE_TRIES:
-                raise
-            await asyncio.sleep(ids.jitter(PAUSE_S * 2 ** (attempt - 1)))
-
-
-def read_checkpoint(spec: JobSpec, ref: CheckpointRef, memory: Callable[[int], memoryview]) -> Manifest:
-    """The values of all blocks. Blocks. Raises CheckpointUnusable, OSError."""
-    manifest = stored.read_manifest(spec.storage, spec.job, ref)
-    stored.read_values(spec.storage, ref, manifest, memory)
-    return manifest
-
-
 LOOK_S = 0.5
 PAUSE_S = 0.5
 PATIENCE_S = 30.0
-
 log = telemetry.logger("evaluating")
 
 
@@ -405,3 +380,24 @@ class Evaluator:
             message = f"checkpoint {ref.uuid} (step {ref.step}) could not be read {STORAGE_TRIES} times: {error}"
             raise TaskFailed(task, StorageUnreachable(message)) from error
         self._pinned = ref
+
+
+async def read_again(read: Callable[[], Awaitable[T]], ref: CheckpointRef) -> T:
+    """What `read` gives, which reads that checkpoint: tried STORAGE_TRIES times if the storage does not answer. Raises what the last try raises."""
+    attempt = 0
+    while True:
+        try:
+            return await read()
+        except (OSError, PeerError) as error:
+            log.warning("checkpoint_unread", checkpoint=ref.uuid, step=ref.step, cause=str(error))
+            attempt += 1
+            if attempt == STORAGE_TRIES:
+                raise
+            await asyncio.sleep(ids.jitter(PAUSE_S * 2 ** (attempt - 1)))
+
+
+def read_checkpoint(spec: JobSpec, ref: CheckpointRef, memory: Callable[[int], memoryview]) -> Manifest:
+    """The values of all blocks. Blocks. Raises CheckpointUnusable, OSError."""
+    manifest = stored.read_manifest(spec.storage, spec.job, ref)
+    stored.read_values(spec.storage, ref, manifest, memory)
+    return manifest

@@ -1,6 +1,9 @@
 """Lanes of one step, computed and pushed: for this trainer's own lanes, again in another generation, and for lanes of others that are late.
 
-records ─► minibatch ─► loss ─► backward ─NodeSink, block by block─► outboxes of the blocks' owners ─► pushed meanwhile
+    records ─► minibatch ─► loss ─► backward ─NodeSink, block by block─► outboxes of the blocks' owners ─► pushed meanwhile
+
+Step         what this trainer has done of one step       LaneWork     some lanes of it, computed here
+RowsAhead    rows of coming minibatches are asked for     Pace         how long lanes take here
 """
 
 from __future__ import annotations
@@ -33,6 +36,11 @@ if TYPE_CHECKING:
     from trireme_shared.tables.grouping import Numbers
     from trireme_shared.tables.memory import Floats
 
+KEPT = 16
+ENOUGH = 3  # the first minibatches compile, allocate, warm up
+FRESH_S = 10.0
+Lookup = Callable[[int | None, "Sequence[Numbers]"], Awaitable["Sequence[Floats]"]]
+
 
 @dataclass
 class Step:
@@ -58,12 +66,6 @@ class Step:
         return [p.task for p, _ in self.shares.values() if p.finishes and p.task is not None]
 
 
-def _set() -> asyncio.Event:
-    event = asyncio.Event()
-    event.set()
-    return event
-
-
 @dataclass
 class LaneWork:
     """Lanes of one step that this trainer computes; once `computed`, they can be pushed again under a new generation. `given_up`:
@@ -75,7 +77,10 @@ class LaneWork:
     results: dict[int, LaneResult] = field(default_factory=dict)
     computed: bool = False
     given_up: bool = False
-    rests: asyncio.Event = field(default_factory=_set)
+    rests: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.rests.set()
 
     @property
     def is_finished(self) -> bool:
@@ -99,11 +104,6 @@ class LaneWork:
     def count(self, step: Step) -> None:
         """It is acknowledged. Each lane's loss is counted once, however many trainers have computed it."""
         step.counted |= {lane: self.results[lane] for lane in self.outboxes.first if lane in self.results}
-
-
-KEPT = 16
-ENOUGH = 3  # the first minibatches compile, allocate, warm up
-FRESH_S = 10.0
 
 
 class LanePusher:
@@ -233,6 +233,73 @@ class LanePusher:
             self._ahead.ask(first, step.number + 1, seed, following.records, self._prefetching)
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Of a lane's minibatch. `task`: None if it fails."""
+
+    seed: int
+    records: Records
+    task: asyncio.Task[Ready | None]
+
+
+class RowsAhead:
+    """Rows of minibatches that come, asked for before they are computed, if the script says which they are (`ids`).
+
+        lane k: rows at hand ─► lane k + 1: collate, ids ─► asked for, all tables at once ─► lane k is computed
+        the last lane is computed ─► the first one of the next step: asked for; parameter servers answer when they have the version
+        asynchronous: the minibatches of a push as lanes; the first one of the next push when this one is acknowledged, so it sees this one's rows
+
+    What was asked for in vain (the job went back, a parameter server is gone) is asked for again when it is needed, and then fails
+    as it would have without. A trainer has one RowsAhead. `lookup`: version, and ids of each table -> their rows."""
+
+    def __init__(self, compute: Compute, lookup: Lookup) -> None:
+        self._compute, self._lookup = compute, lookup
+        self._asked: dict[int, _Asked] = {}
+        self._says = bool(compute.layout.tables)  # whether the script says which rows it will look up
+
+    def __repr__(self) -> str:
+        return f"<RowsAhead of lanes {sorted(self._asked)}>"
+
+    async def ready(self, lane: int, version: int | None, seed: int, records: Records | None) -> Ready | None:
+        """For Compute.gradient of that lane, with rows at `version`. Raises what getting the minibatch ready and looking up raise."""
+        if not self._says or not records:
+            return None
+        asked = self._asked.get(lane)
+        if asked is not None and asked.seed == seed and asked.records is records:
+            found = await outcome_of(asked.task)
+            self._asked.pop(lane, None)
+            if found is not None:
+                return found
+        return await self._ready(version, seed, records)
+
+    def ask(self, lane: int, version: int | None, seed: int, records: Records | None, group: asyncio.TaskGroup) -> None:
+        """For a `ready` that comes, which raises what fails here."""
+        if not self._says or not records:
+            return
+        if (asked := self._asked.get(lane)) is not None:
+            if asked.seed == seed and asked.records is records:
+                return
+            asked.task.cancel()
+        self._asked[lane] = _Asked(seed, records, group.create_task(self._ready_or_none(version, seed, records)))
+
+    def drop(self) -> None:
+        """Nothing that was asked for is needed any more."""
+        for asked in self._asked.values():
+            asked.task.cancel()
+        self._asked.clear()
+
+    async def _ready(self, version: int | None, seed: int, records: Records) -> Ready | None:
+        ready = await self._compute.prepare(seed, records)
+        self._says = ready is not None
+        return None if ready is None else replace(ready, rows=await self._lookup(version, ready.ids))
+
+    async def _ready_or_none(self, version: int | None, seed: int, records: Records) -> Ready | None:
+        try:
+            return await self._ready(version, seed, records)
+        except TriremeError:
+            return None
+
+
 class Pace:
     """How fast this trainer computes: seconds for one lane, and for all its lanes of a step until they are acknowledged. Medians of the last KEPT:
     one hiccup changes nothing."""
@@ -291,66 +358,3 @@ class Pace:
     def share_s(self) -> float | None:
         """None: not known yet."""
         return median(self._shares) if len(self._shares) >= ENOUGH else None
-
-
-Lookup = Callable[[int | None, "Sequence[Numbers]"], Awaitable["Sequence[Floats]"]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """Of a lane's minibatch. `task`: None if it fails."""
-
-    seed: int
-    records: Records
-    task: asyncio.Task[Ready | None]
-
-
-class RowsAhead:
-    """Of one trainer. `lookup`: version, and ids of each table -> their rows."""
-
-    def __init__(self, compute: Compute, lookup: Lookup) -> None:
-        self._compute, self._lookup = compute, lookup
-        self._asked: dict[int, _Asked] = {}
-        self._says = bool(compute.layout.tables)  # whether the script says which rows it will look up
-
-    def __repr__(self) -> str:
-        return f"<RowsAhead of lanes {sorted(self._asked)}>"
-
-    async def ready(self, lane: int, version: int | None, seed: int, records: Records | None) -> Ready | None:
-        """For Compute.gradient of that lane, with rows at `version`. Raises what getting the minibatch ready and looking up raise."""
-        if not self._says or not records:
-            return None
-        asked = self._asked.get(lane)
-        if asked is not None and asked.seed == seed and asked.records is records:
-            found = await outcome_of(asked.task)
-            self._asked.pop(lane, None)
-            if found is not None:
-                return found
-        return await self._ready(version, seed, records)
-
-    def ask(self, lane: int, version: int | None, seed: int, records: Records | None, group: asyncio.TaskGroup) -> None:
-        """For a `ready` that comes, which raises what fails here."""
-        if not self._says or not records:
-            return
-        if (asked := self._asked.get(lane)) is not None:
-            if asked.seed == seed and asked.records is records:
-                return
-            asked.task.cancel()
-        self._asked[lane] = _Asked(seed, records, group.create_task(self._ready_or_none(version, seed, records)))
-
-    def drop(self) -> None:
-        """Nothing that was asked for is needed any more."""
-        for asked in self._asked.values():
-            asked.task.cancel()
-        self._asked.clear()
-
-    async def _ready(self, version: int | None, seed: int, records: Records) -> Ready | None:
-        ready = await self._compute.prepare(seed, records)
-        self._says = ready is not None
-        return None if ready is None else replace(ready, rows=await self._lookup(version, ready.ids))
-
-    async def _ready_or_none(self, version: int | None, seed: int, records: Records) -> Ready | None:
-        try:
-            return await self._ready(version, seed, records)
-        except TriremeError:
-            return None

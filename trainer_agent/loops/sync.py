@@ -1,13 +1,17 @@
-"""Synchronous training: the steps of one trainer.
+"""Synchronous training by one trainer: its steps, how it joins them, and what deaths and delays of others change in them.
 
     version s ─► minibatch of each lane ─► loss ─► backward ─► push, block by block
               ─► pull version s + 1, made of the gradients of all lanes ─► swap ─► step s + 1
 
+SyncLoop      makes one step after the other
+Joiner        between steps: takes the version in force, and takes it again after what ends the steps
+StepRepair    within a step: this trainer's lanes, in one generation after the other
+LaneHelper    within a step: lanes of others that are late
+
 A lane is a fixed stream of minibatches. Each trainer computes some lanes; which trainer computes a lane changes no bit of the
 result, so a trainer that has finished may also compute lanes of one that is late. Loss and backward are in
 model/minibatch.py, lanes are computed and pushed in lane_pusher.py. Who steps the parameters is behind StepExchange: parameter
-servers, or all trainers of a collective job. Joining the job, and what happens when members come, go, fail or are late, is in
-joining.py (between steps), repair.py and helping.py (within a step).
+servers, or all trainers of a collective job.
 """
 
 from __future__ import annotations
@@ -50,10 +54,226 @@ from trireme_shared.protocol.wire.messages import PushHeader
 SETTLE_S = 10.0
 TORN_S = 60.0
 IDLE_S = 30.0
+REFRESH_S = 0.5
+KEPT_TASKS = 8
+LEAST_LATE_S = 0.05  # shorter delays are jitter
+SPREAD = 0.1  # of the time between rounds: within it the trainers ask one after the other
+HeaderOf = Callable[[LaneWork], PushHeader]
+log = telemetry.logger("sync_loop")
+
+
+class SyncLoop:
+    """`run` until training is over, or until the next minibatch boundary once `stopping` is set."""
+
+    def __init__(self, context: LoopContext, evaluator: Evaluator) -> None:
+        self._evaluator = evaluator
+        self._spec, self._compute, self._exchange = context.spec, context.compute, context.exchange
+        self._source, self._reports, self._duty = context.source, context.reports, context.duty
+        self._readers = LaneReaders(context.source, lambda: context.exchange.fleet.generation)
+        self._joiner = Joiner(context, self._readers, evaluator)
+        self._pusher = LanePusher(context, self._readers)
+        helper = LaneHelper(context, self._pusher)
+        self._repair = StepRepair(context, self._readers, self._joiner, self._pusher, helper)
+
+    def __repr__(self) -> str:
+        return f"<SyncLoop: {self._joiner!r}>"
+
+    @property
+    def timeline(self) -> int:
+        return self._joiner.timeline
+
+    @property
+    def lane_pace(self) -> LanePace:
+        """How long this trainer's lanes take."""
+        return LanePace(self._pusher.pace.lane_s, self._pusher.pace.least_lane_s)
+
+    @property
+    def waits_for(self) -> str:
+        """See Evaluator.waits_for."""
+        return self._evaluator.waits_for
+
+    @property
+    def busy(self) -> bool:
+        """Whether gradients are being computed or are not acknowledged yet."""
+        return self._repair.busy
+
+    def held(self) -> list[Held]:
+        """See LaneReader.held."""
+        return self._readers.held()
+
+    async def run(self) -> None:
+        async with self._pusher.fetching_ahead():
+            while await self._joiner.wait_for_lanes() and await self._joiner.attempt(self._train):
+                pass
+        await self._reports.tell_whole()
+
+    async def _train(self) -> None:
+        self._pusher.drop_ahead()
+        async with self._joiner.joined() as joined:
+            version = joined
+            while self._joiner.may_go_on(version):
+                await self._evaluator.between_steps(version)
+                if self._joiner.may_go_on(version):  # it may have waited
+                    version = await self._step(version)
+
+    async def _step(self, version: StepRecord) -> StepRecord:
+        """One optimizer update of the whole model: from `version` to the next one. Raises Gone, TaskFailed, TrainingOver."""
+        positions = positions_of_step(version.positions)
+        if positions[0].epoch >= self._spec.epochs:
+            await self._exchange.settle(version.version)
+            first, _ = self._duty().lanes  # lanes may have moved since the readers were made
+            await self._readers.announce_end(first, positions[0].epoch)
+        if self._evaluator.stops_at(version):
+            await self._exchange.settle(version.version)
+            first, _ = self._duty().lanes
+            await self._readers.announce_stop(first, self._spec.epochs, version)
+        step = Step(version.version, positions, self._joiner.begin_step(version), clock.monotonic())
+        if self._exchange.makes_steps_again:
+            await self._exchange.begin_step(step.number)
+            self._compute.forget_nodes()
+        with self._repair.contributing():
+            async with SingleErrorGroup() as group:  # it may fail while the end of the group is waited for
+                contribution = group.create_task(self._repair.contribute(step))
+                wanted = self._reports.steps.missing_from
+                following = await self._exchange.pull(step.number + 1, results_from=wanted)
+                given_up = await self._repair.settle(contribution)
+        if given_up is not None:
+            self._pusher.fetch_ahead(step, given_up)
+        following = found(following, step.number + 1)
+        step.times.pulled()
+        await self._exchange.use_next()
+        if is_final(following, self._spec.epochs):
+            # with its last task training is over, and nobody makes this step again
+            await self._exchange.settle(following.version)
+        self._report(step, following, wanted)
+        return following
+
+    def _report(self, step: Step, following: StepRecord, wanted: int | None) -> None:
+        """The step is committed: report it, if this trainer owns lane 0, and the tasks that ended in it. `wanted`: results from this step on
+        were asked for."""
+        if (metrics := step.metrics(self.timeline)) is not None:
+            self._reports.count(metrics)
+        first, end = self._duty().lanes
+        if first == 0 < end or (not end and 0 in step.shares):  # after the last step nobody has lanes any more
+            self._reports.whole(following, self.timeline, self._exchange.grad_norm)
+            if wanted is not None:
+                self._reports.steps.filled(self._exchange.results, wanted)
+        else:
+            self._reports.steps.clear()
+        self._reports.spent(step.number, self.timeline, clock.monotonic() - step.began, step.times)
+        for task in step.finished_tasks():
+            self._reports.complete(task, self._source.completion(task))
+        log.debug("step_committed", step=step.number, epoch=step.positions[0].epoch)
+
+
+class Joiner:
+    """How a trainer joins a synchronous job, and joins again after what ends its steps.
+
+        wait for lanes ─► pull every block at the lowest version in force ─► steps
+        version gone, or too late for it ─► pull again (not the first time: after a pause)
+        task failed ─► report it             generation stale ─► look again
+        the job went back to a checkpoint (another timeline) ─► forget parameters, positions and tasks, pull again
+
+    `timeline` is the one that the parameters in use belong to."""
+
+    def __init__(self, context: LoopContext, readers: LaneReaders, evaluator: Evaluator) -> None:
+        self._evaluator = evaluator
+        self._directory, self._compute, self._exchange = context.directory, context.compute, context.exchange
+        self._source, self._readers, self._stopping = context.source, readers, context.stopping
+        self._duty = context.duty
+        self._version: StepRecord | None = None
+        self._lane_zero: tuple[int, LaneZero] | None = None
+        self._gone = 0  # attempts in a row that ended so, without a step
+        self.timeline = timeline_of(self._directory)
+
+    def __repr__(self) -> str:
+        return f"<Joiner of {self._source.trainer}: version {self._version.version if self._version else 'none'}>"
+
+    async def wait_for_lanes(self) -> bool:
+        """Wait until this trainer has lanes; False if it has nothing to train any more. While it waits it is a spare, and
+        forgets its parameters."""
+        waiting_for = ""
+        while not self._stopping.is_set():
+            duty = self._duty()
+            if duty.duty is not Duty.WAIT:
+                return duty.duty is Duty.TRAIN
+            self._version = None
+            if duty.reason != waiting_for:
+                waiting_for = duty.reason
+                log.info("waiting", what=waiting_for)
+            await self._evaluator.as_spare()
+        return False
+
+    async def attempt(self, steps: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+        """Run `steps` in the job's timeline until they return, or until something happens that joining again mends. False if
+        training is over."""
+        timeline = timeline_of(self._directory)
+        if timeline != self.timeline:
+            self.timeline, self._version, self._lane_zero = timeline, None, None
+            self._readers.keep((0, 0))
+        try:
+            await on_timeline(self._directory, timeline, steps())
+        except RolledBack as error:
+            log.info("rolled_back", cause=str(error))
+        except Gone as error:
+            log.info("joining_again", cause=error.message)
+            self._version = None
+            if self._gone:
+                await asyncio.sleep(ids.jitter(backoff_s(self._gone)))
+            self._gone += 1
+        except StaleGeneration as error:
+            log.info("generation_stale", cause=error.message)
+            await self._directory.changed(self._directory.revision, REFRESH_S)
+        except TaskFailed as failed:
+            log.warning("task_failed", task=failed.task.task_id, attempt=failed.task.attempt, cause=str(failed.error))
+            self._readers.drop(failed.task)
+            await self._source.fail(failed.task, failed.error, failed.place)
+        except TrainingOver:
+            return False
+        return True
+
+    @asynccontextmanager
+    async def joined(self) -> AsyncIterator[StepRecord]:
+        """Give the version in use, as StepExchange.joined does; steps are made in the block."""
+        async with self._exchange.joined(self.timeline, self._version) as record:
+            if record is not self._version:
+                if record.lane_zero is not None:
+                    self._compute.restore(record.lane_zero)
+                self._lane_zero = None
+                log.info("joined", version=record.version, generation=self._exchange.fleet.generation)
+            yield record
+
+    def may_go_on(self, version: StepRecord) -> bool:
+        """`version` is in use now: whether this trainer goes on to its next step."""
+        if timeline_of(self._directory) != self.timeline:
+            return False
+        if self._version is not None and self._version is not version:  # a step was made
+            self._gone = 0
+        self._version = version
+        return not self._stopping.is_set() and self._duty().duty is Duty.TRAIN
+
+    def begin_step(self, version: StepRecord) -> LaneZero:
+        """What lane 0's push says. The schedule advances once for a step, even if the step is begun several times. Raises Gone: this version
+        is overtaken."""
+        step = version.version
+        if self._lane_zero is None or self._lane_zero[0] != step:
+            request = self._directory.checkpoint_request or self._exchange.checkpoint_again()
+            generation = self._exchange.fleet.generation
+            asked = checkpoint_asked(request, generation, step, version.asked, self.timeline)
+            before = BeforeStep(ends_epoch(version.positions), self._evaluator.plateau_value(version))
+            self._lane_zero = step, self._compute.begin_step(before).with_fields(asked=asked)
+        return self._lane_zero[1]
 
 
 class StepRepair:
-    """A synchronous loop has one StepRepair."""
+    """One synchronous step whatever happens meanwhile: this trainer's lanes are computed, pushed and acknowledged.
+
+        for each generation until the next version is whole:
+            missing lanes = mine - acknowledged ─► records ─► claim, if a task was discarded ─► push ─► acknowledged
+            then, while others are late: their lanes too (LaneHelper)
+
+    Lanes that are computed already are only pushed again. A trainer that gets more lanes in a new generation computes those. Who is
+    late itself gives its lanes up as soon as the version is whole: another trainer has computed them."""
 
     def __init__(
         self, context: LoopContext, readers: LaneReaders, joiner: Joiner, pusher: LanePusher, helper: LaneHelper
@@ -206,111 +426,15 @@ class StepRepair:
         return self._duty() != duty
 
 
-REFRESH_S = 0.5
-
-
-class Joiner:
-    """`timeline`: the one that the parameters in use belong to."""
-
-    def __init__(self, context: LoopContext, readers: LaneReaders, evaluator: Evaluator) -> None:
-        self._evaluator = evaluator
-        self._directory, self._compute, self._exchange = context.directory, context.compute, context.exchange
-        self._source, self._readers, self._stopping = context.source, readers, context.stopping
-        self._duty = context.duty
-        self._version: StepRecord | None = None
-        self._lane_zero: tuple[int, LaneZero] | None = None
-        self._gone = 0  # attempts in a row that ended so, without a step
-        self.timeline = timeline_of(self._directory)
-
-    def __repr__(self) -> str:
-        return f"<Joiner of {self._source.trainer}: version {self._version.version if self._version else 'none'}>"
-
-    async def wait_for_lanes(self) -> bool:
-        """Wait until this trainer has lanes; False if it has nothing to train any more. While it waits it is a spare, and
-        forgets its parameters."""
-        waiting_for = ""
-        while not self._stopping.is_set():
-            duty = self._duty()
-            if duty.duty is not Duty.WAIT:
-                return duty.duty is Duty.TRAIN
-            self._version = None
-            if duty.reason != waiting_for:
-                waiting_for = duty.reason
-                log.info("waiting", what=waiting_for)
-            await self._evaluator.as_spare()
-        return False
-
-    async def attempt(self, steps: Callable[[], Coroutine[Any, Any, None]]) -> bool:
-        """Run `steps` in the job's timeline until they return, or until something happens that joining again mends. False if
-        training is over."""
-        timeline = timeline_of(self._directory)
-        if timeline != self.timeline:
-            self.timeline, self._version, self._lane_zero = timeline, None, None
-            self._readers.keep((0, 0))
-        try:
-            await on_timeline(self._directory, timeline, steps())
-        except RolledBack as error:
-            log.info("rolled_back", cause=str(error))
-        except Gone as error:
-            log.info("joining_again", cause=error.message)
-            self._version = None
-            if self._gone:
-                await asyncio.sleep(ids.jitter(backoff_s(self._gone)))
-            self._gone += 1
-        except StaleGeneration as error:
-            log.info("generation_stale", cause=error.message)
-            await self._directory.changed(self._directory.revision, REFRESH_S)
-        except TaskFailed as failed:
-            log.warning("task_failed", task=failed.task.task_id, attempt=failed.task.attempt, cause=str(failed.error))
-            self._readers.drop(failed.task)
-            await self._source.fail(failed.task, failed.error, failed.place)
-        except TrainingOver:
-            return False
-        return True
-
-    @asynccontextmanager
-    async def joined(self) -> AsyncIterator[StepRecord]:
-        """Give the version in use, as StepExchange.joined does; steps are made in the block."""
-        async with self._exchange.joined(self.timeline, self._version) as record:
-            if record is not self._version:
-                if record.lane_zero is not None:
-                    self._compute.restore(record.lane_zero)
-                self._lane_zero = None
-                log.info("joined", version=record.version, generation=self._exchange.fleet.generation)
-            yield record
-
-    def may_go_on(self, version: StepRecord) -> bool:
-        """`version` is in use now: whether this trainer goes on to its next step."""
-        if timeline_of(self._directory) != self.timeline:
-            return False
-        if self._version is not None and self._version is not version:  # a step was made
-            self._gone = 0
-        self._version = version
-        return not self._stopping.is_set() and self._duty().duty is Duty.TRAIN
-
-    def begin_step(self, version: StepRecord) -> LaneZero:
-        """What lane 0's push says. The schedule advances once for a step, even if the step is begun several times. Raises Gone: this version
-        is overtaken."""
-        step = version.version
-        if self._lane_zero is None or self._lane_zero[0] != step:
-            request = self._directory.checkpoint_request or self._exchange.checkpoint_again()
-            generation = self._exchange.fleet.generation
-            asked = checkpoint_asked(request, generation, step, version.asked, self.timeline)
-            before = BeforeStep(ends_epoch(version.positions), self._evaluator.plateau_value(version))
-            self._lane_zero = step, self._compute.begin_step(before).with_fields(asked=asked)
-        return self._lane_zero[1]
-
-
-KEPT_TASKS = 8
-LEAST_LATE_S = 0.05  # shorter delays are jitter
-SPREAD = 0.1  # of the time between rounds: within it the trainers ask one after the other
-
-
-HeaderOf = Callable[[LaneWork], PushHeader]
-
-
 class LaneHelper:
-    """A synchronous loop has one LaneHelper. `work`: the last lane of another trainer that it computed."""
+    """Lanes of others that are late: a trainer that has finished its own computes them too, while it waits for the version.
+
+        own lanes acknowledged ─► `straggler_factor` times the usual time has passed ─► one parameter server is asked which lanes are missing
+            ─► those this trainer is the helper of (core/duties.py) ─► task, if not known: one look at the queue ─► compute, push
+
+    Whoever comes first has contributed; the parameter servers acknowledge the other push as a duplicate. Both have the same bits. The
+    rounds come at 1, 2, 4, … times that time after the step's begin, each with other helpers and another parameter server to ask.
+    `work` is the last lane of another trainer that it computed."""
 
     def __init__(self, context: LoopContext, pusher: LanePusher) -> None:
         self._spec, self._directory, self._exchange = context.spec, context.directory, context.exchange
@@ -387,110 +511,3 @@ class LaneHelper:
             self._tasks.popitem(last=False)
         portion = portion_of(self._source, position, position, loaded)
         return Portion(portion.before, portion.after, portion.records, portion.task)
-
-
-log = telemetry.logger("sync_loop")
-
-
-class SyncLoop:
-    """`run` until training is over, or until the next minibatch boundary once `stopping` is set."""
-
-    def __init__(self, context: LoopContext, evaluator: Evaluator) -> None:
-        self._evaluator = evaluator
-        self._spec, self._compute, self._exchange = context.spec, context.compute, context.exchange
-        self._source, self._reports, self._duty = context.source, context.reports, context.duty
-        self._readers = LaneReaders(context.source, lambda: context.exchange.fleet.generation)
-        self._joiner = Joiner(context, self._readers, evaluator)
-        self._pusher = LanePusher(context, self._readers)
-        helper = LaneHelper(context, self._pusher)
-        self._repair = StepRepair(context, self._readers, self._joiner, self._pusher, helper)
-
-    def __repr__(self) -> str:
-        return f"<SyncLoop: {self._joiner!r}>"
-
-    @property
-    def timeline(self) -> int:
-        return self._joiner.timeline
-
-    @property
-    def lane_pace(self) -> LanePace:
-        """How long this trainer's lanes take."""
-        return LanePace(self._pusher.pace.lane_s, self._pusher.pace.least_lane_s)
-
-    @property
-    def waits_for(self) -> str:
-        """See Evaluator.waits_for."""
-        return self._evaluator.waits_for
-
-    @property
-    def busy(self) -> bool:
-        """Whether gradients are being computed or are not acknowledged yet."""
-        return self._repair.busy
-
-    def held(self) -> list[Held]:
-        """See LaneReader.held."""
-        return self._readers.held()
-
-    async def run(self) -> None:
-        async with self._pusher.fetching_ahead():
-            while await self._joiner.wait_for_lanes() and await self._joiner.attempt(self._train):
-                pass
-        await self._reports.tell_whole()
-
-    async def _train(self) -> None:
-        self._pusher.drop_ahead()
-        async with self._joiner.joined() as joined:
-            version = joined
-            while self._joiner.may_go_on(version):
-                await self._evaluator.between_steps(version)
-                if self._joiner.may_go_on(version):  # it may have waited
-                    version = await self._step(version)
-
-    async def _step(self, version: StepRecord) -> StepRecord:
-        """One optimizer update of the whole model: from `version` to the next one. Raises Gone, TaskFailed, TrainingOver."""
-        positions = positions_of_step(version.positions)
-        if positions[0].epoch >= self._spec.epochs:
-            await self._exchange.settle(version.version)
-            first, _ = self._duty().lanes  # lanes may have moved since the readers were made
-            await self._readers.announce_end(first, positions[0].epoch)
-        if self._evaluator.stops_at(version):
-            await self._exchange.settle(version.version)
-            first, _ = self._duty().lanes
-            await self._readers.announce_stop(first, self._spec.epochs, version)
-        step = Step(version.version, positions, self._joiner.begin_step(version), clock.monotonic())
-        if self._exchange.makes_steps_again:
-            await self._exchange.begin_step(step.number)
-            self._compute.forget_nodes()
-        with self._repair.contributing():
-            async with SingleErrorGroup() as group:  # it may fail while the end of the group is waited for
-                contribution = group.create_task(self._repair.contribute(step))
-                wanted = self._reports.steps.missing_from
-                following = await self._exchange.pull(step.number + 1, results_from=wanted)
-                given_up = await self._repair.settle(contribution)
-        if given_up is not None:
-            self._pusher.fetch_ahead(step, given_up)
-        following = found(following, step.number + 1)
-        step.times.pulled()
-        await self._exchange.use_next()
-        if is_final(following, self._spec.epochs):
-            # with its last task training is over, and nobody makes this step again
-            await self._exchange.settle(following.version)
-        self._report(step, following, wanted)
-        return following
-
-    def _report(self, step: Step, following: StepRecord, wanted: int | None) -> None:
-        """The step is committed: report it, if this trainer owns lane 0, and the tasks that ended in it. `wanted`: results from this step on
-        were asked for."""
-        if (metrics := step.metrics(self.timeline)) is not None:
-            self._reports.count(metrics)
-        first, end = self._duty().lanes
-        if first == 0 < end or (not end and 0 in step.shares):  # after the last step nobody has lanes any more
-            self._reports.whole(following, self.timeline, self._exchange.grad_norm)
-            if wanted is not None:
-                self._reports.steps.filled(self._exchange.results, wanted)
-        else:
-            self._reports.steps.clear()
-        self._reports.spent(step.number, self.timeline, clock.monotonic() - step.began, step.times)
-        for task in step.finished_tasks():
-            self._reports.complete(task, self._source.completion(task))
-        log.debug("step_committed", step=step.number, epoch=step.positions[0].epoch)
