@@ -27,7 +27,7 @@ from types import SimpleNamespace
 import torch
 import uvloop
 
-from trainer_agent.data_plane.outbox import Outbox
+from trainer_agent.data_plane.pushes import Outbox
 from trainer_agent.data_plane.stream import StreamPserver
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load

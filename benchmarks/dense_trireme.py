@@ -94,7 +94,7 @@ class Trainer:
     def setup(self, mib: int, optimizer: str, ports: list[int], block_kib: int) -> None:
         from trainer_agent.model.devices import HOST
         from trainer_agent.model.flat import Plan, Vector
-        from trainer_agent.model.send_buffers import SendBuffers
+        from trainer_agent.model.gradient_tree import SendBuffers
         from trireme_shared.protocol.records.layout import Layout, OptimizerSpec, Segment
 
         self._parameters = self._gradient = self._into = self._out = self._send_buffers = (

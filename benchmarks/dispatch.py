@@ -5,7 +5,7 @@
 
 A real etcd that syncs every write, a real leading master and a standby as processes; the clients are all in this process:
 `lean` ones (benchmarks/minimal_client.py: HTTP, token and records are real, the cost is not a trainer's) or the trainers' own
-(trainer_agent/tasks/master.py). A pair is two requests, or one: completeTask with `next`. Members are keys that nobody is
+(trainer_agent/tasks/source.py). A pair is two requests, or one: completeTask with `next`. Members are keys that nobody is
 behind, a task is one record. CPU milliseconds per pair, of each process, say what limits a row; `sync` is the median time
 of an fdatasync on that disk, beside each measurement. Failover: from SIGKILL of the leader to the first task that the
 standby gives; the leader's lease (`--ttl` seconds) is part of it unless the standby finds the port refused before.
@@ -32,7 +32,7 @@ from typing import Self
 
 from benchmarks import masterless
 from benchmarks.minimal_client import MinimalMaster
-from trainer_agent.tasks.master import HttpMaster
+from trainer_agent.tasks.source import HttpMaster
 from trireme_shared.platform import etcd as etcd_client
 from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
 from trireme_shared.platform.membership.directory import Directory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer_agent.data_plane.outbox import NodeSink
+from trainer_agent.data_plane.pushes import NodeSink
 from trainer_agent.loops.sync import SyncLoop
 from trainer_agent.tasks.reports import Reports
 

@@ -19,7 +19,7 @@ from pserver_service.handoff.follower import SlotFollower
 from pserver_service.handoff.sender import HandOver
 from pserver_service.recovery import Rejoin, Rollback
 from pserver_service.start_rows import StartRowsReader
-from trireme_shared.checkpoints.saving.parts import Checkpointer
+from trireme_shared.checkpoints.parts import Checkpointer
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.records import Dispatch, Mode, Phase, Stage
 from trireme_shared.protocol.records.operations import saves_on_demand

@@ -10,28 +10,23 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from trainer_agent.collective.beginning import begin_together
-from trainer_agent.collective.member import CollectiveMember
+from trainer_agent.collective.member import CollectiveMember, begin_together
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.core.duties import Duty
 from trainer_agent.data_plane.fleet_client import Connect, FleetClient
-from trainer_agent.data_plane.parameter_servers import ParameterServers
-from trainer_agent.data_plane.step_exchange import StepExchange
+from trainer_agent.data_plane.step_exchange import ParameterServers, StepExchange
 from trainer_agent.loops.asynchronous import AsyncLoop
-from trainer_agent.loops.context import LoopContext
+from trainer_agent.loops.context import LoopContext, RolledBack, on_timeline, timeline_of
 from trainer_agent.loops.evaluate_export import EvaluateExportLoop
 from trainer_agent.loops.evaluating import Evaluator
 from trainer_agent.loops.sync import SyncLoop
-from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.membership.initialise import ensure_initialised, fits
-from trainer_agent.membership.lease import Membership
-from trainer_agent.membership.life import Life
+from trainer_agent.membership.lease import Life, Membership
 from trainer_agent.membership.pause import PauseResponder
 from trainer_agent.model.compute import Compute
 from trainer_agent.tasks.activity import Activity, LanePace, progress_every_s
-from trainer_agent.tasks.master import MasterPort, failure_of
 from trainer_agent.tasks.reports import Done, Reports
-from trainer_agent.tasks.source import Offload, TaskSource
+from trainer_agent.tasks.source import MasterPort, Offload, TaskSource, failure_of
 from trainer_agent.waiting import SingleErrorGroup, end_tasks, retry
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.directory import Directory

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Collection
+import ssl
+import tempfile
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -16,32 +18,69 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
+import numpy as np
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from trainer_agent.agent import FAILED, Agent
 from trainer_agent.collective.native.link import backend_of
 from trainer_agent.collective.ports import collective_ports
+from trainer_agent.data import minibatch_indices, minibatches_in
 from trainer_agent.data_plane.fleet_client import call_limit_s
 from trainer_agent.data_plane.http import HttpPserver, PserverPort, socket_of
 from trainer_agent.data_plane.stream import StreamPserver
 from trainer_agent.membership.initialise import followed
-from trainer_agent.membership.life import Life
+from trainer_agent.membership.lease import Life
 from trainer_agent.model.devices import number_of
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.own_loop.job_steps import JobSteps, telling
 from trainer_agent.script.user_module import load
 from trainer_agent.settings import Settings
-from trainer_agent.status_pages import StatusPages
-from trainer_agent.tasks.last_end import journal_file, report_last_end
-from trainer_agent.tasks.master import HttpMaster, MasterPort, failure_of
+from trainer_agent.tasks.source import HttpMaster, MasterPort, failure_of
 from trainer_agent.waiting import SingleErrorGroup, retry
 from trireme_shared.platform import etcd as etcd_client
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.membership.local_script import LocalScripts, ScriptChanged
+from trireme_shared.platform.membership.status_server import StatusServer
 from trireme_shared.platform.runtime import begun, http, ids, process_setup, service, telemetry
 from trireme_shared.platform.runtime.network import own_network
+from trireme_shared.platform.security.access import Access
 from trireme_shared.protocol.errors import CallerError, DeadlineExceeded, InvalidArgument, NotReady, TriremeError
 from trireme_shared.protocol.keys import Keys
-from trireme_shared.protocol.records import Dispatch, JobSpec, PserverMember, TrainerMember
+from trireme_shared.protocol.records import Dispatch, FailTask, JobSpec, PserverMember, TrainerMember, UserFailure
+from trireme_shared.protocol.records.begun import READING, BegunWork
+
+COUNTERS = {  # field of Done -> (name, help)
+    "steps": ("steps", "shares of steps that were acknowledged (asynchronous: pushes)"),
+    "records": ("records", "records in them"),
+    "skipped_records": ("skipped_records", "records left out: their loss or gradient was not finite"),
+    "tasks": ("tasks", "tasks that it has finished"),
+}
+
+
+class StatusPages:
+    """`agent`: once there is one."""
+
+    def __init__(self, access: Access) -> None:
+        self.agent: Agent | None = None
+        self._server = StatusServer(
+            access, self, lambda: "" if self.agent is not None else "its model is not built yet"
+        )
+
+    def collect(self) -> Iterator[Metric]:
+        agent = self.agent
+        yield GaugeMetricFamily("trireme_trainer_ready", "1 once its model is built", value=int(agent is not None))
+        if agent is None:
+            return
+        for field, (name, text) in COUNTERS.items():
+            yield CounterMetricFamily(f"trireme_trainer_{name}", text, value=getattr(agent.done, field))
+        if (lane_s := agent.pace.lane_s) is not None:
+            text = "synchronous: forward and backward of one lane, the median of the last ones"
+            yield GaugeMetricFamily("trireme_trainer_lane_seconds", text, value=lane_s)
+
+    def serving(self, host: str, port: int, tls: ssl.SSLContext | None) -> AbstractAsyncContextManager[int]:
+        """The port. `port` 0: a free one."""
+        return self._server.serving(host, port, tls)
+
 
 REPORT_S = 30.0
 NEW_SPEC_S = 10.0  # a master writes it when it takes over
@@ -319,3 +358,68 @@ class Connections(AbstractAsyncContextManager["Connections"]):
         if transport == "http":
             return HttpPserver(member, token, tls=self._tls, stall_s=stall_s)
         return StreamPserver(member, token, tls=self._tls, stall_s=stall_s, share=transport in {"auto", "shm"})
+
+
+DIED = "ProcessDied"
+NAMED = 8
+
+
+def journal_file(job: str, name: str) -> Path:
+    """The one that the launcher has named; else one of this user in the system's temporary folder, which a container keeps when it is started
+    again."""
+    given = os.environ.get(begun.FILE)
+    return Path(given) if given else Path(tempfile.gettempdir()) / f"trireme-begun-{os.getuid()}-{job}-{name}"
+
+
+async def report_last_end(left: begun.Left, spec: JobSpec, master: MasterPort) -> None:
+    """A master that does not answer within REPORT_S hears nothing of it."""
+    name = left.process.rpartition("-")[0] or left.process
+    for work in filter(None, map(BegunWork.from_bytes, left.works)):
+        message = f"{name} {_how(left, spec)} while it {_what(work, spec)}"
+        log.warning("died_before", cause=message)
+        failure = UserFailure(error_type=DIED, message=message, task=f"task {work.task}", trainer=left.process)
+        failed = FailTask(trainer=left.process, attempt=0, failure=failure, epoch=work.epoch, died_at=work.minibatch)
+        try:
+            await retry(lambda: master.fail_task(work.task, failed), "reporting a death", REPORT_S)  # noqa: B023  awaited here
+        except TriremeError as error:
+            log.warning("death_unreported", cause=str(error))
+
+
+def _how(left: begun.Left, spec: JobSpec) -> str:
+    end = os.environ.get(begun.LAST_END, "")
+    if left.hung:
+        return f"hung for {spec.task_timeout_ceiling_s:g} s (task_timeout_ceiling_s)"
+    if end == "exit code 1":  # as the thread ends it that needs no interpreter
+        return f"ended with {end} (or kept the interpreter for {spec.task_timeout_ceiling_s:g} s; its log says which)"
+    if end == "SIGKILL":
+        return "was killed by SIGKILL (out of memory?)"
+    if end.startswith("SIG"):
+        return f"crashed with {end}"
+    return f"ended with {end}" if end else "ended"
+
+
+def _what(work: BegunWork, spec: JobSpec) -> str:
+    """`computed records 288, 290-291 of train.csv (task 7, minibatch 2)`."""
+    if work.minibatch == READING:
+        return f"read records {work.first}-{work.first + work.count - 1} of {work.file} (task {work.task})"
+    where = f"(task {work.task}, minibatch {work.minibatch})"
+    if work.minibatch >= minibatches_in(work.count, spec.minibatch_size):
+        return f"computed a minibatch of {work.file} {where}"  # the settings have changed since
+    indices = minibatch_indices(
+        spec.seed,
+        work.epoch,
+        int(work.task.rpartition("-")[2]),
+        work.count,
+        spec.minibatch_size,
+        work.minibatch,
+        shuffle=spec.shuffle and work.task.isdigit(),
+    )
+    return f"computed records {_ranges(np.sort(indices) + work.first)} of {work.file} {where}"
+
+
+def _ranges(numbers: np.ndarray) -> str:
+    """`3, 5-7 and 12 more`."""
+    parts = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
+    named = [f"{part[0]}" if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts[:NAMED]]
+    more = sum(len(part) for part in parts[NAMED:])
+    return ", ".join(named) + (f" and {more} more" if more else "")

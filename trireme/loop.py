@@ -22,9 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer_agent.own_loop.prepared import Prepared
 from trainer_agent.own_loop.source import has_own_loop
-from trainer_agent.own_loop.turns import Batches, running
+from trainer_agent.own_loop.turns import Batches, Prepared, running
 from trainer_agent.script.user_module import LoopModule
 from trireme.config import Config
 from trireme.plain import plain_spec, run

@@ -170,8 +170,7 @@ class DirectMember:
         return self._await(self._round())
 
     async def _round(self) -> float:
-        from trainer_agent.data_plane.outbox import NodeSink, Outboxes
-        from trainer_agent.data_plane.pushes import Verdict
+        from trainer_agent.data_plane.pushes import NodeSink, Outboxes, Verdict
         from trireme_shared.protocol.records import Mode
         from trireme_shared.protocol.records.step import LanePosition, LaneZero
         from trireme_shared.protocol.wire.messages import PushHeader

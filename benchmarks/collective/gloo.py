@@ -79,8 +79,7 @@ class _Native:
     """One lane for each member; `source` is this one's gradient, `flat` gets the mean. In blocks of 1 MiB."""
 
     def __init__(self, source: Any, flat: Any, place: int, members: int) -> None:
-        from trainer_agent.collective.native.given import ChosenNode
-        from trainer_agent.collective.native.reducing import Scratch, buckets_of
+        from trainer_agent.collective.native.reducing import ChosenNode, Scratch, buckets_of
         from trireme_shared.blocks.buffers import bytes_of
         from trireme_shared.protocol.records import JobSpec, Mode
         from trireme_shared.protocol.records.layout import Layout, OptimizerSpec, Segment

@@ -50,7 +50,7 @@ def new_list(
         return even
     working = place(spec.lanes, before.owners, [name for name, share in zip(names, shares, strict=True) if share])
     if expected[working[0]] > spec.straggler_factor * median(expected.values()):
-        # nobody else computes lane 0 when it is late (trainer_agent/core/helpers.py)
+        # nobody else computes lane 0 when it is late (trainer_agent/core/duties.py)
         working = *working[1:], working[0]
     share_by_name = dict(zip(names, shares, strict=True))
     fitted = aligned([share_by_name[name] for name in working], [expected[name] for name in working])

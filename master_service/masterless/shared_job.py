@@ -29,7 +29,7 @@ from master_service.store import schema
 from master_service.store.members_watch import MembersWatch
 from master_service.store.writer import ATTEMPT_S, PAUSE_S, Group, GroupCommit, HeldLock, LockLost
 from trireme_shared.platform.etcd import Compare, Etcd, Get, KeyValue, Put, TxnResult, WatchBatch, WatchEvent
-from trireme_shared.platform.etcd.fenced_write import FencedWrite
+from trireme_shared.platform.etcd.fenced import FencedWrite
 from trireme_shared.platform.etcd.reading import must_read, read_record
 from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.runtime.clock import event_within

@@ -22,7 +22,7 @@ from master_service.trackers.made import make
 from master_service.trackers.tracker import Point, Run, Tracker, behind, new_points, told_with
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.runtime.clock import Notices
-from trireme_shared.platform.security.hidden import hidden
+from trireme_shared.platform.runtime.telemetry import hidden
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import TriremeError
 from trireme_shared.protocol.trackers import Tracker as Wanted

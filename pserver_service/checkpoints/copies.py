@@ -23,12 +23,10 @@ from dataclasses import dataclass
 from pserver_service.checkpoints.ledger_text import ledger_metadata
 from pserver_service.context import PserverContext, StateFollower
 from trireme_shared.blocks.snapshot import Snapshot
-from trireme_shared.checkpoints.async_cut import Cut, read_cut
-from trireme_shared.checkpoints.deltas import DeltaBase, narrow
-from trireme_shared.checkpoints.saving.copies import Copied, Copies
-from trireme_shared.checkpoints.saving.part_owner import SavingContext
-from trireme_shared.checkpoints.saving.parts import Checkpointer
+from trireme_shared.checkpoints.parts import Checkpointer, Copied, Copies
+from trireme_shared.checkpoints.saving_context import Cut, SavingContext, read_cut
 from trireme_shared.checkpoints.tables import tables_of
+from trireme_shared.checkpoints.writer import DeltaBase
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.records import JobState, Phase, SlotMap
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointPart, PartLink

@@ -11,7 +11,7 @@ import pytest
 
 from tests.end_to_end.local_cluster import cluster_of, ended, spec_of
 from tests.end_to_end.test_tables import resized
-from trainer_agent.tables import deltas
+from trainer_agent.tables import files
 from trainer_agent.tables.files import write_tables
 from trireme.cli.tables import feed
 from trireme.launch.cluster import LocalCluster
@@ -103,8 +103,8 @@ def test_a_base_and_20_deltas_go_on_at_another_number_of_servers_and_feed_servin
     (tmp_path / "one").mkdir()
     expected = asyncio.run(undisturbed(tmp_path / "one"))
     assert found == expected
-    folders = [url for _, url in deltas.complete(str(out))]
+    folders = [url for _, url in files.complete(str(out))]
     assert len(folders) > 3
     for name in ("user", "item"):
-        [url] = write_tables([deltas.advanced(None, name, folders)], str(tmp_path / "served")).values()
+        [url] = write_tables([files.advanced(None, name, folders)], str(tmp_path / "served")).values()
         assert Path(url).read_bytes() == expected[f"table {name}"], name

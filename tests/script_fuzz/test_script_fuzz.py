@@ -14,8 +14,8 @@ from tests.script_fuzz.mutation import Mutation
 from tests.script_fuzz.script import Script
 from tests.script_fuzz.surfaces import quiet
 from trainer_agent.model import flat
-from trainer_agent.model.optimizer.watched import OptimizerWatch
-from trainer_agent.model.watch.missing_gradients import MissingGradients
+from trainer_agent.model.optimizer import OptimizerWatch
+from trainer_agent.model.watch.minibatch_rules import MissingGradients
 from trainer_agent.model.watch.unshared_state import UnsharedState
 
 SHARES = 8  # so that several processes of a test run have some

@@ -30,7 +30,7 @@ from trireme_shared.serving.core.store import Store
 if TYPE_CHECKING:
     from tests.simulation.cluster import SimulatedCluster
     from tests.simulation.nodes import Node
-    from trainer_agent.collective.rows.means import RowMeans
+    from trainer_agent.collective.rows import RowMeans
 
 MOST_APART = 2
 NOT_HERE = {FaultKind.KILL_PSERVER, FaultKind.FREEZE_PSERVER}

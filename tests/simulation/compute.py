@@ -25,7 +25,7 @@ import torch
 from tests.simulation.rows import SLOTS, PinnedRows, gradients_of, ids_of, no_rows, sum_of, table_of
 from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, BlockSink, LaneResult, Ready, Records
 from trainer_agent.tables.files import StoredTable
-from trainer_agent.tables.remote import Lookup
+from trainer_agent.tables.trained import Lookup
 from trainer_agent.waiting import to_its_end
 from trireme_shared.blocks.buffer_mean import add_changes, combine_buffers
 from trireme_shared.blocks.buffers import DTYPES

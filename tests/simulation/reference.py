@@ -30,7 +30,7 @@ from tests.simulation.compute import (
 from tests.simulation.nonfinite import trained
 from tests.simulation.plans import Job
 from tests.simulation.rows import PinnedRows, ReferenceRows, lane_rows, no_rows, sum_of
-from trainer_agent.data.order import minibatch_indices, minibatches_in
+from trainer_agent.data.shard import minibatch_indices, minibatches_in
 from trainer_agent.model.compute import LaneResult
 from trireme_shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
 from trireme_shared.protocol.criteria import Criterion

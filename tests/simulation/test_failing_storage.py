@@ -15,7 +15,7 @@ from tests.simulation.failing_storage import StorageError, StorageFault
 from tests.simulation.plans import Plan, plan_of
 from tests.simulation.run import simulate
 from trainer_agent.loops import evaluate_export
-from trainer_agent.loops.reading import read_checkpoint
+from trainer_agent.loops.evaluating import read_checkpoint
 from trireme_shared.protocol.records import Mode
 
 FAILS_S = 8.0

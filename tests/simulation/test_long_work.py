@@ -15,7 +15,7 @@ from tests.simulation.compute import Speed, TinyCompute
 from tests.simulation.job_spec import TASK_CEILING_S, TASK_FLOOR_S
 from tests.simulation.plans import Plan, plan_of
 from tests.simulation.run import simulate
-from trainer_agent.loops.reading import read_checkpoint
+from trainer_agent.loops.evaluating import read_checkpoint
 from trainer_agent.tasks.source import TaskSource
 from trireme_shared.protocol.records import Dispatch, Mode
 

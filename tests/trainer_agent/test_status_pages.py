@@ -5,7 +5,7 @@ from __future__ import annotations
 import aiohttp
 
 from tests.equipment.metric_names import names_in, wrong_metrics
-from trainer_agent.status_pages import COUNTERS, StatusPages
+from trainer_agent.process import COUNTERS, StatusPages
 from trainer_agent.tasks.activity import Activity, LanePace
 from trainer_agent.tasks.reports import Done, Reports
 from trireme_shared.platform.security.access import Access

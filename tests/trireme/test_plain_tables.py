@@ -23,8 +23,8 @@ from master_service.storage.counting import count_records
 from trainer_agent.data import default_collate
 from trainer_agent.script.inspect import inspect_script
 from trainer_agent.script.user_module import load
+from trainer_agent.tables.embedding import tables_of
 from trainer_agent.tables.files import read_table, write_tables
-from trainer_agent.tables.of_model import tables_of
 from trireme.plain import PlainResult, epoch_minibatches, plain_spec, run, train
 from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
 from trireme_shared.protocol.lanes import step_seed

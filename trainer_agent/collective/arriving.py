@@ -26,7 +26,7 @@ from trireme_shared.tables.hashing import Ids
 from trireme_shared.tables.payload import Rows, ids_in, rows_in
 
 if TYPE_CHECKING:
-    from trainer_agent.collective.rows.means import RowMeans
+    from trainer_agent.collective.rows import RowMeans
 
 
 class Arriving:
@@ -106,7 +106,7 @@ class Arriving:
         return self.shares if self._dims else None
 
     def take_row_means(self, index: int, found: RowMeansPart) -> None:
-        from trainer_agent.collective.rows.means import RowMeans  # noqa: PLC0415  loads numba
+        from trainer_agent.collective.rows import RowMeans  # noqa: PLC0415  loads numba
 
         self.check()
         payload = bytearray(found.payload)  # loops are compiled for arrays that can be written
@@ -123,7 +123,7 @@ class Arriving:
 
     async def _row_means(self, fleet: FleetClient, place: int) -> RowMeans:
         """Of all tables: one request, more only if they are large."""
-        from trainer_agent.collective.rows.means import RowMeans  # noqa: PLC0415  loads numba
+        from trainer_agent.collective.rows import RowMeans  # noqa: PLC0415  loads numba
 
         backoff = Backoff(f"mean gradients of rows from the trainer at place {place}")
         parts, first = list[tuple[list[Ids], list[Rows]]](), 0
@@ -154,7 +154,7 @@ class Arriving:
 
     def _place_of_rows(self, place: int) -> int:
         """As in `rows`."""
-        from trainer_agent.collective.rows.means import WHOLE_PLACE  # noqa: PLC0415  loads numba
+        from trainer_agent.collective.rows import WHOLE_PLACE  # noqa: PLC0415  loads numba
 
         return place if self.shares else WHOLE_PLACE
 

@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any
 from trainer_agent.collective.gathering import LAST_ASK_S, MeanGradients, with_norm
 from trainer_agent.collective.groups import Group
 from trainer_agent.collective.mean_blocks import MeanStore, released
-from trainer_agent.collective.replica import Replica
-from trainer_agent.collective.replica_optimizer import Gradients
+from trainer_agent.collective.replica import Gradients, Replica
+from trainer_agent.collective.state.checkpoints import ShareCopies
 from trainer_agent.collective.state.giving import at_once
-from trainer_agent.collective.state.saving import ShareCopies
-from trainer_agent.data_plane.outbox import Outbox
-from trainer_agent.data_plane.pushes import Pushes, Verdict
+from trainer_agent.data_plane.pulls import check_finite
+from trainer_agent.data_plane.pushes import Outbox, Pushes, Verdict
 from trainer_agent.data_plane.row_lookups import RowRouter, Rows
-from trainer_agent.data_plane.step_norm import check_finite
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import SingleErrorGroup, to_its_end
 from trireme_shared.platform.runtime import telemetry
@@ -34,7 +32,7 @@ from trireme_shared.protocol.wire.messages import PushHeader
 from trireme_shared.tables.hashing import Ids
 
 if TYPE_CHECKING:
-    from trainer_agent.collective.rows.stepping import ReplicaRows  # loads numba
+    from trainer_agent.collective.rows import ReplicaRows  # loads numba
 
 LOOK_S = 0.1
 
@@ -338,7 +336,7 @@ class CollectiveGroup:
         """With the norm of the whole gradient, if it is measured."""
         self.grad_norm = measured = await self._step_in(self.replica.step, gradients, record)
         if (rows := self.replica.rows) is not None:
-            from trainer_agent.collective.rows.stepping import step_rows  # noqa: PLC0415  loads numba
+            from trainer_agent.collective.rows import step_rows  # noqa: PLC0415  loads numba
 
             assert store.rows is not None
             rows.kept.most_bytes = self._spec.snapshot_bytes
@@ -355,7 +353,7 @@ class ReplicaReader:
         self._replica = replica
 
     async def lookup(self, version: int | None, ids: Sequence[Ids], *, exact: bool = False) -> list[Rows]:  # noqa: ARG002
-        from trainer_agent.collective.rows.stepping import rows_at  # noqa: PLC0415  loads numba
+        from trainer_agent.collective.rows import rows_at  # noqa: PLC0415  loads numba
 
         return await rows_at(self._own_rows, version, ids)
 
@@ -363,7 +361,7 @@ class ReplicaReader:
         return self._own_rows().rows_in_table(table)
 
     async def whole_table(self, table: int, version: int | None) -> tuple[Ids, Rows]:
-        from trainer_agent.collective.rows.stepping import whole_table  # noqa: PLC0415  loads numba
+        from trainer_agent.collective.rows import whole_table  # noqa: PLC0415  loads numba
 
         return whole_table(self._own_rows(), table, version)
 

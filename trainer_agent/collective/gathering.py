@@ -16,14 +16,13 @@ from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from trainer_agent.collective.arriving import Arriving
-from trainer_agent.collective.groups import Group, GroupView
-from trainer_agent.collective.late_members import LateMembers
+from trainer_agent.collective.groups import Group, GroupView, LateMembers
 from trainer_agent.collective.mean_blocks import MeanStore, released
 from trainer_agent.collective.native.exchange import NativeExchange
-from trainer_agent.collective.own_share import OwnShare
 from trainer_agent.collective.ports import CollectivePorts
+from trainer_agent.collective.server import OwnShare
 from trainer_agent.collective.state.catching_up import Step
-from trainer_agent.core.steps import agreed
+from trainer_agent.core.duties import agreed
 from trainer_agent.data_plane.fleet_client import Connect, FleetClient, Suspect
 from trainer_agent.data_plane.http import PserverPort
 from trainer_agent.data_plane.pulls import Pull, Pulls

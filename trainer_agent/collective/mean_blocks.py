@@ -34,7 +34,7 @@ from trireme_shared.serving.core.store import Push, Store
 from trireme_shared.serving.core.stores import StepPushes
 
 if TYPE_CHECKING:
-    from trainer_agent.collective.rows.means import MeanRows, RowMeans
+    from trainer_agent.collective.rows import MeanRows, RowMeans
     from trireme_shared.serving.core.table.rows import TableRows  # loads numba
 
 STATED = 3  # at least so many versions a trainer says what they are made of: as far as trainers with lanes are apart, and the one that it has
@@ -348,7 +348,7 @@ class OlderVersions:
 def _mean_rows(layout: Layout, lanes: int, version: int) -> MeanRows | None:
     if not layout.tables:
         return None
-    from trainer_agent.collective.rows.means import MeanRows  # noqa: PLC0415  loads numba
+    from trainer_agent.collective.rows import MeanRows  # noqa: PLC0415  loads numba
 
     return MeanRows(layout, lanes, version)
 

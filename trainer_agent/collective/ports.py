@@ -23,7 +23,7 @@ from trainer_agent.collective.native.exchange import NativePlace
 from trainer_agent.collective.native.link import backend_of
 from trainer_agent.collective.server import ShareServer
 from trainer_agent.collective.state.catching_up import Donor
-from trainer_agent.collective.state.serving import HttpDonor, add_route
+from trainer_agent.collective.state.giving import HttpDonor, add_route
 from trainer_agent.settings import Settings
 from trireme_shared.checkpoints.writer import Background, Offload
 from trireme_shared.protocol.errors import PeerError

@@ -9,20 +9,24 @@ knows that all trainers of the generation, whose blocks it needed for that, have
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
 
 from trainer_agent.collective.mean_blocks import MeanStore
 from trainer_agent.collective.state.giving import StateGiver
+from trainer_agent.data_plane.http import Placed, Sink
 from trireme_shared.blocks.buffers import Buffer
 from trireme_shared.platform.runtime import telemetry
-from trireme_shared.protocol.errors import NotReady, StaleGeneration, WrongOwner
+from trireme_shared.protocol.errors import InvalidArgument, NotReady, StaleGeneration, WrongOwner
 from trireme_shared.protocol.records import Mode, SlotMap
 from trireme_shared.protocol.wire.messages import (
     MessageHeader,
     PserverInfo,
     PullEnd,
     PullRequest,
+    PushAnswer,
+    PushBlock,
     PushHeader,
     TableEnd,
     TableRequest,
@@ -174,3 +178,52 @@ class ShareServer(BlockServer):
         if header.generation > self.generation:
             msg = f"generation {header.generation} is ahead of {self.generation}, the newest that {self.trainer} has read from etcd: ask again"
             raise NotReady(msg)
+
+
+class OwnShare:
+    """A PserverPort. What is pushed is read where it lies, and only during the call."""
+
+    def __init__(self, server: ShareServer) -> None:
+        self._server = server
+
+    def __repr__(self) -> str:
+        return f"<OwnShare {self._server!r}>"
+
+    async def push(self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, memoryview]]) -> PushAnswer:
+        async def only_read() -> AsyncGenerator[tuple[PushBlock, memoryview], None]:
+            async for item, payload in blocks:
+                yield item, memoryview(payload).cast("B").toreadonly()
+
+        return await self._server.push(header, only_read())
+
+    async def pull(self, request: PullRequest, sink: Sink, placed: Placed | None = None) -> PullEnd:
+        async with aclosing(self._server.pull(request)) as items:
+            async for item in items:
+                if isinstance(item, PullEnd):
+                    return item
+                block, payload = item
+                sink(block).cast("B")[:] = payload
+                if placed is not None:
+                    placed(block)
+        raise AssertionError("a pull ended without PullEnd")
+
+    async def info(self) -> PserverInfo:
+        return await self._server.info()
+
+    async def init(self, *_: Any) -> None:
+        raise _no_such_call("init")
+
+    async def lookup(self, *_: Any) -> Any:
+        raise _no_such_call("lookup")
+
+    async def table(self, *_: Any) -> Any:
+        raise _no_such_call("table")
+
+    async def ledger(self, *_: Any) -> Any:
+        raise _no_such_call("ledger")
+
+
+def _no_such_call(name: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"{name} was asked of a trainer's own share, which takes pushes and gives mean gradients alone"
+    )

@@ -11,16 +11,12 @@ from typing import assert_never
 
 from trainer_agent.data.arrays import BytesReader, NpyReader
 from trainer_agent.data.collate import default_collate
-from trainer_agent.data.column_types import TypedByFirstRecord
-from trainer_agent.data.custom import CustomReader
-from trainer_agent.data.formats.frames import RecordIOReader, TFRecordReader
-from trainer_agent.data.formats.image_folder import ImageFolderReader
-from trainer_agent.data.formats.in_code import IterableStyleReader, MapStyleReader
-from trainer_agent.data.formats.tars import WebDatasetReader
+from trainer_agent.data.images import ImageFolderReader
+from trainer_agent.data.in_code import CustomReader, IterableStyleReader, MapStyleReader
 from trainer_agent.data.lines import LineReader
-from trainer_agent.data.order import evaluation_seed, minibatch_in, minibatch_indices, minibatches_in
-from trainer_agent.data.reader import Blaming, Reader
-from trainer_agent.data.shard import Minibatch, Shard
+from trainer_agent.data.reader import Blaming, Reader, TypedByFirstRecord
+from trainer_agent.data.record_files import RecordIOReader, TFRecordReader, WebDatasetReader
+from trainer_agent.data.shard import Minibatch, Shard, evaluation_seed, minibatch_in, minibatch_indices, minibatches_in
 from trireme_shared.datasets.dataset_files import CountedFiles
 from trireme_shared.protocol.records.datasets import (
     Bytes,
@@ -71,7 +67,7 @@ def _reader_of(dataset: Dataset, seed: int) -> Reader:
 
             return ParquetReader(dataset)
         case Csv():
-            from trainer_agent.data.csv_rows import CsvReader  # noqa: PLC0415
+            from trainer_agent.data.arrow import CsvReader  # noqa: PLC0415
 
             return CsvReader(dataset)
         case TextLines() | JsonLines():
@@ -93,7 +89,7 @@ def _reader_of(dataset: Dataset, seed: int) -> Reader:
         case WebDataset():
             return WebDatasetReader(dataset)
         case HuggingFace():
-            from trainer_agent.data.formats.hugging_face import HuggingFaceReader  # noqa: PLC0415
+            from trainer_agent.data.arrow import HuggingFaceReader  # noqa: PLC0415
 
             return HuggingFaceReader(dataset)
         case ImageFolder():

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from trainer_agent.data.shard import Column, Minibatch, columns_of, named_column
+from trireme_shared.datasets.random_state import Generators
 from trireme_shared.protocol.errors import DatasetError
+from trireme_shared.protocol.logged_metrics import Logged, collected
 
 Batch = dict[str, Any]
 
@@ -106,3 +109,25 @@ def _kind(value: Any) -> str:
 def _text(value: Any) -> str:
     shape = _shape(value) if _kind(value) == "numbers" else ()
     return f"{type(value).__name__} of shape {shape}" if shape else f"{type(value).__name__} {value!r:.40}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyBatch:
+    """`generators`: after `collate`; `logged`: in it."""
+
+    batch: Any
+    generators: Generators
+    logged: Mapping[str, Logged]
+
+    @classmethod
+    def made(cls, collate: Callable[[], Any]) -> ReadyBatch:
+        """By `collate()`, with generators that are seeded."""
+        with collected() as logged:
+            batch = collate()
+        return cls(batch, Generators.now(), logged)
+
+    def begin(self, logged: dict[str, Logged]) -> Any:
+        """The batch, for a forward pass whose metrics go to `logged`."""
+        logged.update(self.logged)
+        self.generators.restore()
+        return self.batch

@@ -7,8 +7,7 @@ import json
 from threading import Lock
 from typing import Any, BinaryIO
 
-from trainer_agent.data.column_types import ColumnTypes
-from trainer_agent.data.reader import too_short
+from trainer_agent.data.reader import ColumnTypes, too_short
 from trainer_agent.data.shard import Record, Shard
 from trireme_shared.datasets.dataset_files import from_first_file
 from trireme_shared.datasets.line_scan import Lines, RawRecords, data_start, read_raw, refuse_archive

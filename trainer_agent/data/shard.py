@@ -7,16 +7,66 @@ shard.minibatch(indices) ──iterate──► records (dicts) for the user's c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from types import NoneType
 from typing import Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from trainer_agent.data.order import Indices
 from trireme_shared.datasets.numbers import Misfit, column_of, common_dtype, shown
 from trireme_shared.platform.runtime import begun
 from trireme_shared.protocol.errors import DatasetError
+from trireme_shared.protocol.lanes import step_seed
+
+Indices = npt.NDArray[np.int64]
+
+
+def minibatches_in(count: int, size: int) -> int:
+    """Minibatches of `size` records in a task of `count`; the last one may be short."""
+    return -(-count // size)
+
+
+def minibatch_in(order: Indices | None, count: int, size: int, number: int) -> Indices:
+    """Records of minibatch `number` (from 0) of a task of `count` records in this order (None: as they are), as int64 indices into its
+    shard; read-only.
+
+    Raises IndexError outside [0, minibatches_in(count, size)).
+    """
+    if not 0 <= number < minibatches_in(count, size):
+        msg = f"minibatch {number} is outside [0, {minibatches_in(count, size)}): the task has {count} records"
+        raise IndexError(msg)
+    chosen = slice(number * size, min(count, (number + 1) * size))
+    return order[chosen] if order is not None else np.arange(chosen.start, chosen.stop, dtype=np.int64)
+
+
+def minibatch_indices(
+    seed: int, epoch: int, task_number: int, count: int, size: int, number: int, *, shuffle: bool
+) -> Indices:
+    """As `minibatch_in`, for whoever reads one task after the other: the order of the last one is kept."""
+    order = _last_order(seed, epoch, task_number, count) if shuffle else None
+    return minibatch_in(order, count, size, number)
+
+
+def evaluation_seed(seed: int, task_number: int, number: int) -> int:
+    """Of minibatch `number` of an evaluation task: the same for every evaluation, and whoever does it."""
+    return step_seed(seed, task_number, -2 - number)
+
+
+def record_order(seed: int, epoch: int, task_number: int, count: int) -> Indices:
+    """The permutation of [0, count) of one task in one epoch, read-only."""
+    value = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    value += np.uint64(step_seed(seed, epoch, task_number))
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    value ^= value >> np.uint64(31)
+    order = np.argsort(value, kind="stable").astype(np.int64)
+    order.flags.writeable = False
+    return order
+
+
+_last_order = lru_cache(maxsize=1)(record_order)
+
 
 Column = npt.NDArray[Any] | list[Any]
 Record = dict[str, Any]
@@ -66,7 +116,7 @@ MakeColumns = Callable[[Sequence[Record]], Mapping[str, "Column | DatasetError"]
 
 class RecordShard(Shard):
     """Records of a format without columns. Their fields may differ: a missing one is None in `columns`, which are made when somebody asks
-    for them. `make`: how, where their types are known (trainer_agent/data/column_types.py)."""
+    for them. `make`: how, where their types are known (trainer_agent/data/reader.py)."""
 
     def __init__(self, records: Sequence[Record], make: MakeColumns | None = None) -> None:
         self._records: Sequence[Record] | None = records

@@ -1,6 +1,6 @@
 """The processes that serve blocks, as one trainer reaches them: parameter servers, or the trainers of a collective job.
 
-    who is where    slot map --route--> Routes
+    who is where    layout and slot map --route--> Routes: the owner of each block
     ask             one process, until it answers            ask_all    all that own blocks, by one slot map
     silence         answers --calls fail for skip_after_seconds--> left out at once, asked now and then --> answers
 
@@ -10,13 +10,13 @@ A question that concerns all blocks is asked by one slot map, and asked again if
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol, TypeVar
 
 from trainer_agent.data_plane.http import PserverPort
-from trainer_agent.data_plane.routing import Routes, route
 from trainer_agent.waiting import Backoff, SingleErrorGroup
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import clock, ids, telemetry
@@ -33,6 +33,7 @@ from trireme_shared.protocol.lanes import Interval
 from trireme_shared.protocol.records import JobSpec, JobState, MasterAddress, PserverMember, SlotMap
 from trireme_shared.protocol.records.assignments import Migration
 from trireme_shared.protocol.records.layout import Layout
+from trireme_shared.protocol.slots import slot_of
 from trireme_shared.protocol.wire.messages import PserverInfo
 
 REFRESH_S = 0.5
@@ -303,3 +304,36 @@ class Silence:
 def call_limit_s(spec: JobSpec, stall_s: float) -> float:
     """How long a call may wait for a peer that is silent, if it may wait for `stall_s` otherwise."""
     return stall_s if spec.skip_after_seconds is None else min(stall_s, max(SHORTEST_S, spec.skip_after_seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """`owners[block]`: pserver index. `blocks[index]`: in ascending order; if the model has embedding tables, of each parameter server that owns slots,
+    maybe none. `slots[slot]`: pserver index. `version`: of the slot map."""
+
+    version: int
+    owners: tuple[int, ...]
+    blocks: dict[int, tuple[int, ...]]
+    slots: tuple[int, ...] = ()
+
+    def split(self, blocks: Iterable[int]) -> dict[int, tuple[int, ...]]:
+        """Some blocks by pserver index."""
+        found: dict[int, list[int]] = {}
+        for block in blocks:
+            found.setdefault(self.owners[block], []).append(block)
+        return {index: tuple(found[index]) for index in sorted(found)}
+
+    def changed_since(self, before: Routes) -> list[int]:
+        """The parameter servers that have other slots by this map than by that one, without those that have none now."""
+        pairs = zip(before.slots, self.slots, strict=True)
+        changed = {index for was, now in pairs if was != now for index in (was, now)}
+        return sorted(changed.intersection(self.slots))
+
+
+def route(layout: Layout, slots: SlotMap) -> Routes:
+    owners = tuple(slots.owners[slot_of(block.number, layout.slot_count)] for block in layout.blocks())
+    routes = Routes(slots.version, owners, {}, slots.owners)
+    if layout.tables:
+        routes.blocks.update((index, ()) for index in sorted(set(slots.owners)))
+    routes.blocks.update(routes.split(range(len(owners))))
+    return routes

@@ -2,27 +2,37 @@
 
 one version's blocks, as their owners have them ──► PullSink; the version's StepRecord, or Gone
     PullSink: the staging vectors of a compute (parameters) │ Arriving (mean gradients of a collective job)
+a job that clips: the owners say the sums of squares of their blocks ──StepNormFinder──► the norm, told to all that wait
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import asyncio
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from trainer_agent.core.steps import agreed
-from trainer_agent.data_plane.fleet_client import FleetClient
-from trainer_agent.data_plane.routing import Routes
+from trainer_agent.core.duties import agreed
+from trainer_agent.data_plane.fleet_client import FleetClient, Routes
 from trainer_agent.data_plane.row_lookups import narrow_of
-from trainer_agent.data_plane.step_norm import StepNormFinder
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import Backoff, SingleErrorGroup
+from trireme_shared.blocks.gradient_norm import norm_of
+from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.errors import BadFrame, Gone, InvalidArgument, PeerError, StaleGeneration, WrongOwner
 from trireme_shared.protocol.records.job_spec import Narrow, Nonfinite, Transported
 from trireme_shared.protocol.records.layout import ELEMENT_BYTES
 from trireme_shared.protocol.records.step import StepRecord, StepResult
-from trireme_shared.protocol.wire.messages import PulledBlock, PullEnd, PullRequest, RowMeansPart, StalenessBound
+from trireme_shared.protocol.wire.messages import (
+    PulledBlock,
+    PullEnd,
+    PullRequest,
+    RowMeansPart,
+    StalenessBound,
+    StepNorm,
+)
 from trireme_shared.serving.transport.shared_memory import NOTHING
 
 PULL_WAIT_S = 10.0
@@ -384,3 +394,73 @@ def _keep_current(into: PullSink, blocks: Iterable[int]) -> None:
 
 def _no_blocks(item: PulledBlock) -> memoryview:
     raise BadFrame(f"block {item.block} was not asked for")
+
+
+class StepNormFinder:
+    """The norm of a step's whole gradient, as one trainer finds it while it pulls the version that the step makes.
+
+        a parameter server: HELD, its blocks' sums of squares ─► add ─┐
+        another one: OK, a record with the norm ─► learn_of_version ─┴─► known ─► every pull that goes on says it
+
+    Each trainer may find the norm and tell it: all find the same bits, so whoever dies, the step is made. `step`: the one that makes
+    the version. `fails`: a norm that is not finite is an error. `norm` is for parameter servers that wait, `measured` for people:
+    also of steps that are not clipped."""
+
+    def __init__(self, step: int, *, fails: bool) -> None:
+        self._step, self._fails = step, fails
+        self._timeline = -1
+        self._squares: dict[int, float] = {}
+        self._found = asyncio.Event()
+        self.norm: StepNorm | None = None
+        self.measured: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<StepNormFinder of step {self._step}: {len(self._squares)} blocks, {self.norm}>"
+
+    def add(self, timeline: int, squares: Iterable[tuple[int, float]], blocks: Collection[int]) -> None:
+        """What one parameter server says of its blocks; `blocks`: numbers of all blocks of parameters. Raises InvalidArgument: the
+        norm is not finite."""
+        if self._is_current(timeline):
+            self._squares.update(squares)
+            if self.norm is None and len(self._squares) == len(blocks):
+                self._know(norm_of(self._squares[block] for block in blocks))
+
+    def learn_of_version(self, timeline: int, record: StepRecord) -> None:
+        """A parameter server has made the step, so it was told the norm; nobody has its blocks' squares any more. Raises as `add`."""
+        if record.grad_norm is not None and self._is_current(timeline):
+            self._know(record.grad_norm)
+
+    def measure(self, timeline: int, squares: Iterable[tuple[int, float]], blocks: Collection[int]) -> None:
+        """As `add`, of a step that is not clipped: nobody waits for the norm, and it may be anything."""
+        if self._is_current(timeline):
+            self._squares.update(squares)
+            if len(self._squares) == len(blocks):
+                self.measured = norm_of(self._squares[block] for block in blocks)
+
+    def _know(self, norm: float) -> None:
+        if self._fails:
+            check_finite(self._step, norm)
+        self.measured = norm
+        self.norm = StepNorm(timeline=self._timeline, step=self._step, norm=norm)
+        self._found.set()
+
+    def _is_current(self, timeline: int) -> bool:
+        """Steps repeat after a rollback: what is said of an older timeline does not count."""
+        if timeline > self._timeline:
+            self._timeline, self.norm, self.measured = timeline, None, None
+            self._squares.clear()
+            self._found.clear()
+        return timeline == self._timeline
+
+    async def wait(self, limit_s: float) -> bool:
+        """Until the norm is known, at most `limit_s`; answers whether it is."""
+        return await event_within(self._found, limit_s)
+
+
+def check_finite(step: int, norm: float) -> None:
+    """Raises InvalidArgument."""
+    if not math.isfinite(norm):
+        raise InvalidArgument(
+            f"the norm of the gradient of step {step} is {norm}, although each lane's gradient is finite",
+            hint="lower the learning rate or look at the records; on_nonfinite = skip leaves such steps out",
+        )

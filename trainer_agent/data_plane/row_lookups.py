@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from trainer_agent.data_plane.fleet_client import FleetClient
-from trainer_agent.data_plane.routing import Routes
+from trainer_agent.data_plane.fleet_client import FleetClient, Routes
 from trainer_agent.tables.files import in_order
 from trainer_agent.waiting import Backoff, SingleErrorGroup
 from trireme_shared.protocol.errors import (

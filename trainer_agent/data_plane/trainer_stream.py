@@ -1,27 +1,40 @@
-"""The trainer's end of one upgraded connection (shared/trireme_shared/serving/transport/stream.py): its calls in flight, by id.
+"""The trainer's end of one upgraded connection (shared/trireme_shared/serving/transport/stream.py): its calls in flight, by id, and the memory that both ends share.
 
 call ─► frames ─► answered       given up before its answer, or what came with an answer is lost ─► the connection is over
+trainer --its gradient vectors, read only--> pserver --the blocks' memory, read only--> trainer
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 
 from trainer_agent.data_plane.http import Placed, Sink
-from trainer_agent.data_plane.memory import TrainerMemory
-from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.errors import BadFrame, CallerError, DeadlineExceeded, PeerError, TriremeError, from_map
 from trireme_shared.protocol.records import Record
 from trireme_shared.protocol.wire import codec
 from trireme_shared.protocol.wire.messages import LookupIds, PulledBlock
-from trireme_shared.serving.transport.shared_memory import NOTHING, Offers, Place, Region, peer_of, place_in
+from trireme_shared.serving.transport.shared_memory import (
+    ALIGNMENT_BYTES,
+    NOTHING,
+    Borrower,
+    Lender,
+    Offers,
+    Place,
+    Region,
+    peer_of,
+    place_in,
+    place_of,
+)
 from trireme_shared.serving.transport.stream import HEAD_COST_BYTES, HEADS, FrameStream
 from trireme_shared.tables.payload import MOST_BYTES
 
 CLOSE_S = 2.0
+log = telemetry.logger("trainer_memory")
 
 
 class _Call:
@@ -272,3 +285,63 @@ class TrainerStream(FrameStream):
 
     def _silent(self, seconds: float) -> DeadlineExceeded:
         return DeadlineExceeded(f"{self._name}: nothing moved on the stream for {seconds:g} s", silent_s=seconds)
+
+
+class TrainerMemory:
+    """The shared memory of one connection: gradients are read where they lie, parameters are copied from where they are. `on`: each end reads
+    the other's memory. `unreadable`: we cannot map what the pserver offers."""
+
+    def __init__(self, name: str) -> None:
+        self.unreadable = False
+        self._name = name
+        self.lender = Lender()
+        self._borrower: Borrower | None = None
+        self._lends = False
+
+    @property
+    def on(self) -> bool:
+        return self._borrower is not None
+
+    def begin(self, peer: int, offers: Offers) -> None:
+        """The pserver, process `peer`, agreed. Raises InvalidArgument, TooLarge: its memory cannot be mapped."""
+        borrower = Borrower(peer)
+        self._learn(borrower, offers)
+        self._borrower, self._lends = borrower, True
+
+    def learn(self, offers: Offers) -> None:
+        """Raises as `begin`, BadFrame before it."""
+        self._learn(self._known(), offers)
+
+    def payload(self, place: Place, sent: int) -> memoryview:
+        """What a pulled block refers to, which has `sent` bytes of its own. Raises BadFrame, InvalidArgument."""
+        return self._known().payload(place, sent)
+
+    def close(self) -> None:
+        """The connection is over: the peer's memory is unmapped at once, not when the interpreter finds what refers to the connection. Each mapping has a
+        descriptor, and keeps the memory of a peer that has ended."""
+        self._borrower, self._lends = None, False
+
+    # ------------------------------------------------------------ lending gradients
+
+    def home_of(self, payload: memoryview) -> tuple[Region, int] | None:
+        """Where the pserver could read it, after it was offered the region; None: it has to be sent."""
+        home = place_of(payload) if self._lends else None
+        return home if home is not None and home[1] % ALIGNMENT_BYTES == 0 else None
+
+    def lend_no_more(self, cause: TriremeError) -> None:
+        log.info("gradients_not_shared", peer=self._name, cause=cause.message)
+        self._lends = False
+
+    # ------------------------------------------------------------ parts
+
+    def _known(self) -> Borrower:
+        if self._borrower is None:
+            raise BadFrame(f"{self._name} referred to its memory, which it does not share")
+        return self._borrower
+
+    def _learn(self, borrower: Borrower, offers: Offers) -> None:
+        try:
+            borrower.learn(offers, sys.maxsize)
+        except TriremeError:
+            self.unreadable = True
+            raise

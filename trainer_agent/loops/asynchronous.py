@@ -5,6 +5,7 @@
 A push always covers minibatches [k n, (k + 1) n) of its task, in every attempt, and the ledger of each block applies each
 minibatch exactly once. A pserver that came back from a checkpoint expects earlier minibatches: the task resumes at its lowest
 ledger entry again. A pserver that gives no answer may be skipped while others answer; what it missed is reported with the task.
+With `max_staleness` a trainer waits before a minibatch while another one computes with much older parameters (BoundedStaleness).
 """
 
 from __future__ import annotations
@@ -16,37 +17,41 @@ from typing import TYPE_CHECKING
 
 from trainer_agent.core.duties import Duty
 from trainer_agent.data import minibatches_in
-from trainer_agent.data_plane.outbox import NodeSink, Outboxes, PushedRows
-from trainer_agent.data_plane.parameter_servers import ParameterServers
-from trainer_agent.data_plane.pulls import Abandoned
-from trainer_agent.data_plane.pushes import Verdict
-from trainer_agent.loops.context import LoopContext
+from trainer_agent.data_plane.pulls import Abandoned, Within
+from trainer_agent.data_plane.pushes import NodeSink, Outboxes, PushedRows, Verdict
+from trainer_agent.data_plane.step_exchange import ParameterServers
+from trainer_agent.loops.context import LoopContext, RolledBack, on_timeline, timeline_of
 from trainer_agent.loops.evaluating import Evaluator
-from trainer_agent.loops.rows_ahead import RowsAhead
-from trainer_agent.loops.staleness import BoundedStaleness
-from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
+from trainer_agent.loops.lane_pusher import RowsAhead
 from trainer_agent.membership.pause import PauseResponder
 from trainer_agent.model.compute import LaneResult, Records, metrics_of
-from trainer_agent.model.optimizer.push_schedule import PushSchedule
+from trainer_agent.model.schedule import PushSchedule
 from trainer_agent.tasks.activity import Held, LanePace
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TrainingOver, outcome_of
-from trainer_agent.tasks.step_times import Times
+from trainer_agent.tasks.steps import Times
 from trainer_agent.waiting import Backoff, SingleErrorGroup
 from trireme_shared.platform.runtime import clock, telemetry
-from trireme_shared.protocol.errors import DeadlineExceeded, Gone, StaleGeneration, TriremeError, UserCodeError
+from trireme_shared.protocol.errors import (
+    DeadlineExceeded,
+    Gone,
+    PeerError,
+    StaleGeneration,
+    TriremeError,
+    UserCodeError,
+)
 from trireme_shared.protocol.lanes import step_seed
-from trireme_shared.protocol.records import Mode, Task, TaskKind
+from trireme_shared.protocol.records import JobSpec, Mode, Task, TaskKind
 from trireme_shared.protocol.records.pauses import Paused
 from trireme_shared.protocol.records.step import LaneZero
-from trireme_shared.protocol.wire.messages import LedgerQuery, PushHeader
+from trireme_shared.protocol.wire.messages import LedgerQuery, PushHeader, StalenessBound
 from trireme_shared.tables.hashing import Ids
 from trireme_shared.tables.payload import Rows
 
 if TYPE_CHECKING:
     from trireme_shared.tables.lanes import LaneRows  # loads numba
 
+PATIENCE = 0.5  # of a task's time limits: who waits gets no limit of its own into danger
 REFRESH_S = 0.5
-
 log = telemetry.logger("async_loop")
 
 
@@ -398,3 +403,66 @@ class AsyncLoop:
                 await backoff.failed(error)
         self._servers.swap()
         self._pulled, self._unpulled = True, 0
+
+
+class BoundedStaleness:
+    """Before a minibatch this trainer waits while a live trainer computes with much older parameters.
+
+        pull, once the bound holds ─► computes ─► push: computes no more with them ─► pull ...   (pull_every above 1: the pushes between keep them)
+
+    A parameter server counts a trainer from its pull to its push, so a trainer that waits, pauses, evaluates or has no task is waited
+    for by nobody. `computes`: parameter servers count this trainer as one that computes with the parameters that it has. `is_needed`:
+    whether it is still to train; asked while it waits. `has_waited`: in its last pull."""
+
+    def __init__(self, spec: JobSpec, trainer: str, servers: ParameterServers, is_needed: Callable[[], bool]) -> None:
+        self._bound: StalenessBound | None = None
+        if spec.max_staleness is not None:
+            self._bound = StalenessBound(
+                trainer=trainer,
+                versions=spec.max_staleness,
+                floor_s=PATIENCE * spec.task_timeout_floor_s,
+                ceiling_s=PATIENCE * spec.task_timeout_ceiling_s,
+            )
+        self._servers, self._is_needed, self._pull_every = servers, is_needed, spec.pull_every
+        self._within: Within | None = None
+        self.computes = self.has_waited = False
+
+    def __repr__(self) -> str:
+        return f"<BoundedStaleness {self._bound!r}, {'computes' if self.computes else 'does not compute'}>"
+
+    @property
+    def is_on(self) -> bool:
+        return self._bound is not None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it has to pull before it computes."""
+        return self._bound is not None and not self.computes
+
+    def keeps(self, unpulled: int, *, is_last: bool) -> bool:
+        """Whether it computes with the same parameters after a push. `unpulled`: minibatches since the pull, with those of the push; `is_last`: of its task."""
+        return self.is_on and not is_last and unpulled < self._pull_every
+
+    async def pull(self, skip_after_s: float | None = None) -> None:
+        """Once no live trainer computes with much older parameters; then it computes. Raises Abandoned, Gone, InvalidArgument."""
+        assert self._bound is not None
+        within = self._within = Within(self._bound, self._is_needed)
+        try:
+            await self._servers.pull_within(within, skip_after_s)
+        finally:
+            self.computes, self.has_waited, self._within = True, within.waited, None  # also if it is not known
+
+    @property
+    def waits_for(self) -> str:
+        """As a sentence; "": it does not wait."""
+        return "" if self._within is None else self._within.waits_for
+
+    async def let_go(self) -> None:
+        """It has no more use for its parameters, without a push that says so. If nobody hears it, others wait until their patience ends."""
+        if not self.computes or self._bound is None:
+            return
+        self.computes = False
+        try:
+            await self._servers.pulls.let_go(self._bound)
+        except (PeerError, StaleGeneration) as error:
+            log.info("not_let_go", cause=error.message)

@@ -10,12 +10,9 @@ import math
 from collections.abc import Awaitable
 from functools import partial
 
-from trainer_agent.loops.context import LoopContext
-from trainer_agent.loops.evaluating import Evaluator, TaskSums
-from trainer_agent.loops.reading import read_again, read_checkpoint
-from trainer_agent.loops.timeline import timeline_of
-from trainer_agent.tables.checkpoint import write_checkpoint_tables
-from trainer_agent.tables.export import export_tables
+from trainer_agent.loops.context import LoopContext, timeline_of
+from trainer_agent.loops.evaluating import Evaluator, TaskSums, read_again, read_checkpoint
+from trainer_agent.tables.whole_tables import export_tables, write_checkpoint_tables
 from trainer_agent.tasks.activity import Held
 from trainer_agent.tasks.source import TaskFailed
 from trainer_agent.waiting import retry, to_its_end

@@ -14,17 +14,16 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer_agent.data import evaluation_seed, minibatches_in
-from trainer_agent.loops.context import LoopContext
-from trainer_agent.loops.reading import STORAGE_TRIES, read_again, read_checkpoint
-from trainer_agent.loops.timeline import timeline_of
+from trainer_agent.loops.context import LoopContext, timeline_of
 from trainer_agent.model.compute import Compute
-from trainer_agent.tables.checkpoint import read_tables
+from trainer_agent.tables.whole_tables import read_tables
 from trainer_agent.tasks.activity import Held
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource
 from trainer_agent.waiting import retry
+from trireme_shared.checkpoints import stored
 from trireme_shared.platform.etcd.reading import must_read, read_record
 from trireme_shared.platform.runtime import ids, telemetry
 from trireme_shared.platform.runtime.clock import event_within
@@ -46,13 +45,14 @@ from trireme_shared.protocol.evaluations import (
     plateau_value,
 )
 from trireme_shared.protocol.records import JobSpec, TakeNext, Task, TaskKind, ValidationSums
-from trireme_shared.protocol.records.checkpoints import CheckpointRef
+from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest
 from trireme_shared.protocol.records.step import StepRecord
 
+STORAGE_TRIES = 4
+T = TypeVar("T")
 LOOK_S = 0.5
 PAUSE_S = 0.5
 PATIENCE_S = 30.0
-
 log = telemetry.logger("evaluating")
 
 
@@ -380,3 +380,24 @@ class Evaluator:
             message = f"checkpoint {ref.uuid} (step {ref.step}) could not be read {STORAGE_TRIES} times: {error}"
             raise TaskFailed(task, StorageUnreachable(message)) from error
         self._pinned = ref
+
+
+async def read_again(read: Callable[[], Awaitable[T]], ref: CheckpointRef) -> T:
+    """What `read` gives, which reads that checkpoint: tried STORAGE_TRIES times if the storage does not answer. Raises what the last try raises."""
+    attempt = 0
+    while True:
+        try:
+            return await read()
+        except (OSError, PeerError) as error:
+            log.warning("checkpoint_unread", checkpoint=ref.uuid, step=ref.step, cause=str(error))
+            attempt += 1
+            if attempt == STORAGE_TRIES:
+                raise
+            await asyncio.sleep(ids.jitter(PAUSE_S * 2 ** (attempt - 1)))
+
+
+def read_checkpoint(spec: JobSpec, ref: CheckpointRef, memory: Callable[[int], memoryview]) -> Manifest:
+    """The values of all blocks. Blocks. Raises CheckpointUnusable, OSError."""
+    manifest = stored.read_manifest(spec.storage, spec.job, ref)
+    stored.read_values(spec.storage, ref, manifest, memory)
+    return manifest

@@ -1,35 +1,109 @@
 """Lanes of one step, computed and pushed: for this trainer's own lanes, again in another generation, and for lanes of others that are late.
 
-records ─► minibatch ─► loss ─► backward ─NodeSink, block by block─► outboxes of the blocks' owners ─► pushed meanwhile
+    records ─► minibatch ─► loss ─► backward ─NodeSink, block by block─► outboxes of the blocks' owners ─► pushed meanwhile
+
+Step         what this trainer has done of one step       LaneWork     some lanes of it, computed here
+RowsAhead    rows of coming minibatches are asked for     Pace         how long lanes take here
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
+from typing import TYPE_CHECKING
 
-from trainer_agent.core.steps import nodes_to_compute
-from trainer_agent.data_plane.outbox import NodeSink, Outboxes, PushedRows
-from trainer_agent.data_plane.pushes import Verdict
+from trainer_agent.core.duties import nodes_to_compute
+from trainer_agent.data_plane.pushes import NodeSink, Outboxes, PushedRows, Verdict
 from trainer_agent.loops.context import LoopContext
-from trainer_agent.loops.rows_ahead import RowsAhead
-from trainer_agent.loops.step import LaneWork, Step
-from trainer_agent.model.compute import Ready, node_result
+from trainer_agent.model.compute import Compute, LaneResult, Ready, Records, metrics_of, node_result
 from trainer_agent.tasks.lane_reader import LaneReaders, Portion
-from trainer_agent.tasks.source import TaskFailed
+from trainer_agent.tasks.source import TaskFailed, outcome_of
+from trainer_agent.tasks.steps import Times
 from trainer_agent.waiting import SingleErrorGroup
 from trireme_shared.platform.runtime import clock
-from trireme_shared.protocol.errors import UserCodeError
+from trireme_shared.protocol.errors import TriremeError, UserCodeError
 from trireme_shared.protocol.lanes import Interval, step_seed
+from trireme_shared.protocol.records import StepMetrics, Task
+from trireme_shared.protocol.records.step import LanePosition, LaneZero, NodeResult, result_of
 from trireme_shared.protocol.wire.messages import PushHeader
+
+if TYPE_CHECKING:
+    from trireme_shared.tables.grouping import Numbers
+    from trireme_shared.tables.memory import Floats
 
 KEPT = 16
 ENOUGH = 3  # the first minibatches compile, allocate, warm up
 FRESH_S = 10.0
+Lookup = Callable[[int | None, "Sequence[Numbers]"], Awaitable["Sequence[Floats]"]]
+
+
+@dataclass
+class Step:
+    """The step from version `number` to the next, which this trainer began at `began`. `shares`: its lanes that were acknowledged;
+    `counted`: results of those, and of lanes of others, that came from this trainer first. `there`: its lanes that need not be pushed again."""
+
+    number: int
+    positions: tuple[LanePosition, ...]
+    lane_zero: LaneZero
+    began: float = 0.0
+    shares: dict[int, tuple[Portion, LaneResult]] = field(default_factory=dict)
+    counted: dict[int, LaneResult] = field(default_factory=dict)
+    there: set[int] = field(default_factory=set)
+    times: Times = field(default_factory=Times)
+
+    def metrics(self, timeline: int) -> StepMetrics | None:
+        """This trainer's share of the loss, if it had any records."""
+        share = metrics_of(list(self.counted.values()), self.number, self.positions[0].epoch, timeline)
+        return share if share.records or share.skipped else None
+
+    def finished_tasks(self) -> list[Task]:
+        """The tasks whose last records were in this step."""
+        return [p.task for p, _ in self.shares.values() if p.finishes and p.task is not None]
+
+
+@dataclass
+class LaneWork:
+    """Lanes of one step that this trainer computes; once `computed`, they can be pushed again under a new generation. `given_up`:
+    others have pushed them all; what is not computed stays so. `rests`: no push of it is under way."""
+
+    lanes: list[int]
+    portions: dict[int, Portion]
+    outboxes: Outboxes
+    results: dict[int, LaneResult] = field(default_factory=dict)
+    computed: bool = False
+    given_up: bool = False
+    rests: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.rests.set()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether backward has finished with every block; `computed` comes a moment later."""
+        return self.computed or self.outboxes.added == self.outboxes.blocks * len(nodes_to_compute(self.lanes))
+
+    @property
+    def is_between_nodes(self) -> bool:
+        """Whether of each node all blocks are pushed and the results are known, or none is pushed."""
+        pushed, rest = divmod(self.outboxes.added, self.outboxes.blocks)
+        lanes = sum(last - first for first, last in nodes_to_compute(self.lanes)[:pushed])
+        return not rest and lanes <= len(self.results)
+
+    def result_of(self, node: Interval, compute: Compute) -> NodeResult:
+        """What the node's minibatches reported, once some of its blocks are finished: its last lane may still be computed."""
+        results = {lane: self.results.get(lane) or compute.result() for lane in range(*node)}
+        found = result_of(node, {(lane, lane + 1): node_result(each) for lane, each in results.items()})
+        assert found is not None
+        return found
+
+    def count(self, step: Step) -> None:
+        """It is acknowledged. Each lane's loss is counted once, however many trainers have computed it."""
+        step.counted |= {lane: self.results[lane] for lane in self.outboxes.first if lane in self.results}
 
 
 class LanePusher:
@@ -157,6 +231,73 @@ class LanePusher:
         if (following := self._readers.next(first, work.portions[first].after)) is not None:
             seed = step_seed(self._seed, step.number + 1, first)
             self._ahead.ask(first, step.number + 1, seed, following.records, self._prefetching)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Of a lane's minibatch. `task`: None if it fails."""
+
+    seed: int
+    records: Records
+    task: asyncio.Task[Ready | None]
+
+
+class RowsAhead:
+    """Rows of minibatches that come, asked for before they are computed, if the script says which they are (`ids`).
+
+        lane k: rows at hand ─► lane k + 1: collate, ids ─► asked for, all tables at once ─► lane k is computed
+        the last lane is computed ─► the first one of the next step: asked for; parameter servers answer when they have the version
+        asynchronous: the minibatches of a push as lanes; the first one of the next push when this one is acknowledged, so it sees this one's rows
+
+    What was asked for in vain (the job went back, a parameter server is gone) is asked for again when it is needed, and then fails
+    as it would have without. A trainer has one RowsAhead. `lookup`: version, and ids of each table -> their rows."""
+
+    def __init__(self, compute: Compute, lookup: Lookup) -> None:
+        self._compute, self._lookup = compute, lookup
+        self._asked: dict[int, _Asked] = {}
+        self._says = bool(compute.layout.tables)  # whether the script says which rows it will look up
+
+    def __repr__(self) -> str:
+        return f"<RowsAhead of lanes {sorted(self._asked)}>"
+
+    async def ready(self, lane: int, version: int | None, seed: int, records: Records | None) -> Ready | None:
+        """For Compute.gradient of that lane, with rows at `version`. Raises what getting the minibatch ready and looking up raise."""
+        if not self._says or not records:
+            return None
+        asked = self._asked.get(lane)
+        if asked is not None and asked.seed == seed and asked.records is records:
+            found = await outcome_of(asked.task)
+            self._asked.pop(lane, None)
+            if found is not None:
+                return found
+        return await self._ready(version, seed, records)
+
+    def ask(self, lane: int, version: int | None, seed: int, records: Records | None, group: asyncio.TaskGroup) -> None:
+        """For a `ready` that comes, which raises what fails here."""
+        if not self._says or not records:
+            return
+        if (asked := self._asked.get(lane)) is not None:
+            if asked.seed == seed and asked.records is records:
+                return
+            asked.task.cancel()
+        self._asked[lane] = _Asked(seed, records, group.create_task(self._ready_or_none(version, seed, records)))
+
+    def drop(self) -> None:
+        """Nothing that was asked for is needed any more."""
+        for asked in self._asked.values():
+            asked.task.cancel()
+        self._asked.clear()
+
+    async def _ready(self, version: int | None, seed: int, records: Records) -> Ready | None:
+        ready = await self._compute.prepare(seed, records)
+        self._says = ready is not None
+        return None if ready is None else replace(ready, rows=await self._lookup(version, ready.ids))
+
+    async def _ready_or_none(self, version: int | None, seed: int, records: Records) -> Ready | None:
+        try:
+            return await self._ready(version, seed, records)
+        except TriremeError:
+            return None
 
 
 class Pace:

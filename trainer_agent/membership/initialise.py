@@ -10,8 +10,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from typing import Literal, cast
 
-from trainer_agent.data_plane.fleet_client import Connect
-from trainer_agent.data_plane.routing import Routes, route
+from trainer_agent.data_plane.fleet_client import Connect, Routes, route
 from trainer_agent.membership.lease import Membership
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import Backoff, SingleErrorGroup

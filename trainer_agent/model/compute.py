@@ -24,7 +24,7 @@ from trireme_shared.protocol.records.tasks import MetricValue
 if TYPE_CHECKING:
     from trainer_agent.model.flat import Place
     from trainer_agent.tables.files import StoredTable
-    from trainer_agent.tables.remote import Lookup
+    from trainer_agent.tables.trained import Lookup
     from trireme_shared.tables.grouping import Grouped, Numbers
     from trireme_shared.tables.lanes import LaneRows  # loads numba
     from trireme_shared.tables.memory import Floats

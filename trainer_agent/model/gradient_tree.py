@@ -11,22 +11,69 @@ gradients are sent (trireme_shared.blocks.buffers.round_to).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from trainer_agent.model.clipping import clip
 from trainer_agent.model.compute import BlockSink
-from trainer_agent.model.finite import all_finite, is_finite
+from trainer_agent.model.devices import HOST
 from trainer_agent.model.flat import Plan, Vector
-from trainer_agent.model.send_buffers import SendBuffers, overflow
 from trireme_shared.blocks.buffer_mean import add_changes, bits_of, combine_buffers
-from trireme_shared.blocks.buffers import DTYPES, round_to
+from trireme_shared.blocks.buffers import DTYPES, cast_into, round_to
+from trireme_shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
 from trireme_shared.protocol.lanes import Interval, combine
-from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.job_spec import Narrow, Transported
 from trireme_shared.protocol.records.layout import Block
+
+WHAT_TO_DO = (
+    "lower the learning rate or look at the records; "
+    "on_nonfinite = skip leaves such minibatches out, on_nonfinite = ignore trains with them"
+)
+
+
+class NonFiniteError(FloatingPointError):
+    """The loss or a gradient of a minibatch is NaN or infinite."""
+
+
+class LeftOutError(NonFiniteError):
+    """The script's GradScaler found such a gradient, and left the step out."""
+
+    def __init__(self) -> None:
+        super().__init__("GradScaler found a gradient that is not finite, and left the step of this minibatch out")
+
+
+def check_loss(loss: float) -> None:
+    """Raises NonFiniteError."""
+    if not math.isfinite(loss):
+        msg = f"the loss is {loss}; {WHAT_TO_DO}"
+        raise NonFiniteError(msg)
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite."""
+    return math.isfinite(values.sum(dtype=torch.float32).item()) or bool(torch.isfinite(values).all())
+
+
+def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """As `is_finite`. On a GPU they are waited for once."""
+    sums = [values.sum(dtype=torch.float32) for values in tensors]
+    return not sums or math.isfinite(torch.stack(sums).sum().item()) or all(map(is_finite, tensors))
+
+
+def check_gradients(gradients: Mapping[str, torch.Tensor]) -> None:
+    """By names of parameters. Raises NonFiniteError, which names the first one that is not finite."""
+    for name, gradient in gradients.items():
+        if not is_finite(gradient):
+            bad = gradient[~torch.isfinite(gradient)]
+            msg = (
+                f"the gradient of {name} has {bad.numel()} of {gradient.numel()} values that are not finite "
+                f"(the first is {bad[0].item()}); {WHAT_TO_DO}"
+            )
+            raise NonFiniteError(msg)
+
 
 WATCHED_STEPS = 8  # a slot that none of these steps took is freed; one step is not enough, a task's last may be short
 TOLD_BYTES = (
@@ -355,3 +402,130 @@ class ToEventLoop:
     def _all_done(self, blocks: tuple[int, ...]) -> None:
         for block in blocks:
             self._sink.done(block)
+
+
+def norm_of_vector(plan: Plan, gradients: Vector) -> float:
+    """Of the blocks of parameters."""
+    segments = plan.layout.segments
+    blocks = (gradients.blocks[b.number] for b in plan.blocks if segments[b.segment].kind == "param")
+    return norm_of(squares_of(block.cpu()) for block in blocks)
+
+
+def clip(plan: Plan, gradients: Vector, limit: float, *, any_norm: bool) -> None:
+    """In place. Raises NonFiniteError, unless `any_norm`: then a NaN makes all NaN, as in nn.utils.clip_grad_norm_."""
+    norm = norm_of_vector(plan, gradients)
+    if not any_norm and not math.isfinite(norm):
+        msg = f"the norm of the mean gradient is {norm}, although that of each minibatch is finite; {WHAT_TO_DO}"
+        raise NonFiniteError(msg)
+    if (factor := clip_factor(norm, limit)) != 1.0:
+        for segment, values in zip(plan.layout.segments, gradients.segments, strict=True):
+            if segment.kind == "param":
+                values.mul_(factor)
+
+
+class GradientClipper:
+    """Clips gradients of `plan`'s parameters that lie anywhere, as training without any service has them."""
+
+    def __init__(self, plan: Plan, limit: float, device: torch.device) -> None:
+        self._plan, self._limit = plan, limit
+        self._vector = Vector(plan, device)
+        self._views = self._vector.views(plan.parameters)
+
+    def clip(self, gradients: Sequence[torch.Tensor | None]) -> float:
+        """In place. `gradients`: in the order of the plan's parameters. Returns their norm, before."""
+        for view, gradient in zip(self._views, gradients, strict=True):
+            if gradient is None:
+                view.zero_()
+            else:
+                view.copy_(gradient)
+        norm = norm_of_vector(self._plan, self._vector)
+        if (factor := clip_factor(norm, self._limit)) != 1.0:
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(factor)
+        return norm
+
+
+class SendBuffers:
+    """A host vector per gradient slot, in the dtypes that are sent; allocated once. Not thread-safe. `shared`: see Vector."""
+
+    def __init__(
+        self, plan: Plan, device: torch.device, dtype: Transported, *, feedback: bool, shared: bool = False
+    ) -> None:
+        self._plan, self._device, self._dtype = plan, device, dtype
+        self._shared = shared and device.type == "cpu"
+        self._narrow = plan.layout.payloads(dtype)
+        self.hosts: dict[int, tuple[Vector, list[memoryview]]] = {}
+        feeds = [feedback and segment.travels_as(dtype) is not None for segment in plan.layout.segments]
+        self._residuals = [
+            torch.zeros(segment.elements, device=device) if fed else None
+            for segment, fed in zip(plan.layout.segments, feeds, strict=True)
+        ]
+        self.residuals = {
+            block.number: residual[block.first : block.first + block.elements]
+            for block in plan.blocks
+            if (residual := self._residuals[block.segment]) is not None
+        }
+        self._cast: Vector | None = None  # on a GPU: what is sent
+
+    def __repr__(self) -> str:
+        return f"<SendBuffers from {self._device} as {self._dtype}, {len(self.residuals)} blocks with feedback>"
+
+    def memory(self, slot: int) -> list[memoryview]:
+        return self._host(slot)[1]
+
+    def renew(self, slot: int) -> None:
+        """Before the slot's vector is written: replace one that a parameter server may still read."""
+        if slot in self.hosts and self.hosts[slot][0].lost:
+            del self.hosts[slot]
+
+    def drop(self, slot: int) -> None:
+        """The slot was freed."""
+        self.hosts.pop(slot, None)
+
+    def put(self, slot: int, block: int, values: torch.Tensor) -> None:
+        """Take a finished block in host memory; `values` may change. Raises OverflowError."""
+        out = self._host(slot)[0].blocks[block]
+        self._write(out, values, self._narrow[block], self.residuals.get(block), f"block {block}")
+
+    def put_all(self, slot: int, vector: Vector) -> None:
+        """Take a whole vector of a GPU, and wait for it; its values may change. Raises OverflowError."""
+        sent = vector
+        if any(self._narrow):
+            sent = self._cast = self._cast or Vector(self._plan, self._device, dtype=self._dtype)
+            for number, segment in enumerate(self._plan.layout.segments):
+                out, values, residual = sent.segments[number], vector.segments[number], self._residuals[number]
+                self._write(out, values, segment.travels_as(self._dtype), residual, f"segment {number}")
+        self._host(slot)[0].flat.copy_(sent.flat)
+
+    def clear_residuals(self) -> None:
+        """What was left out belongs to parameters that are no longer in use."""
+        for residual in self.residuals.values():
+            residual.zero_()
+
+    @staticmethod
+    def _write(
+        out: torch.Tensor, values: torch.Tensor, dtype: Narrow | None, residual: torch.Tensor | None, where: str
+    ) -> None:
+        with torch.no_grad():
+            if dtype is None:
+                out.copy_(values)
+                return
+            if residual is not None:
+                values.add_(residual)
+            try:
+                cast_into(out, values)
+            except OverflowError as error:
+                raise overflow(where, error) from None
+            if residual is not None:
+                torch.sub(values, residual.copy_(out), out=residual)
+
+    def _host(self, slot: int) -> tuple[Vector, list[memoryview]]:
+        if slot not in self.hosts:
+            host = Vector(self._plan, HOST, pinned=self._device.type == "cuda", dtype=self._dtype, shared=self._shared)
+            self.hosts[slot] = host, host.memory()
+        return self.hosts[slot]
+
+
+def overflow(where: str, error: OverflowError) -> OverflowError:
+    return OverflowError(f"a gradient in {where}: {error}; use gradient_dtype bfloat16, or scale the loss down")

@@ -18,19 +18,21 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
-from trainer_agent.data.collate import default_collate
-from trainer_agent.data.ready_batch import ReadyBatch
+from trainer_agent.data.collate import ReadyBatch, default_collate
 from trainer_agent.model.compute import BlockSink, Ready, Records
 from trainer_agent.model.devices import autocast, on_device
-from trainer_agent.model.finite import LeftOutError, check_gradients, check_loss
 from trainer_agent.model.flat import LiveBuffers, Plan, Vector
-from trainer_agent.model.watch.averaged_buffers import AveragedBuffers
-from trainer_agent.model.watch.backward_guard import BackwardGuard, UserCode
-from trainer_agent.model.watch.missing_gradients import MissingGradients
-from trainer_agent.model.watch.modes import Modes, evaluating
+from trainer_agent.model.gradient_tree import LeftOutError, check_gradients, check_loss
+from trainer_agent.model.watch.minibatch_rules import (
+    BackwardGuard,
+    MissingGradients,
+    Modes,
+    UserCode,
+    evaluating,
+)
 from trainer_agent.model.watch.own_state import Watch
-from trainer_agent.model.watch.unshared_state import UnsharedState, digest
-from trainer_agent.own_loop.gradients import notices
+from trainer_agent.model.watch.unshared_state import AveragedBuffers, UnsharedState, digest
+from trainer_agent.own_loop.changes import notices
 from trireme_shared.datasets.random_state import START_SEED, seed_everything, seeded
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.logged_metrics import Logged, add, collected, loss_in, metrics_beside

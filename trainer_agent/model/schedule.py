@@ -7,17 +7,20 @@ ReduceLROnPlateau          a version that is evaluated ─► scheduler.step(met
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
-from trainer_agent.model.compute import BeforeStep
-from trainer_agent.model.optimizer import rate_scale
-from trainer_agent.model.optimizer_spec import encode
+from trainer_agent.model import optimizer
+from trainer_agent.model.compute import BeforeStep, Compute
+from trainer_agent.model.optimizer import encode
 from trainer_agent.own_loop.job_steps import known_steps
 from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
 from trireme_shared.protocol.records import JobSpec, Mode
+from trireme_shared.protocol.records.step import LaneZero
+from trireme_shared.serving.core.asynchronous import STATE_EVERY, newest_at
 from trireme_shared.serving.optimizers.own_step import check_scheduler_step
 
 Guard = Callable[..., Any]
@@ -69,7 +72,7 @@ class Schedule:
 
 def check_scheduler(scheduler: Any, spec: JobSpec) -> None:
     """Raises InvalidArgument for one that the job's settings do not fit, or whose state trainers cannot share."""
-    rate_scale.check_scheduler(scheduler, spec)
+    optimizer.check_scheduler(scheduler, spec)
     if scheduler is not None:
         check_scheduler_step(scheduler)
         encode(scheduler.state_dict())
@@ -95,7 +98,7 @@ def check_scheduler(scheduler: Any, spec: JobSpec) -> None:
 
 def check_total_steps(scheduler: Any, spec: JobSpec) -> None:
     """Raises InvalidArgument if a OneCycleLR would come to its end before training does, as far as that is known."""
-    cycles = [each for each in rate_scale.stepped_each_time(scheduler) if isinstance(each, OneCycleLR)]
+    cycles = [each for each in optimizer.stepped_each_time(scheduler) if isinstance(each, OneCycleLR)]
     steps = known_steps() if cycles else None
     if steps is None or not steps.counted or steps.per_epoch is None:
         return
@@ -108,3 +111,36 @@ def check_total_steps(scheduler: Any, spec: JobSpec) -> None:
                 f"OneCycleLR has total_steps {cycle.total_steps}, and the job makes {made}: it would come to its end before training does; "
                 + MAKE_IT_SO
             )
+
+
+STEPS_AT_ONCE = 1000  # of a scheduler, until the trainer looks what else is to do
+
+
+class PushSchedule:
+    """`compute`: its scheduler is as before any step. `known`: states that other trainers' pushes brought."""
+
+    def __init__(self, compute: Compute, known: Iterable[LaneZero] = ()) -> None:
+        self._compute, self._known = compute, tuple(known)
+        self._begun, self._options = -1, LaneZero(options=())
+
+    def __repr__(self) -> str:
+        return f"<PushSchedule at push {self._begun}>"
+
+    async def options_of(self, number: int) -> LaneZero:
+        """For the push with that number (or of that epoch). The schedule only goes forward: a lower number gets the latest options. With the
+        scheduler's state if parameter servers are to keep it."""
+        if (known := newest_at(self._known, number)) is not None:
+            self._compute.restore(known)
+            self._begun, self._options = known.number, LaneZero(options=known.options)
+        self._known, told = (), self._begun
+        while self._begun < number:
+            before = BeforeStep(epoch_ended=self._begun >= 0, is_own=self._begun + 1 == number)
+            state = self._compute.begin_step(before)
+            self._begun += 1
+            if self._begun == number:
+                self._options = LaneZero(options=state.options)
+                if told // STATE_EVERY < number // STATE_EVERY:
+                    return state.with_fields(number=number)
+            elif self._begun % STEPS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return self._options

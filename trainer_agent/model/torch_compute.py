@@ -18,29 +18,36 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from safetensors.torch import save
+from torch import nn
 
 from trainer_agent.data.shard import on_record
-from trainer_agent.model import optimizer_spec as optimizers
+from trainer_agent.model import optimizer as optimizers
+from trainer_agent.model.block_states import BlockStates
 from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, BlockSink, LaneResult, Ready, Records
 from trainer_agent.model.devices import HOST, check_precision, device_of, is_host
-from trainer_agent.model.export import write_model
-from trainer_agent.model.finite import LeftOutError, NonFiniteError, check_gradients
 from trainer_agent.model.flat import PinnedVector, Plan, Vector, bytes_of, checked_model, plan
-from trainer_agent.model.gradient_tree import Entry, GradientTree, ToEventLoop
+from trainer_agent.model.gradient_tree import (
+    Entry,
+    GradientTree,
+    LeftOutError,
+    NonFiniteError,
+    SendBuffers,
+    ToEventLoop,
+    check_gradients,
+)
 from trainer_agent.model.minibatch import MinibatchRunner
-from trainer_agent.model.optimizer.block_states import BlockStates
 from trainer_agent.model.schedule import Schedule
-from trainer_agent.model.send_buffers import SendBuffers
-from trainer_agent.model.watch.backward_guard import UserCode
+from trainer_agent.model.watch.minibatch_rules import UserCode
 from trainer_agent.model.watch.unshared_state import constants_of
-from trainer_agent.own_loop.threads import use_threads
-from trainer_agent.start_values.load import start_values
-from trainer_agent.start_values.optimizer_state import load_start_state
+from trainer_agent.own_loop.turns import use_threads
+from trainer_agent.start_values import load_start_state, start_values
 from trainer_agent.tables.files import StoredTable, StoredTables
 from trainer_agent.tables.trained import TrainedTables
 from trireme_shared.blocks.buffers import DTYPES
 from trireme_shared.datasets.random_state import alone, drawing
 from trireme_shared.platform.runtime.process_setup import optimizers_without_compiler
+from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
 from trireme_shared.protocol.lanes import Interval
 from trireme_shared.protocol.records import JobSpec, Mode
@@ -49,8 +56,9 @@ from trireme_shared.protocol.records.layout import Layout
 from trireme_shared.protocol.records.step import LaneZero
 
 if TYPE_CHECKING:
-    from trainer_agent.tables.remote import Lookup
+    from trainer_agent.tables.trained import Lookup
     from trireme_shared.tables.lanes import LaneRows  # loads numba
+
 
 T = TypeVar("T")
 
@@ -394,3 +402,20 @@ class TorchCompute:
             if not future.cancelled():
                 future.exception()  # nobody waits for it any more; asyncio would report it as never retrieved
             raise
+
+
+def write_model(model: nn.Module, directory: str) -> dict[str, str]:
+    """Names and values of `model.state_dict()`; kind -> URL. A retry overwrites with the same bytes."""
+    state = {
+        name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, value in model.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
+    urls = {
+        "safetensors": files.join(directory, "model.safetensors"),
+        "state_dict": files.join(directory, "model.pt"),
+    }
+    files.write_bytes(urls["safetensors"], save(state))
+    with files.write_atomic(urls["state_dict"]) as file:
+        torch.save(state, file)
+    return urls

@@ -14,11 +14,13 @@ and ends the script: nobody can go on in the middle of a loop.
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from queue import SimpleQueue
 from types import MethodType
 from typing import Any
@@ -26,15 +28,91 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_agent.own_loop.autocast import enabled
-from trainer_agent.own_loop.buffers import noted, put_back
-from trainer_agent.own_loop.grad_scaler import Scaling, unscale_for_kernel
-from trainer_agent.own_loop.gradients import check_none_is_left, forget_those_of_others, marks
-from trainer_agent.own_loop.places import GOES_ON, Place
-from trainer_agent.own_loop.prepared import Prepared, check, check_loss, is_function
-from trainer_agent.own_loop.threads import use_threads
+from trainer_agent.own_loop.changes import (
+    check_none_is_left,
+    forget_those_of_others,
+    marks,
+    noted,
+    put_back,
+)
+from trainer_agent.own_loop.mixed_precision import Scaling, enabled, unscale_for_kernel
 from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
 from trireme_shared.protocol.logged_metrics import Logged, collect_in, collector, loss_in
+from trireme_shared.serving.optimizers.own_step import check_step
+
+FUNCTIONS = "collate", "ids", "evaluate", "metrics"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What the script gave to `trireme.prepare`. `hooks`: collate, ids, scheduler, evaluation_dataset, evaluate and metrics, as far as
+    given. `config`: settings of the job."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    dataset: Any
+    hooks: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def check(parts: Prepared) -> None:
+    """Raises TypeError, ValueError, InvalidArgument."""
+    model: object = parts.model
+    optimizer: object = parts.optimizer
+    if not isinstance(model, nn.Module):
+        msg = f"trireme.prepare got {type(parts.model).__name__} as the model; give a torch.nn.Module"
+        raise TypeError(msg)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        msg = f"trireme.prepare got {type(parts.optimizer).__name__} as the optimizer; give a torch.optim optimizer"
+        raise TypeError(msg)
+    check_step(parts.optimizer)  # here the script's own `step` is still there
+    for name in FUNCTIONS:
+        if name in parts.hooks and not callable(parts.hooks[name]):
+            msg = f"trireme.prepare got {type(parts.hooks[name]).__name__} as {name}; give a function"
+            raise TypeError(msg)
+    if "evaluation_dataset" in parts.hooks and "evaluate" not in parts.hooks:
+        msg = "trireme.prepare got evaluation_dataset and no evaluate; give evaluate(model, batch) -> dict of sums"
+        raise ValueError(msg)
+    if "scheduler" not in parts.hooks and any("initial_lr" in group for group in parts.optimizer.param_groups):
+        msg = "the optimizer has a scheduler; give it to Trireme, which steps it: trireme.prepare(..., scheduler=scheduler)"
+        raise ValueError(msg)
+
+
+def is_function(scheduler: Any) -> bool:
+    """Whether it makes the scheduler of an optimizer, and is none itself."""
+    return callable(scheduler) and not hasattr(scheduler, "step")
+
+
+def check_loss(loss: Any) -> None:
+    """Raises TypeError; InvalidArgument for a dict without a loss."""
+    loss = loss_in(loss)
+    if not isinstance(loss, torch.Tensor):
+        msg = f"trireme.backward got {type(loss).__name__}; give it the minibatch's mean loss, a scalar tensor"
+        raise TypeError(msg)
+    if loss.numel() != 1:
+        msg = f"trireme.backward got a tensor of shape {tuple(loss.shape)}; give it the minibatch's mean loss, a scalar"
+        raise TypeError(msg)
+    if not loss.requires_grad:
+        msg = "trireme.backward got a scalar that does not depend on the parameters"
+        raise TypeError(msg)
+
+
+class Place(Enum):
+    """As error messages call it."""
+
+    START = "before trireme.prepare"
+    PREPARED = "in trireme.prepare"
+    ASKS = "at the top of its loop"
+    COMPUTES = "in the body of its loop"
+    LOSS = "in trireme.backward"
+    HAS_GRADIENTS = "between trireme.backward and optimizer.step"
+    STEPPED = "in optimizer.step"
+    AFTER = "after its loop"
+    OVER = "at its end"
+
+
+GOES_ON = {Place.PREPARED: Place.PREPARED, Place.ASKS: Place.COMPUTES, Place.LOSS: Place.HAS_GRADIENTS}
+
 
 CLOSE_S = 5.0
 
@@ -391,3 +469,24 @@ class OwnLoop:
             raise turn.error
         collect_in(turn.logged)
         return turn.value
+
+
+OVERRULED = (
+    "the script calls torch.set_num_threads({asked}), and it is trained with {threads}, the setting threads_per_trainer, because the number of threads "
+    "changes the bits of results: set threads_per_trainer = {asked} instead"
+)
+
+
+def use_threads(threads: int) -> str:
+    """Let the calling thread compute with `threads` threads. Return a sentence for the user if the script has asked torch for another
+    number here, else "". A number that torch chooses by itself on this machine may be one that nobody has asked for: it is not told."""
+    asked = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    return "" if asked in (threads, *_chosen_by_torch()) else OVERRULED.format(asked=asked, threads=threads)
+
+
+def _chosen_by_torch() -> set[int]:
+    """The processors of this machine or process, or their cores with two processors each, or what the environment says."""
+    processors = {os.cpu_count() or 1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1}
+    named = (os.environ.get(name, "") for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
+    return processors | {number // 2 for number in processors} | {int(text) for text in named if text.isdecimal()}

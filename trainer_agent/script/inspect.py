@@ -20,16 +20,21 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 from pydantic import ValidationError
 
+from trainer_agent.data import Reader, Shard, default_collate, open_dataset
+from trainer_agent.model.compute import Records
 from trainer_agent.own_loop.job_steps import UNCOUNTED, JobSteps, telling
-from trainer_agent.script.sample_records import compare_files, first_records
 from trainer_agent.script.user_module import UserModule, load
+from trireme_shared.datasets.dataset_files import files_of
 from trireme_shared.datasets.random_state import seeded
-from trireme_shared.protocol.errors import InvalidArgument, TriremeError, UserCodeError
+from trireme_shared.platform.storage import files
+from trireme_shared.platform.storage.compressed import is_compressed
+from trireme_shared.protocol.errors import DatasetError, InvalidArgument, TriremeError, UserCodeError
 from trireme_shared.protocol.evaluations import check_criteria
 from trireme_shared.protocol.records import JobSpec
-from trireme_shared.protocol.records.datasets import Dataset
+from trireme_shared.protocol.records.datasets import Dataset, JsonLines, TFRecord, WebDataset
 
 if TYPE_CHECKING:
     from trainer_agent.model.compute import LaneResult, Records
@@ -96,7 +101,7 @@ def _seed(settings: Mapping[str, Any]) -> int:
 
 def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, settings: dict[str, Any]) -> dict[str, Any]:
     from trainer_agent.model.flat import groups_of, tensors_of  # noqa: PLC0415  torch only when it is needed
-    from trainer_agent.model.optimizer.rate_scale import sentence  # noqa: PLC0415  torch only when it is needed
+    from trainer_agent.model.optimizer import sentence  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.model.torch_compute import TorchCompute  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.script.twice import Twice  # noqa: PLC0415  torch only when it is needed
 
@@ -185,3 +190,46 @@ def _assignment(text: str) -> tuple[str, str]:
     if not equals:
         raise InvalidArgument(f"--set {text}", hint="write --set name=value")
     return name.strip().replace("-", "_"), value.strip()
+
+
+COMPARED_FILES = 32
+
+
+def first_records(dataset: Dataset, count: int, seed: int = 0) -> Records:
+    """At most `count` records from the start of the first file that has any. `seed`: of the job. Raises DatasetError."""
+    reader = open_dataset(dataset, seed)
+    problem: DatasetError | None = None
+    for file in files_of(dataset):
+        try:
+            shard = _start_of(reader, file, count)
+        except DatasetError as error:
+            if error.details.get("records") != 0 and (dataset.names_code or not files.is_empty(file)):
+                problem = problem or error
+            continue
+        return shard.minibatch(np.arange(len(shard), dtype=np.int64))
+    raise problem or DatasetError(
+        f"{', '.join(dataset.urls)} has no records", hint="check the path that dataset() returns"
+    )
+
+
+def compare_files(dataset: Dataset, seed: int = 0) -> None:
+    """Formats without a schema, for a script without `collate`: the first record of each file has the columns and types of the dataset. Up to
+    COMPARED_FILES files, spread over all; compressed ones would have to be decompressed whole. Raises DatasetError, with file and column."""
+    if not isinstance(dataset, JsonLines | TFRecord | WebDataset):
+        return
+    reader = open_dataset(dataset, seed)
+    found = [file for file in files_of(dataset) if not is_compressed(file)]
+    for file in found[:: -(-len(found) // COMPARED_FILES) or 1]:
+        if not files.is_empty(file):
+            default_collate(reader.read(file, 0, 1).minibatch(np.arange(1, dtype=np.int64)))
+
+
+def _start_of(reader: Reader, file: str, count: int) -> Shard:
+    """`count` records, or half as many each time until the file has that many."""
+    while True:
+        try:
+            return reader.read(file, 0, count)
+        except DatasetError:
+            if count == 1:
+                raise
+            count //= 2

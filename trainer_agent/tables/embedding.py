@@ -8,19 +8,182 @@ no parameters: `model.parameters()` and `state_dict()` are without them.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from trainer_agent.tables.ids import check_offsets, integers, on_host, signed
-from trainer_agent.tables.settings import Adagrad, spec_of
-from trainer_agent.tables.source import Bound
+from trainer_agent.tables.recording import Bound, Recording, RowSource
 from trireme_shared.protocol.errors import InvalidArgument
-from trireme_shared.protocol.records.layout import RowInit, RowOptimizer
-from trireme_shared.tables.grouping import grouped
+from trireme_shared.protocol.records.layout import MOST_TABLES, RowInit, RowOptimizer, TableSpec
+from trireme_shared.protocol.records.record import Record
+from trireme_shared.tables.grouping import Grouped, Numbers, grouped
+from trireme_shared.tables.hashing import ids_of_texts, table_seed
+
+INTEGERS = torch.int64, torch.int32, torch.uint64, torch.uint32
+
+
+def ids_of(texts: Iterable[str]) -> torch.Tensor:
+    """An id for each text, int64 (n,): XXH3 of its UTF-8 bytes (64 bits, seed 0) as a signed number. The same everywhere. Raises
+    InvalidArgument."""
+    if isinstance(texts, str):
+        raise InvalidArgument(f"ids_of takes a list of texts, got the text {texts!r:.80}; write ids_of([text])")
+    given: list[object] = list(texts)
+    if strange := [value for value in given if not isinstance(value, str)]:
+        raise InvalidArgument(f"ids_of takes texts, got {type(strange[0]).__name__} {strange[0]!r:.80}")
+    return torch.from_numpy(ids_of_texts([value for value in given if isinstance(value, str)]))
+
+
+def integers(what: str, value: object) -> torch.Tensor:
+    """A tensor of integers as int64, on its device. Unsigned numbers of 64 bits keep their bits: 2**64 - 1 becomes -1, so that each has an
+    id of its own. Raises InvalidArgument."""
+    if not isinstance(value, torch.Tensor):
+        msg = f"{what}: got {type(value).__name__}; give a tensor of integers (torch.tensor(ids), trireme.nn.ids_of(texts))"
+        raise InvalidArgument(msg)
+    if value.dtype not in INTEGERS:
+        msg = f"{what}: got a tensor of {value.dtype}; ids are int64, int32, uint64 or uint32, and .long() converts, if it holds whole numbers"
+        raise InvalidArgument(msg)
+    if value.dtype == torch.uint64:
+        return value.detach().view(torch.int64)
+    return value.detach().to(torch.int64)
+
+
+def signed(number: int) -> int:
+    """A Python integer of 64 bits, unsigned or not, as `integers` makes it."""
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def on_host(ids: torch.Tensor) -> Numbers:
+    """int64 (n,), of a tensor of any shape on any device."""
+    found: Numbers = ids.reshape(-1).cpu().contiguous().numpy()
+    return found
+
+
+def check_offsets(what: str, offsets: torch.Tensor, ids: int) -> None:
+    """int64, where each bag begins. Raises InvalidArgument."""
+    if offsets.dim() != 1:
+        msg = f"{what}: offsets have the shape {tuple(offsets.shape)}; they are one number for each bag, shape (bags,)"
+        raise InvalidArgument(msg)
+    found = on_host(offsets)
+    if not len(found):
+        if ids:
+            raise InvalidArgument(f"{what}: got {ids} ids and no bag; offsets begin with 0")
+        return
+    if found[0] != 0:
+        raise InvalidArgument(f"{what}: offsets begin with {found[0]}; the first bag begins at 0")
+    falls = np.flatnonzero(np.diff(found) < 0)
+    if len(falls):
+        place = int(falls[0])
+        msg = f"{what}: offsets fall from {found[place]} to {found[place + 1]} at place {place + 1}; each bag begins where the one before ends"
+        raise InvalidArgument(msg)
+    if found[-1] > ids:
+        raise InvalidArgument(f"{what}: the last bag begins at {found[-1]}, and there are {ids} ids")
+
+
+def named_ids(tables: Sequence[str], found: object) -> list[Grouped]:
+    """What a script's `ids(batch)` returned, of each of these tables; without ids for those that it does not name. Raises InvalidArgument."""
+    if not isinstance(found, Mapping):
+        msg = (
+            f"ids(batch) returned {type(found).__name__}; it returns a dict: the name of a table -> a tensor of its ids"
+        )
+        raise InvalidArgument(msg)
+    if strange := [name for name in found if name not in tables]:
+        msg = f"ids(batch) names the table {strange[0]!r:.80}, and the model's tables are {', '.join(tables):.200}"
+        raise InvalidArgument(msg, hint="name them as the layers do, and leave out those that are none")
+    nothing = torch.empty(0, dtype=torch.int64)
+    return [grouped(on_host(integers(f"ids(batch) of table {name}", found.get(name, nothing)))) for name in tables]
+
+
+R = TypeVar("R", bound=Record)
+INIT = re.compile(r"(uniform|normal|constant)\(\s*([-+0-9.eE]+)\s*\)")
+
+
+def SGD(lr: float, *, follow_schedule: bool = False) -> RowOptimizer:  # noqa: N802  as in torch.optim
+    """As torch.optim.SGD without momentum: no state. `follow_schedule`: what the script's scheduler does to the learning rate of the first parameter group,
+    by a factor, it does to `lr` too. Raises InvalidArgument."""
+    return _record(RowOptimizer, "SGD", {"kind": "sgd", "lr": lr, "follow_schedule": follow_schedule})
+
+
+def Adagrad(  # noqa: N802
+    lr: float,
+    *,
+    eps: float = 1e-10,
+    initial_accumulator_value: float = 0.0,
+    per_row: bool = False,
+    follow_schedule: bool = False,
+) -> RowOptimizer:
+    """As torch.optim.Adagrad. `per_row`: one number of state a row, which grows by the mean of the squares, instead of one a column.
+    `follow_schedule`: see SGD. Raises InvalidArgument."""
+    more = {"eps": eps, "initial_accumulator_value": initial_accumulator_value, "per_row": per_row}
+    return _record(RowOptimizer, "Adagrad", {"kind": "adagrad", "lr": lr, "follow_schedule": follow_schedule, **more})
+
+
+def Adam(  # noqa: N802
+    lr: float = 0.001,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    follow_schedule: bool = False,
+) -> RowOptimizer:
+    """As torch.optim.SparseAdam: rows without a gradient stay as they are. `follow_schedule`: see SGD. Raises InvalidArgument."""
+    more = {"betas": betas, "eps": eps, "follow_schedule": follow_schedule}
+    return _record(RowOptimizer, "Adam", {"kind": "adam", "lr": lr, **more})
+
+
+def Ftrl(  # noqa: N802
+    lr: float, *, l1: float = 0.0, l2: float = 0.0, beta: float = 1.0, initial_accumulator_value: float = 0.0
+) -> RowOptimizer:
+    """FTRL-proximal (McMahan et al. 2013): with `l1` > 0 numbers that matter little are exactly 0. Its learning rate follows no schedule: a row is
+    computed anew from sums that were made with one. Raises InvalidArgument."""
+    more = {"l1": l1, "l2": l2, "beta": beta, "initial_accumulator_value": initial_accumulator_value}
+    return _record(RowOptimizer, "Ftrl", {"kind": "ftrl", "lr": lr, **more})
+
+
+def init_of(init: str | RowInit) -> RowInit:
+    """Of "uniform(0.01)", "normal(0.01)", "constant(0.5)" or "zeros". Raises InvalidArgument."""
+    if isinstance(init, RowInit):
+        return init
+    text: object = init
+    found = INIT.fullmatch(text.strip()) if isinstance(text, str) else None
+    if text == "zeros":
+        return RowInit(kind="constant", scale=0.0)
+    try:
+        if found is not None:
+            return RowInit(kind=found[1], scale=float(found[2]))
+    except ValueError:
+        pass
+    raise InvalidArgument(
+        f'init is {init!r:.80}; write "uniform(0.01)", "normal(0.01)", "constant(0.5)" or "zeros", with a finite number'
+    )
+
+
+def spec_of(name: str, dim: int, optimizer: Any, init: str | RowInit, **more: int | None) -> TableSpec:
+    """Without the seed, which is the job's. Raises InvalidArgument."""
+    if not isinstance(optimizer, RowOptimizer):
+        got = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        msg = f"table {name!r:.80} has the optimizer {got}; rows are stepped by trireme.nn.SGD, Adagrad, Adam or Ftrl, called with their lr"
+        raise InvalidArgument(msg)
+    given = {"name": name, "dim": dim, "optimizer": optimizer, "init": init_of(init), **more}
+    return _record(TableSpec, f"table {name!r:.80}", given)
+
+
+def _record(kind: type[R], what: str, values: dict[str, Any]) -> R:
+    """Numbers only where numbers belong: no texts, no bools, no fractions of rows. Raises InvalidArgument."""
+    try:
+        return kind.model_validate(values, strict=True)
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(map(str, problem['loc']))} is {problem['input']!r:.80}: {problem['msg']}"
+            for problem in error.errors()
+        )
+        raise InvalidArgument(f"{what}: {problems}") from error
+
 
 NO_ROWS = (
     "table {name} has no rows here: the model is called outside of training and evaluation; "
@@ -157,3 +320,73 @@ class EmbeddingBag(TableLayer):
         if weights.dtype != torch.float32 or weights.shape != ids.shape:
             got = f"{weights.dtype} of shape {tuple(weights.shape)}"
             raise InvalidArgument(f"{what} are {got}; they are float32 of the ids' shape {tuple(ids.shape)}")
+
+
+def layers_of(model: nn.Module) -> list[TableLayer]:
+    """Each once."""
+    return [module for module in model.modules() if isinstance(module, TableLayer)]
+
+
+def tables_of(model: nn.Module, job_seed: int) -> tuple[TableSpec, ...]:
+    """In the order of their names. Raises InvalidArgument: layers disagree about a table, or there are too many."""
+    found: dict[str, TableSpec] = {}
+    for layer in layers_of(model):
+        spec = layer.spec
+        other = found.setdefault(spec.name, spec)
+        if other != spec:
+            settings = "; ".join(f"{name} {one} and {two}" for name, one, two in other.differences(spec))
+            msg = f"two layers use the table {spec.name} with different settings: {settings}"
+            raise InvalidArgument(msg, hint="give one of them another name, or both the same settings")
+    if len(found) > MOST_TABLES:
+        raise InvalidArgument(f"the model has {len(found)} tables, at most {MOST_TABLES} are possible")
+    return tuple(found[name].with_fields(seed=table_seed(job_seed, name)) for name in sorted(found))
+
+
+class ModelTables:
+    """The layers of a model, to be bound. `specs`: see tables_of; layers that come later are not seen."""
+
+    def __init__(self, model: nn.Module, job_seed: int) -> None:
+        self.specs = tables_of(model, job_seed)
+        places = {spec.name: place for place, spec in enumerate(self.specs)}
+        self._layers = [(layer, places[layer.spec.name]) for layer in layers_of(model)]
+
+    def __repr__(self) -> str:
+        return f"<ModelTables {', '.join(spec.name for spec in self.specs)}>"
+
+    @property
+    def source(self) -> RowSource | None:
+        """What rows come from at the moment."""
+        bound = self._layers[0][0].bound if self._layers else None
+        return None if bound is None else bound.source
+
+    def bind(self, source: RowSource | None) -> None:
+        """Until the next call, rows come from there and have no gradients. None: from nowhere."""
+        for layer, table in self._layers:
+            layer.bound = None if source is None else Bound(source, table)
+
+    @contextmanager
+    def reading(self, source: RowSource) -> Iterator[None]:
+        """In the block rows come from there and have no gradients."""
+        with self._bound(source, None):
+            yield
+
+    @contextmanager
+    def recording(
+        self, source: RowSource, permit: Callable[[torch.Tensor], None] | None = None, named: Sequence[Grouped] = ()
+    ) -> Iterator[Recording]:
+        """In the block rows come from there, in whatever thread, and those that are looked up are recorded: for forward and backward of one
+        minibatch. `permit`, `named`: see Recording."""
+        recording = Recording(self.specs, permit, named)
+        with self._bound(source, recording):
+            yield recording
+
+    @contextmanager
+    def _bound(self, source: RowSource, recording: Recording | None) -> Iterator[None]:
+        before = [layer.bound for layer, _ in self._layers]
+        for layer, table in self._layers:
+            layer.bound = Bound(source, table, recording)
+        try:
+            yield
+        finally:
+            for (layer, _), bound in zip(self._layers, before, strict=True):
+                layer.bound = bound

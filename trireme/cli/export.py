@@ -79,7 +79,7 @@ async def _write_model(
     """The user's model with the checkpoint's values, written as the end of training writes it: the script builds the
     model, so shared parameters and what is not trained come out as well. Raises LayoutMismatch if the script changed."""
     from trainer_agent.membership.initialise import check_layout  # noqa: PLC0415  loads torch
-    from trainer_agent.model.optimizer.block_states import BlockStates, write_training  # noqa: PLC0415
+    from trainer_agent.model.block_states import BlockStates, write_training  # noqa: PLC0415
     from trainer_agent.model.torch_compute import TorchCompute  # noqa: PLC0415
     from trainer_agent.script.user_module import load  # noqa: PLC0415
 
@@ -109,8 +109,8 @@ def write_checkpoint_tables(
     values are in memory up to three times, and all parts are read for each. Raises CheckpointUnusable, OSError.
 
     `form`: safetensors (with `state` that of the optimizer, too), npy, parquet or none."""
-    from trainer_agent.tables.checkpoint import read_table  # noqa: PLC0415  loads torch
     from trainer_agent.tables.files import write_tables  # noqa: PLC0415
+    from trainer_agent.tables.whole_tables import read_table  # noqa: PLC0415  loads torch
 
     urls: dict[str, str] = {}
     for spec in manifest.layout.tables if form != "none" else ():

@@ -3,10 +3,7 @@ an exported model gets its rows in plain PyTorch (docs/embeddings.md). Needs tor
 
 from __future__ import annotations
 
-from trainer_agent.tables.deltas import load_tables
-from trainer_agent.tables.embedding import Embedding, EmbeddingBag
-from trainer_agent.tables.files import save_tables
-from trainer_agent.tables.ids import ids_of
-from trainer_agent.tables.settings import SGD, Adagrad, Adam, Ftrl
+from trainer_agent.tables.embedding import SGD, Adagrad, Adam, Embedding, EmbeddingBag, Ftrl, ids_of
+from trainer_agent.tables.files import load_tables, save_tables
 
 __all__ = ["SGD", "Adagrad", "Adam", "Embedding", "EmbeddingBag", "Ftrl", "ids_of", "load_tables", "save_tables"]

@@ -20,27 +20,24 @@ from torch import nn
 
 from master_service.core.state.series import Value
 from trainer_agent.data import open_dataset
-from trainer_agent.model.clipping import GradientClipper
+from trainer_agent.model import optimizer as optimizer_spec
 from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.devices import autocast, check_precision, device_of
-from trainer_agent.model.export import write_model
-from trainer_agent.model.finite import LeftOutError, NonFiniteError, check_gradients, check_loss
 from trainer_agent.model.flat import checked_model, plan, trained_parameters
+from trainer_agent.model.gradient_tree import GradientClipper, LeftOutError, NonFiniteError, check_gradients, check_loss
 from trainer_agent.model.minibatch import checked_loss
-from trainer_agent.model.optimizer import rate_scale
 from trainer_agent.model.schedule import Schedule
-from trainer_agent.model.watch.backward_guard import BackwardGuard
-from trainer_agent.model.watch.modes import Modes
+from trainer_agent.model.torch_compute import write_model
+from trainer_agent.model.watch.minibatch_rules import BackwardGuard, Modes
 from trainer_agent.model.watch.own_state import Watch
 from trainer_agent.model.watch.unshared_state import UnsharedState
-from trainer_agent.own_loop.gradients import BUFFERS
+from trainer_agent.own_loop.changes import BUFFERS
 from trainer_agent.own_loop.job_steps import JobSteps, telling
-from trainer_agent.own_loop.threads import use_threads
+from trainer_agent.own_loop.turns import use_threads
 from trainer_agent.script.user_module import UserModule
-from trainer_agent.start_values.load import load_start_values
-from trainer_agent.start_values.optimizer_state import load_start_state
+from trainer_agent.start_values import load_start_state, load_start_values
 from trainer_agent.tables.files import StoredTable, write_tables
-from trainer_agent.tables.one_lane import OneLane
+from trainer_agent.tables.trained import OneLane
 from trireme import settings
 from trireme.plain.evaluations import Evaluations
 from trireme.plain.minibatches import Counted, batch_of, count
@@ -150,11 +147,11 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
     device = device_of(spec.device, deterministic=spec.deterministic)
     model = checked_model(drawing(spec.seed, user.call, "model"))
     started = load_start_values(model, spec)
-    for sentence in filter(None, (started.sentence, rate_scale.sentence(spec))):
+    for sentence in filter(None, (started.sentence, optimizer_spec.sentence(spec))):
         report(sentence)
     check_precision(spec.precision, model, device)
     model = model.to(device)
-    optimizer = rate_scale.scaled(drawing(spec.seed, user.call, "optimizer", model), spec)
+    optimizer = optimizer_spec.scaled(drawing(spec.seed, user.call, "optimizer", model), spec)
     laid_out = plan(model, optimizer, spec.block_bytes, spec.slot_count)  # refuses what no job can train
     tables = OneLane(model, spec.seed, spec.slot_count, optimizer)
     tables.start_with(started.tables)

@@ -14,7 +14,7 @@ from master_service.storage.counting import count_records
 from trainer_agent.data import Blaming, Minibatch, evaluation_seed, minibatch_indices, minibatches_in, open_dataset
 from trainer_agent.model.devices import autocast
 from trainer_agent.model.minibatch import means_of, sums_of
-from trainer_agent.model.watch.modes import evaluating
+from trainer_agent.model.watch.minibatch_rules import evaluating
 from trainer_agent.script.user_module import UserModule
 from trireme.plain.minibatches import batch_of
 from trireme.plain.result import PlainResult

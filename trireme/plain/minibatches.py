@@ -11,7 +11,7 @@ from master_service.core.queue.file_table import FileTable, TaskSizes
 from master_service.core.queue.streams import EpochOrder, Streams, news_of, plan_of
 from master_service.storage.counting import count_records
 from trainer_agent.data import Blaming, Minibatch, default_collate, minibatch_indices, minibatches_in, open_dataset
-from trainer_agent.data.drawing import reading
+from trainer_agent.data.in_code import reading
 from trainer_agent.data.reader import blaming
 from trainer_agent.model.devices import on_device
 from trainer_agent.script.user_module import UserModule

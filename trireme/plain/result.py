@@ -9,7 +9,7 @@ from torch import nn
 
 from master_service.core.state.series import Series
 from trainer_agent.tables.files import StoredTable
-from trainer_agent.tables.one_lane import OneLane
+from trainer_agent.tables.trained import OneLane
 from trireme_shared.protocol.evaluations import Evaluation
 from trireme_shared.protocol.records.tasks import BestEvaluation
 

@@ -1,6 +1,6 @@
 """The trainer's ports over the simulated network, and the etcd of one process.
 
-They do what the HTTP adapters do (trainer_agent/tasks/master.py, trainer_agent/data_plane/http.py, shared/trireme_shared/serving/data_plane/http.py), down
+They do what the HTTP adapters do (trainer_agent/tasks/source.py, trainer_agent/data_plane/http.py, shared/trireme_shared/serving/data_plane/http.py), down
 to memory: a payload lies in the receiver's one buffer only until the next is asked for.
 """
 
@@ -57,7 +57,7 @@ GARBAGE = 0xA5
 
 
 class SimulatedMaster:
-    """trainer_agent.tasks.master.MasterPort"""
+    """trainer_agent.tasks.source.MasterPort"""
 
     def __init__(self, network: Network, directory: Directory) -> None:
         self._network, self._directory = network, directory

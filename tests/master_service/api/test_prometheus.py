@@ -15,7 +15,7 @@ from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.api.client import client_of
 from tests.master_service.api.requests_by_key import WANTED, World, post
-from trainer_agent.status_pages import COUNTERS as OF_TRAINERS
+from trainer_agent.process import COUNTERS as OF_TRAINERS
 from trireme.pool.host_metrics import HostMetrics
 from trireme_shared.protocol.records.cluster import PoolMember
 from trireme_shared.protocol.records.pauses import Losses

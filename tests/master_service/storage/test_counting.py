@@ -19,7 +19,7 @@ from master_service.storage.counting import CountingStopped, PartialCounts, coun
 from master_service.storage.job_storage import FileStorage
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.waiting import until
-from trainer_agent.script.sample_records import first_records
+from trainer_agent.script.inspect import first_records
 from trireme.script_source import digests_of
 from trireme_shared.datasets.dataset_files import stamp_of
 from trireme_shared.platform.etcd import Etcd

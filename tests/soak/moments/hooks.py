@@ -77,7 +77,7 @@ def _wrap(moments: Moments) -> None:
     from trainer_agent.collective.replica import Replica
     from trainer_agent.collective.state.catching_up import CatchingUp
     from trainer_agent.collective.state.giving import StateGiver
-    from trainer_agent.data_plane.outbox import Outbox
+    from trainer_agent.data_plane.pushes import Outbox
 
     reach = moments.reach
     _around(MeanGradients, "form", "form", reach, lambda self, *_: self.has)

@@ -14,7 +14,7 @@ from trainer_agent.collective.groups import Group
 from trainer_agent.collective.replica import Replica
 from trainer_agent.collective.state.catching_up import CatchingUp
 from trainer_agent.collective.state.giving import StateGiver
-from trainer_agent.data_plane.outbox import Outbox
+from trainer_agent.data_plane.pushes import Outbox
 
 HUNG_ON = (Arriving, CatchingUp, CollectiveGroup, Group, MeanGradients, Outbox, Replica, StateGiver)
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.trainer_agent.collective.test_replica import begun, record
-from trainer_agent.collective.beginning import begin_together
+from trainer_agent.collective.member import begin_together
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.protocol.errors import PeerError
 from trireme_shared.protocol.keys import Keys

@@ -12,10 +12,10 @@ from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually
 from tests.trainer_agent.collective.joining_job import ENVELOPE, Job, Member, layerwise
 from trainer_agent.collective.replica import Replica
-from trainer_agent.collective.state import catching_up, giving, serving
+from trainer_agent.collective.state import catching_up, giving
 from trainer_agent.collective.state.catching_up import CatchingUp
+from trainer_agent.collective.state.giving import HttpDonor
 from trainer_agent.collective.state.messages import StateRequest
-from trainer_agent.collective.state.serving import HttpDonor
 from trireme_shared.protocol.errors import AnotherProcess, Gone, NotReady, StaleGeneration
 from trireme_shared.protocol.records import PserverMember
 from trireme_shared.protocol.records.step import StepResult
@@ -220,7 +220,7 @@ async def test_over_http_the_same_comes_and_errors_are_those_of_the_giver():
     member = Member("a")
     await member.step()
     app = make_app(Pserver("j", "a"))
-    serving.add_route(app, lambda: member.giver)
+    giving.add_route(app, lambda: member.giver)
     async with served(app, "127.0.0.1", 0) as bound:
         there = PserverMember(index=-1, url=f"http://127.0.0.1:{bound.port}", incarnation="a", host="h", pid=1)
         donor = HttpDonor(there)

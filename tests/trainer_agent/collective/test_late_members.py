@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from tests.equipment.virtual_loop import run_virtually
-from trainer_agent.collective.groups import Group, pserver_of
-from trainer_agent.collective.late_members import AGAIN, FIRST, TELLERS, LateMembers, follows
+from trainer_agent.collective.groups import AGAIN, FIRST, TELLERS, Group, LateMembers, follows, pserver_of
 from trireme_shared.protocol.records import Exchange, TrainerList, TrainerMember
 
 LEASE_S = 2.0

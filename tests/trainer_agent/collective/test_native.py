@@ -13,8 +13,8 @@ from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.collective.mean_blocks import MeanStore, released
 from trainer_agent.collective.native import link as link_module
 from trainer_agent.collective.native.exchange import NativeExchange
-from trainer_agent.collective.native.given import Given
 from trainer_agent.collective.native.link import Link, OperationLimit
+from trainer_agent.collective.native.reducing import Given
 from trainer_agent.collective.native.step import Made, StepMaker
 from trainer_agent.collective.server import ShareServer
 from trireme_shared.collective.group import Broken, Group

@@ -7,9 +7,8 @@ import itertools
 import pytest
 import torch
 
-from trainer_agent.collective.native.given import Told, ToldNode, chosen, covers, read_told
 from trainer_agent.collective.native.link import NativeStatement, backend_of, check_alike
-from trainer_agent.collective.native.reducing import mean_over
+from trainer_agent.collective.native.reducing import Told, ToldNode, chosen, covers, mean_over, read_told
 from trireme_shared.blocks.accumulator import Accumulator
 from trireme_shared.blocks.buffers import BufferPool
 from trireme_shared.collective.group import Broken

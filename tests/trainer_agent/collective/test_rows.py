@@ -11,15 +11,13 @@ import pytest
 
 from tests.equipment.replaced import replaced
 from trainer_agent.collective import mean_blocks
+from trainer_agent.collective import rows as means_module
 from trainer_agent.collective.mean_blocks import MeanStore
-from trainer_agent.collective.rows import giving, joining
-from trainer_agent.collective.rows import means as means_module
-from trainer_agent.collective.rows.giving import RowsGiver
-from trainer_agent.collective.rows.joining import JoiningRows
-from trainer_agent.collective.rows.means import WHOLE_PLACE, MeanRows, RowMeans
-from trainer_agent.collective.rows.stepping import new_rows, rows_at, step_rows, whole_table
+from trainer_agent.collective.rows import WHOLE_PLACE, MeanRows, RowMeans, new_rows, rows_at, step_rows, whole_table
+from trainer_agent.collective.state import rows as joining
 from trainer_agent.collective.state.giving import at_once
 from trainer_agent.collective.state.messages import Portion, StateRequest
+from trainer_agent.collective.state.rows import JoiningRows, RowsGiver
 from trireme_shared.protocol.errors import Gone, InvalidArgument, NotReady
 from trireme_shared.protocol.records.layout import Layout, OptimizerSpec, RowInit, RowOptimizer, TableSpec
 from trireme_shared.protocol.records.step import LanePosition, StepRecord
@@ -200,7 +198,7 @@ def request(token: str, portion: int) -> StateRequest:
 
 @pytest.fixture(autouse=True)
 def small_portions():
-    with replaced(giving, "PART_BYTES", 64), replaced(snapshot, "GROUP_BYTES", 200), replaced(joining, "PAUSE_S", 0.0):
+    with replaced(joining, "PART_BYTES", 64), replaced(snapshot, "GROUP_BYTES", 200), replaced(joining, "PAUSE_S", 0.0):
         yield
 
 
@@ -292,7 +290,7 @@ async def test_a_trainer_whose_versions_pass_too_fast_begins_anew():
 async def test_snapshots_that_nobody_asks_for_are_closed():
     replica = await donor_at(5)
     giver = RowsGiver(replica, at_once)
-    with replaced(giving, "IDLE_S", 0.01), replaced(giving, "MARGIN_S", 0.01):
+    with replaced(joining, "IDLE_S", 0.01), replaced(joining, "MARGIN_S", 0.01):
         await giver.give(request("first", 0))
         assert sum(each.is_open for each in replica.rows.snapshots) == 1
         await asyncio.sleep(0.1)  # the trainer that asked has died

@@ -15,10 +15,8 @@ from tests.equipment.waiting import until
 from tests.simulation.compute import Speed, TinyCompute, Trace
 from tests.trainer_agent.collective.test_replica import gradients, record
 from trainer_agent.collective.replica import Replica
-from trainer_agent.collective.state.loading import load_replica
-from trainer_agent.collective.state.restoring import Restorer
-from trainer_agent.collective.state.saving import ShareCopies
-from trainer_agent.core.steps import checkpoint_asked
+from trainer_agent.collective.state.checkpoints import Restorer, ShareCopies, load_replica
+from trainer_agent.core.duties import checkpoint_asked
 from trainer_agent.membership.lease import Membership
 from trireme_shared.checkpoints import stored
 from trireme_shared.platform.etcd import Etcd, Put

@@ -13,8 +13,9 @@ from pserver_service.recovery import load_store
 from tests.trainer_agent import cluster as with_pservers
 from tests.trainer_agent.collective import cluster as with_shares
 from tests.trainer_agent.scripts import differing, spec_for, write_script
-from trainer_agent.collective.rows import giving, means
-from trainer_agent.collective.rows.stepping import whole_table
+from trainer_agent.collective import rows
+from trainer_agent.collective.rows import whole_table
+from trainer_agent.collective.state import rows as joining
 from trainer_agent.script.user_module import load
 from trireme import plain
 from trireme_shared.checkpoints import stored
@@ -97,16 +98,16 @@ async def test_trainers_give_the_bits_of_parameter_servers(tmp_path, trainers, o
     assert same_tables(servers, members)
 
 
-@pytest.mark.parametrize("most", [means.SMALL_BYTES, 100])
+@pytest.mark.parametrize("most", [rows.SMALL_BYTES, 100])
 async def test_means_of_rows_come_with_pulls_if_they_are_small_and_else_are_asked_for(tmp_path, monkeypatch, most):
-    asked, answer = [], means.MeanRows.portion_of_means
+    asked, answer = [], rows.MeanRows.portion_of_means
 
     def counted(rows, request):
         asked.append(request.version)
         return answer(rows, request)
 
-    monkeypatch.setattr(means.MeanRows, "portion_of_means", counted)
-    monkeypatch.setattr(means, "SMALL_BYTES", most)
+    monkeypatch.setattr(rows.MeanRows, "portion_of_means", counted)
+    monkeypatch.setattr(rows, "SMALL_BYTES", most)
     script = script_in(tmp_path, ids=IDS)
     servers = spec_for(script, **FOUR_LANES, pservers=1, storage=str(tmp_path / "a"))
     members = spec_for(script, **FOUR_LANES, **COLLECTIVE, storage=str(tmp_path / "b"))
@@ -116,10 +117,10 @@ async def test_means_of_rows_come_with_pulls_if_they_are_small_and_else_are_aske
     assert bool(asked) == (most == 100)
 
 
-@pytest.mark.parametrize("most", [means.SMALL_BYTES, 100])
+@pytest.mark.parametrize("most", [rows.SMALL_BYTES, 100])
 async def test_kills_and_a_trainer_that_joins_do_not_show_in_the_rows(tmp_path, monkeypatch, most):
-    monkeypatch.setattr(means, "SMALL_BYTES", most)
-    monkeypatch.setattr(giving, "PART_BYTES", 256)
+    monkeypatch.setattr(rows, "SMALL_BYTES", most)
+    monkeypatch.setattr(joining, "PART_BYTES", 256)
     monkeypatch.setattr(snapshot, "GROUP_BYTES", 1024)
     script = script_in(tmp_path)
     common = {**FOUR_LANES, "epochs": 8, **COLLECTIVE}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_agent.core.helpers import helper_of, lanes_to_help, usual_share_s
+from trainer_agent.core.duties import helper_of, lanes_to_help, usual_share_s
 from trireme_shared.protocol.records import TrainerList
 
 FOUR = TrainerList(generation=1, lanes=8, names=("a", "b", "c", "d", "spare"), shares=((2, 4),))

@@ -5,7 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_agent.core.steps import agreed, checkpoint_asked, nodes_to_compute, positions_of_step
+from trainer_agent.core.duties import (
+    agreed,
+    checkpoint_asked,
+    nodes_to_compute,
+    positions_of_step,
+)
 from trireme_shared.protocol.lanes import is_aligned
 from trireme_shared.protocol.records.operations import CheckpointRequest
 from trireme_shared.protocol.records.step import CheckpointAsked, LanePosition, LaneZero, StepRecord

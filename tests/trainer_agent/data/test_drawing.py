@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainer_agent.data import open_dataset
-from trainer_agent.data.drawing import PROBED, reading
+from trainer_agent.data.in_code import PROBED, reading
 from trireme_shared.datasets.random_state import Generators, seed_everything, seeded
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records.datasets import Custom, IterableStyle, MapStyle

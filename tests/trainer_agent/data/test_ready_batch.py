@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from trainer_agent.data.ready_batch import ReadyBatch
+from trainer_agent.data.collate import ReadyBatch
 from trireme_shared.datasets.random_state import undisturbed
 
 

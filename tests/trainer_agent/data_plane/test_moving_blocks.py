@@ -10,9 +10,8 @@ import pytest
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.trainer_agent.virtual_time import virtually
 from trainer_agent.data_plane.fleet_client import FleetClient
-from trainer_agent.data_plane.outbox import Outbox
-from trainer_agent.data_plane.parameter_servers import ParameterServers
-from trainer_agent.data_plane.pushes import Verdict
+from trainer_agent.data_plane.pushes import Outbox, Verdict
+from trainer_agent.data_plane.step_exchange import ParameterServers
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import clock

@@ -9,9 +9,8 @@ import pytest
 
 from tests.trainer_agent.virtual_time import virtually
 from trainer_agent.data_plane.fleet_client import ASK_S, SHARE, FleetClient, call_limit_s
-from trainer_agent.data_plane.outbox import Outbox
-from trainer_agent.data_plane.parameter_servers import ParameterServers
-from trainer_agent.data_plane.pushes import Verdict
+from trainer_agent.data_plane.pushes import Outbox, Verdict
+from trainer_agent.data_plane.step_exchange import ParameterServers
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.errors import DeadlineExceeded, PeerError
 from trireme_shared.protocol.records import Mode, SlotMap

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer_agent.data_plane.routing import route
+from trainer_agent.data_plane.fleet_client import route
 from trireme_shared.protocol.records import SlotMap
 from trireme_shared.protocol.records.layout import Layout, OptimizerSpec, Segment
 from trireme_shared.protocol.slots import spread

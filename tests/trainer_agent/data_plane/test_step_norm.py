@@ -26,8 +26,8 @@ from tests.pserver_service.jobs import (
 )
 from tests.trainer_agent.virtual_time import virtually
 from trainer_agent.data_plane.fleet_client import FleetClient
-from trainer_agent.data_plane.parameter_servers import ParameterServers
-from trainer_agent.data_plane.step_norm import StepNormFinder
+from trainer_agent.data_plane.pulls import StepNormFinder
+from trainer_agent.data_plane.step_exchange import ParameterServers
 from trireme_shared.blocks.gradient_norm import Clipping
 from trireme_shared.protocol.errors import Gone, InvalidArgument, PeerError
 from trireme_shared.protocol.records import SlotMap

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import run_virtually
 from trainer_agent.core.duties import Duty, Next
-from trainer_agent.loops.joining import Joiner
+from trainer_agent.loops.sync import Joiner
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.protocol.errors import Gone

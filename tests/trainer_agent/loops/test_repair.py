@@ -15,7 +15,7 @@ import torch
 from tests.equipment.replaced import replaced
 from tests.trainer_agent.cluster import TorchCluster
 from tests.trainer_agent.scripts import differing, spec_for, write_script
-from trainer_agent.loops.repair import StepRepair
+from trainer_agent.loops.sync import StepRepair
 from trireme_shared.protocol.records import Phase
 from trireme_shared.serving.core.history import History
 from trireme_shared.serving.pserver import Pserver

@@ -10,7 +10,7 @@ import pytest
 from tests.equipment.replaced import replaced
 from tests.trainer_agent.cluster import TorchCluster, cluster, trained
 from tests.trainer_agent.scripts import RECORDS, differing, spec_for, write_script
-from trainer_agent.data_plane.outbox import Outboxes
+from trainer_agent.data_plane.pushes import Outboxes
 from trainer_agent.tasks.reports import Reports
 from trireme_shared.protocol.errors import UserCodeError
 from trireme_shared.protocol.records import Phase

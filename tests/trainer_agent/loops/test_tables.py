@@ -15,7 +15,7 @@ from tests.equipment.cluster.direct_ports import DirectPserver
 from tests.trainer_agent.cluster import TorchCluster, cluster
 from tests.trainer_agent.scripts import PARTS, differing, spec_for, write_script
 from trainer_agent.script.user_module import load
-from trainer_agent.tables import export
+from trainer_agent.tables import whole_tables
 from trainer_agent.tables.files import StoredTable, read_table, write_tables
 from trireme import plain
 from trireme_shared.protocol.errors import NotReady
@@ -297,7 +297,7 @@ async def test_rows_follow_the_scheduler_at_every_parameter_server(tmp_path):
 async def test_a_table_that_is_too_large_for_a_trainer_is_left_out_of_the_export_with_a_word(
     tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(export, "MOST_BYTES", 400)
+    monkeypatch.setattr(whole_tables, "MOST_BYTES", 400)
     script = write_script(tmp_path, model=MODEL)
     spec = spec_for(script, pservers=2)
     async with cluster(spec, 1) as job:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import run_virtually
-from trainer_agent.loops.timeline import RolledBack, on_timeline
+from trainer_agent.loops.context import RolledBack, on_timeline
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.protocol.keys import Keys

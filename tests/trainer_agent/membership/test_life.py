@@ -12,8 +12,7 @@ import pytest
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import Process, run_virtually
-from trainer_agent.membership.lease import Membership
-from trainer_agent.membership.life import KEPT, Life
+from trainer_agent.membership.lease import KEPT, Life, Membership
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership import life_sign
 from trireme_shared.platform.runtime import begun, clock

@@ -13,8 +13,7 @@ from torch import nn
 
 from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import records
-from trainer_agent.model.finite import all_finite, is_finite
-from trainer_agent.model.gradient_tree import WATCHED_STEPS
+from trainer_agent.model.gradient_tree import WATCHED_STEPS, all_finite, is_finite
 from trainer_agent.model.watch.unshared_state import FIRST_LOOKS
 from trireme_shared.protocol.lanes import combine
 from trireme_shared.serving.transport.shared_memory import place_of

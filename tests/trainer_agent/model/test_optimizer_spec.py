@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_agent.model import optimizer_spec as optimizers
+from trainer_agent.model import optimizer as optimizers
 from trireme_shared.protocol.errors import InvalidArgument
 
 

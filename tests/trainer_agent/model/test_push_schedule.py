@@ -9,8 +9,8 @@ import pytest
 
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import spec_for, write_script
-from trainer_agent.model.optimizer import push_schedule
-from trainer_agent.model.optimizer.push_schedule import PushSchedule
+from trainer_agent.model import schedule as push_schedule
+from trainer_agent.model.schedule import PushSchedule
 from trainer_agent.model.torch_compute import TorchCompute
 from trireme_shared.protocol.records import Mode, Phase
 from trireme_shared.protocol.records.step import LaneZero, StepRecord

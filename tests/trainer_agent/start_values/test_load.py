@@ -13,7 +13,7 @@ from tests.trainer_agent.cluster import cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.membership.initialise import check_layout
 from trainer_agent.script.user_module import load
-from trainer_agent.start_values.load import start_values
+from trainer_agent.start_values import start_values
 from trireme.plain import run
 from trireme_shared.protocol.errors import InvalidArgument, LayoutMismatch
 from trireme_shared.protocol.records import Phase

@@ -17,8 +17,7 @@ from trainer_agent.membership.initialise import ensure_initialised
 from trainer_agent.membership.lease import Membership
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
-from trainer_agent.start_values.optimizer_state import load_training_state
-from trainer_agent.start_values.read import TrainingState, read_training_state
+from trainer_agent.start_values import TrainingState, load_training_state, read_training_state
 from trireme.plain import run
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.directory import Directory

@@ -15,9 +15,9 @@ from safetensors.numpy import save_file
 from pserver_service import start_rows
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import differing, spec_for, write_script
-from trainer_agent.model.export import write_model
+from trainer_agent.model.torch_compute import write_model
 from trainer_agent.script.user_module import load
-from trainer_agent.start_values.load import load_start_values
+from trainer_agent.start_values import load_start_values
 from trainer_agent.tables.files import read_table, write_tables
 from trireme.plain import PlainResult, run
 from trireme_shared.checkpoints.start_tables import fit_tables, put_rows

@@ -15,8 +15,7 @@ from torch import nn
 
 import trireme
 from trainer_agent.tables import recording
-from trainer_agent.tables.ids import named_ids
-from trainer_agent.tables.of_model import ModelTables
+from trainer_agent.tables.embedding import ModelTables, named_ids
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.tables.grouping import grouped
 

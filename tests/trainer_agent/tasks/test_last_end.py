@@ -7,7 +7,7 @@ import os
 import pytest
 
 from trainer_agent.data import minibatch_indices
-from trainer_agent.tasks.last_end import journal_file, report_last_end
+from trainer_agent.process import journal_file, report_last_end
 from trireme_shared.platform.runtime import begun
 from trireme_shared.protocol.errors import NotFound
 from trireme_shared.protocol.records import FailTask, JobSpec

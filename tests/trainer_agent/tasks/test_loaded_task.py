@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.trainer_agent.scripts import spec_for, write_script
-from trainer_agent.data import default_collate, minibatch_indices, order
+from trainer_agent.data import default_collate, minibatch_indices, shard
 from trainer_agent.data.shard import RecordShard
 from trainer_agent.tasks import source as task_source
 from trainer_agent.tasks.source import TaskSource
@@ -54,7 +54,7 @@ async def test_each_of_many_lanes_has_its_order_computed_once(tmp_path, monkeypa
 
     def counted(*arguments):
         computed.append(arguments)
-        return order.record_order(*arguments)
+        return shard.record_order(*arguments)
 
     monkeypatch.setattr(task_source, "record_order", counted)
     source, _ = source_of(tmp_path, monkeypatch)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.equipment.virtual_loop import run_virtually
-from trainer_agent.tasks.step_times import Times, TimesBuffer
+from trainer_agent.tasks.steps import Times, TimesBuffer
 from trireme_shared.protocol.records import StepTimes
 
 

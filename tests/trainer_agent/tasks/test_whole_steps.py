@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.equipment.replaced import replaced
-from trainer_agent.tasks import whole_steps
-from trainer_agent.tasks.whole_steps import WholeSteps
+from trainer_agent.tasks import steps as step_times
+from trainer_agent.tasks.steps import WholeSteps
 from trireme_shared.protocol.records import MetricsTaken
 from trireme_shared.protocol.records.step import StepResult
 
@@ -102,6 +102,6 @@ def test_what_was_stored_before_a_roll_back_does_not_count_behind_it() -> None:
 
 
 def test_the_buffer_is_bounded() -> None:
-    with replaced(whole_steps, "MOST_STEPS", 4):
+    with replaced(step_times, "MOST_STEPS", 4):
         steps = owner(*range(10))
     assert told(steps) == [6, 7, 8, 9]

@@ -10,9 +10,18 @@ from dataclasses import dataclass
 
 from trainer_agent.collective.arriving import Arriving
 from trainer_agent.collective.mean_blocks import MeanStore
-from trainer_agent.collective.native.given import ChosenNode, Given, chosen, read_told
 from trainer_agent.collective.native.link import Link
-from trainer_agent.collective.native.reducing import buckets_of, buffers_of, canonical, fast, mean_of_buffer
+from trainer_agent.collective.native.reducing import (
+    ChosenNode,
+    Given,
+    buckets_of,
+    buffers_of,
+    canonical,
+    chosen,
+    fast,
+    mean_of_buffer,
+    read_told,
+)
 from trainer_agent.collective.server import ShareServer
 from trireme_shared.blocks.buffers import Buffer
 from trireme_shared.collective.group import Broken

@@ -20,8 +20,7 @@ import torch
 from xxhash import xxh3_128
 
 from trainer_agent.collective.mean_blocks import digest_of
-from trainer_agent.collective.replica import Replica
-from trainer_agent.collective.replica_optimizer import Gradients
+from trainer_agent.collective.replica import Gradients, Replica
 from trainer_agent.collective.state.giving import StepIn, at_once
 from trainer_agent.collective.state.messages import MOST_HURRY, Portion, StateRequest
 from trainer_agent.collective.state.pieces import Piece, wanted_pieces, whole_blocks
@@ -34,8 +33,8 @@ from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.serving.core.optimizers import options_of
 
 if TYPE_CHECKING:
-    from trainer_agent.collective.rows.joining import JoiningRows  # loads numba
-    from trainer_agent.collective.rows.means import RowMeans
+    from trainer_agent.collective.rows import RowMeans
+    from trainer_agent.collective.state.rows import JoiningRows  # loads numba
 
 AT_ONCE = 64  # blocks that are asked for in one request; the donor sends as many as make a portion
 KEPT_BYTES = 32 << 20  # of gradients; at least KEPT versions, and at most MOST_KEPT
@@ -331,7 +330,7 @@ class CatchingUp:
     def _joining_rows(self) -> JoiningRows | None:
         if not self._layout.tables:
             return None
-        from trainer_agent.collective.rows.joining import JoiningRows  # noqa: PLC0415  loads numba
+        from trainer_agent.collective.state.rows import JoiningRows  # noqa: PLC0415  loads numba
 
         return JoiningRows(self._layout, self._compare)
 

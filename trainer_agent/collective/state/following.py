@@ -12,9 +12,9 @@ from typing import Any, Protocol, TypeVar
 
 from trainer_agent.collective.replica import Replica
 from trainer_agent.collective.state.catching_up import CatchingUp, Donor, Follow
+from trainer_agent.collective.state.checkpoints import ShareCopies
 from trainer_agent.collective.state.giving import StepIn, at_once
 from trainer_agent.collective.state.messages import Portion, StateRequest
-from trainer_agent.collective.state.saving import ShareCopies
 from trainer_agent.data_plane.fleet_client import FleetClient
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import end_tasks

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from trainer_agent.collective.replica_optimizer import Gathered, Gradients
+from trainer_agent.collective.replica import Gathered, Gradients
 from trainer_agent.model.compute import Compute
 from trireme_shared.blocks.buffers import DTYPES
 from trireme_shared.protocol.records.layout import Block, Layout

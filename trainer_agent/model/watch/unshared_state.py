@@ -11,20 +11,140 @@ in-place operations or in the address. Those through `.data` show in a digest, w
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from itertools import compress
-from operator import ne
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, compress
+from operator import call, ne
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from trainer_agent.model.flat import Plan, Vector, dense_stride
-from trainer_agent.model.optimizer.watched import OptimizerWatch
-from trainer_agent.model.watch.backward_guard import UserCode
-from trainer_agent.model.watch.kept_model import KeptModel
-from trainer_agent.model.watch.samples import Sampled, Samples
-from trireme_shared.blocks.buffer_mean import bits_of
+from trainer_agent.model.optimizer import OptimizerWatch
+from trainer_agent.model.watch.minibatch_rules import UserCode
+from trireme_shared.blocks.buffer_mean import bits_of, is_statistic
 from trireme_shared.protocol.records.layout import MOST_CONSTANTS, Constant
+
+Sampled = tuple[torch.Tensor, ...] | list[int]
+
+
+class Samples:
+    """Reads the bits of those numbers as integers, from a vector with the parameters in use or from the parameters `named`, wherever they lie."""
+
+    def __init__(self, plan: Plan, named: Mapping[str, torch.Tensor]) -> None:
+        indices: dict[int, list[int]] = {}
+        self._names: list[str] = []
+        places = sorted((p for p in plan.parameters if p.elements), key=lambda place: place.segment)
+        for place in places:
+            numbers = [place.first + number for number in _three(place.elements)]
+            indices.setdefault(place.segment, []).extend(numbers)
+            self._names += [place.name] * len(numbers)
+        self._gathered = {segment: torch.tensor(numbers) for segment, numbers in indices.items()}
+        self._parameters = [named[place.name] for place in places]
+        self._addresses: list[int] = []
+        self._readers: list[Callable[[], int]] = []
+
+    def of_vector(self, vector: Vector) -> tuple[torch.Tensor, ...]:
+        """In host memory. Of each segment."""
+        return tuple(
+            bits_of(vector.segments[segment]).index_select(0, numbers) for segment, numbers in self._gathered.items()
+        )
+
+    def of_parameters(self, addresses: list[int]) -> list[int]:
+        """`addresses`: of all parameters, now. [] if some are not in host memory: a GPU would be waited for."""
+        if self._addresses != addresses:  # seldom: an optimizer steps in place
+            self._addresses = addresses
+            on_host = all(parameter.is_cpu for parameter in self._parameters)
+            self._readers = [reader for each in self._parameters for reader in _readers(each)] if on_host else []
+        return list(map(call, self._readers))
+
+    def changed(self, before: Sampled, after: Sampled) -> str:
+        """The name of the first parameter that differs, or "". Both: of vectors, or of the parameters."""
+        if isinstance(before, tuple) and isinstance(after, tuple):
+            same = all(map(torch.equal, before, after))
+        else:
+            same = before == after
+        if same:
+            return ""
+        return next(compress(self._names, map(ne, _numbers(before), _numbers(after))))
+
+
+def _numbers(sampled: Sampled) -> Iterable[int]:
+    return chain.from_iterable(each.tolist() for each in sampled) if isinstance(sampled, tuple) else sampled
+
+
+def _readers(parameter: torch.Tensor) -> list[Callable[[], int]]:
+    """Each reads one of its three numbers where it lies: a tenth of the time that torch takes."""
+    bits = bits_of(parameter.detach()).numpy()
+    places: list[Any] = [(*np.unravel_index(number, bits.shape), ...) for number in _three(bits.size)]
+    return [bits[place].item for place in places]
+
+
+def _three(elements: int) -> tuple[int, ...]:
+    return tuple(sorted({0, elements // 2, elements - 1}))
+
+
+THAWED = (
+    "changed requires_grad of the parameter {name}: it was {before} when training began, and now it is {now}; a job trains the same parameters "
+    "from its first step to its last: set requires_grad in model() (or before trireme.prepare), and train what thaws or freezes later in a second "
+    "job that begins with this one's model (--init-from)"
+)
+CHANGED = "changed the model: {what} since training began; a job lays its parameters out once: change the model in model() (or before trireme.prepare)"
+
+
+class KeptModel:
+    """Compared with the model as it is now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        named = dict(model.named_parameters())
+        self._names, self._tensors = list(named), list(named.values())
+        self._trained = _trained(self._tensors)
+        self._parameters = _parameters(model)
+        self._buffers = dict.fromkeys(name for name, _ in model.named_buffers())
+        self._modules: dict[str, int] | None = None  # after the first minibatch, which may make modules that it needs
+
+    def change(self, *, fully: bool) -> str:
+        """What was changed, or "". `fully`: names and modules too, which takes longer."""
+        trained = _trained(self._tensors)
+        if trained != self._trained:
+            name = next(compress(self._names, map(ne, trained, self._trained)))
+            before = self._trained[self._names.index(name)]
+            return THAWED.format(name=name, before=before, now=not before)
+        return self._structure() if fully else ""
+
+    def _structure(self) -> str:
+        modules = {name: id(module) for name, module in self._model.named_modules()}
+        if self._modules is None:
+            self._modules = modules
+        for kind, before, now in (
+            ("parameter", self._parameters, _parameters(self._model)),
+            ("buffer", self._buffers, dict.fromkeys(name for name, _ in self._model.named_buffers())),
+            ("module", self._modules, modules),
+        ):
+            if now != before:
+                return CHANGED.format(what=_difference(kind, before, now))
+        return ""
+
+
+def _trained(parameters: list[nn.Parameter]) -> list[bool]:
+    return [parameter.requires_grad for parameter in parameters]
+
+
+def _parameters(model: nn.Module) -> dict[str, object]:
+    """A parameter is another one also if its shape is."""
+    return {name: (id(parameter), parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _difference(kind: str, before: Mapping[str, object], now: Mapping[str, object]) -> str:
+    for name in before:
+        if name not in now:
+            return f"the {kind} {name} was taken away"
+        if before[name] != now[name]:
+            return f"the {kind} {name} was replaced"
+    return f"the {kind} {next(name for name in now if name not in before)} was added"
+
 
 FIRST_LOOKS, LOOK_EVERY = 3, 64  # minibatches whose digests are compared
 
@@ -224,3 +344,68 @@ def words_of(values: torch.Tensor) -> torch.Tensor:
     if fits and (bits.is_contiguous() or bits.stride() == dense_stride(bits)):
         bits = bits.as_strided((bits.numel(),), (1,)).view(torch.int64)
     return bits
+
+
+WARNING = (
+    "the buffer {name} differs between lanes, and a step takes its mean over the lanes, weighted by their records. That is right for running "
+    "means. If it holds rows or values that must stay as they are (a queue, a codebook, a hidden state), set lanes=1, keep such values in an "
+    "int64 buffer (the first lane's count), or compute them from parameters"
+)
+
+
+class AveragedBuffers:
+    """`lane` after each forward pass, `version` when the parameters in use are those of the next step. `warnings` are taken by `told`."""
+
+    def __init__(self, model: nn.Module, plan: Plan, lanes: int) -> None:
+        self._places = [
+            place
+            for place in plan.buffers
+            if lanes > 1 and model.get_buffer(place.name).is_floating_point() and not _is_statistic(model, place.name)
+        ]
+        self._kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # before and after forward, of one lane
+        self._minibatches = 0
+        self._warnings: list[str] = []
+
+    def lane(self, after: Vector, before: Vector) -> None:
+        """The buffers of a lane are in `after`; they were loaded from `before`. Looks at some minibatches only."""
+        looks = self._minibatches < FIRST_LOOKS or self._minibatches % LOOK_EVERY == 0
+        self._minibatches += 1
+        if not looks:
+            return
+        for place in self._places:
+            value, loaded = after.view(place), before.view(place)
+            if place.name in self._kept:
+                self._compare(place.name, value)
+            elif not _same(value, loaded):
+                self._kept[place.name] = loaded.clone(), value.clone()
+
+    def version(self, current: Vector) -> None:
+        """The next step begins with the buffers in `current`: the mean over the lanes of this step, or what it was before, if the step was left out."""
+        for place in [place for place in self._places if place.name in self._kept]:
+            value = current.view(place)
+            if not _same(value, self._kept[place.name][0]):
+                self._compare(place.name, value)
+        self.forget()
+
+    def forget(self) -> None:
+        """What comes next belongs to another history."""
+        self._kept.clear()
+
+    def told(self) -> tuple[str, ...]:
+        """The warnings since the last call."""
+        told, self._warnings = tuple(self._warnings), []
+        return told
+
+    def _compare(self, name: str, value: torch.Tensor) -> None:
+        if not _same(value, self._kept[name][1]):
+            self._warnings.append(WARNING.format(name=name))
+            self._places = [place for place in self._places if place.name != name]
+
+
+def _is_statistic(model: nn.Module, name: str) -> bool:
+    path, _, own = name.rpartition(".")
+    return is_statistic(model.get_submodule(path), own)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool((bits_of(one) == bits_of(other)).all())

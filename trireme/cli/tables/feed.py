@@ -1,4 +1,4 @@
-"""`trireme table delta | feed | apply`: what changed in tables between checkpoints, as folders for online serving (trainer_agent/tables/deltas.py).
+"""`trireme table delta | feed | apply`: what changed in tables between checkpoints, as folders for online serving (trainer_agent/tables/files.py).
 
 checkpoints on the storage --newest, since the last folder of the feed--> next folder, marker last        feed: again and again, until the job is over
 """
@@ -36,7 +36,7 @@ from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest
 from trireme_shared.protocol.records.operations import Operation
 
 if TYPE_CHECKING:
-    from trainer_agent.tables.deltas import Done, TableDelta  # loads torch
+    from trainer_agent.tables.files import Done, TableDelta  # loads torch
     from trireme_shared.protocol.records.layout import TableSpec
 
 AGAIN_S = 2.0
@@ -69,8 +69,7 @@ def apply(base: str, deltas: Sequence[str], out: str, *, as_json: bool) -> int:
     """The tables of an export after these deltas, into `tables/` in `out`. Returns the exit code."""
 
     def work() -> Answer:
-        from trainer_agent.tables.deltas import advanced, folders_of, names_in  # noqa: PLC0415  loads torch
-        from trainer_agent.tables.files import FOLDER, SUFFIX, read_table, write_tables  # noqa: PLC0415
+        from trainer_agent.tables.files import FOLDER, SUFFIX, advanced, folders_of, names_in, read_table, write_tables  # noqa: PLC0415  loads torch  # noqa: PLC0415
 
         folder, follows = files.join(base, FOLDER), folders_of(deltas)
         urls: dict[str, str] = {}
@@ -146,7 +145,7 @@ async def _checkpointed(job: str | None, data_dir: Path | None, url: str | None,
 def write_next(spec: JobSpec, out: str, since: str | None, to: str | None) -> Done | None:
     """The next folder of a feed, from the checkpoint of its last one, or `since`; all rows if there is none, or it is gone. None: there is nothing newer. Raises NotFound,
     InvalidArgument, CheckpointUnusable, OSError."""
-    from trainer_agent.tables import deltas  # noqa: PLC0415  loads torch
+    from trainer_agent.tables import files as deltas  # noqa: PLC0415  loads torch
 
     before = [done for done, _ in deltas.complete(out)]
     last = before[-1] if before else None
@@ -194,8 +193,8 @@ def _changes(
     None: `since` is not there any more."""
     import numpy as np  # noqa: PLC0415
 
-    from trainer_agent.tables.checkpoint import read_delta, read_table  # noqa: PLC0415  loads torch
-    from trainer_agent.tables.deltas import TableDelta, changed  # noqa: PLC0415
+    from trainer_agent.tables.files import TableDelta, changed  # noqa: PLC0415
+    from trainer_agent.tables.whole_tables import read_delta, read_table  # noqa: PLC0415  loads torch
 
     if since is None:
         return TableDelta(None, read_table(spec.storage, ref, manifest, table), np.empty(0, np.int64))

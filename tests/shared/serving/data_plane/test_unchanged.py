@@ -13,8 +13,8 @@ from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import init_header, layout_of, push_header, stream, values_of
 from tests.shared.serving.data_plane.servers import PATIENCE_S, PLAIN, TOKEN, TRANSPORTS, server
 from trainer_agent.data_plane.fleet_client import FleetClient
-from trainer_agent.data_plane.parameter_servers import ParameterServers
 from trainer_agent.data_plane.pulls import Pulls
+from trainer_agent.data_plane.step_exchange import ParameterServers
 from trireme_shared.blocks.buffers import bytes_of
 from trireme_shared.protocol.errors import BadFrame, PeerError
 from trireme_shared.protocol.records import SlotMap

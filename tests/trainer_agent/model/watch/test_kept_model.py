@@ -9,8 +9,7 @@ from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.collective.cluster import cluster as collective_cluster
 from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import records, spec_for, write_script
-from trainer_agent.model.watch.kept_model import KeptModel
-from trainer_agent.model.watch.unshared_state import FIRST_LOOKS
+from trainer_agent.model.watch.unshared_state import FIRST_LOOKS, KeptModel
 from trainer_agent.script.user_module import load
 from trireme import plain
 from trireme_shared.protocol.errors import UserCodeError

@@ -8,7 +8,7 @@ import pytest
 
 from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import records
-from trainer_agent.model.watch.missing_gradients import MOST, MissingGradients
+from trainer_agent.model.watch.minibatch_rules import MOST, MissingGradients
 
 MODEL = """
 class Model(nn.Module):

@@ -14,7 +14,7 @@ from tests.pserver_service.checkpoints import parts
 from tests.trainer_agent.cluster import TorchCluster, cluster
 from tests.trainer_agent.scripts import spec_for, write_script
 from tests.trireme.cli.test_checkpoint import ask, write_run
-from trainer_agent.tables import checkpoint
+from trainer_agent.tables import whole_tables as checkpoint
 from trainer_agent.tables.files import read_table
 from trireme.cli.export import export
 from trireme.cli.tables import show

@@ -1,0 +1,248 @@
+"""Objects of the user's own code: map-style datasets, which are read by number, and iterables, which are read from their start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from itertools import takewhile
+from threading import Lock
+from typing import Any, TypeVar
+
+from trainer_agent.data.reader import too_short
+from trainer_agent.data.shard import Record, RecordShard, Shard
+from trireme_shared.datasets.random_state import Generators, seed_everything, seed_of, seeded, undisturbed
+from trireme_shared.datasets.user_objects import load_custom, load_object
+from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.storage.trouble import trouble_in_user_code
+from trireme_shared.protocol.errors import DatasetError, InvalidArgument, is_interrupt
+from trireme_shared.protocol.records.datasets import Custom, IterableStyle, MapStyle
+
+EVALUATION = -1
+PROBED = 256  # first records of a dataset in a process
+TURN_S = 0.005  # then forward may go on
+
+T = TypeVar("T")
+_epoch: ContextVar[int] = ContextVar("epoch", default=EVALUATION)
+
+
+@contextmanager
+def reading(epoch: int) -> Iterator[None]:
+    """Records that are read in the block, in this thread, are those of an epoch, or of EVALUATION."""
+    token = _epoch.set(epoch)
+    try:
+        yield
+    finally:
+        _epoch.reset(token)
+
+
+class Drawing:
+    """One dataset in one process. `what`: its name, for messages. `seed`: of the job. `by_epoch`: a record draws other numbers in another epoch; not
+    those of an iterable, since an iterator goes on from epoch to epoch at one trainer and begins again at another."""
+
+    def __init__(self, what: str, seed: int, *, by_epoch: bool = True) -> None:
+        self._what, self._seed, self._by_epoch = what, seed, by_epoch
+        self._generator = ""  # which one it draws from
+        self._read = 0
+        self._late = ""
+
+    def __repr__(self) -> str:
+        return f"<Drawing of {self._what}: {self._generator or 'none'} after {self._read} records>"
+
+    def each(self, file: str, numbers: range, read: Callable[[int], T]) -> Iterator[T]:
+        """`read(number)` of each record of `file`. Raises what it raises, and InvalidArgument if a record draws although those before it did not."""
+        seed = seed_of(self._seed, _epoch.get() if self._by_epoch else EVALUATION, file)
+        self._check()
+        done = 0
+        while done < len(numbers):
+            if self._generator or self._read < PROBED or done == 1:
+                for value in self._alone(seed, numbers[done:], read):
+                    done += 1
+                    yield value
+            else:
+                yield read(numbers[done])
+                done, self._read = done + 1, self._read + 1
+
+    def _alone(self, seed: int, numbers: range, read: Callable[[int], T]) -> list[T]:
+        """At least one of them, for TURN_S."""
+        found: list[T] = []
+        with undisturbed():
+            until = clock.monotonic() + TURN_S
+            for number in numbers:
+                seed_everything(seed_of(seed, number))
+                before = None if self._generator else Generators.now()
+                found.append(read(number))
+                if before is not None and (drawn := before.differs()):
+                    self._found(drawn, number)
+                self._read += 1
+                if clock.monotonic() > until or not (self._generator or self._read < PROBED):
+                    break
+        return found
+
+    def _found(self, generator: str, number: int) -> None:
+        """Raises InvalidArgument if records were read already as if none drew."""
+        self._generator = generator
+        if self._read > PROBED:
+            self._late = (
+                f"record {number} of {self._what} draws from the random generator of {generator}, and the first {PROBED} did not: those between were "
+                "read beside forward passes, whose random numbers they may have changed"
+            )
+            self._check()
+
+    def _check(self) -> None:
+        if self._late:
+            hint = "let each record draw, or none: draw a number that is not used where none is needed"
+            raise InvalidArgument(self._late, hint=hint)
+
+
+_END = object()
+_PLAIN_NAMES = ("x", "y")
+_HOOKS = (":dataset", ":evaluation_dataset")
+
+
+class MapStyleReader:
+    """The object is made by the first read. `seed`: of the job."""
+
+    def __init__(self, dataset: MapStyle, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+        self._object: Any = None
+        self._drawing = Drawing(dataset.reader, seed)
+        self._lock = Lock()
+
+    def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:  # noqa: ARG002
+        with self._lock:
+            if self._object is None:
+                self._object = _loaded(self._dataset, self._seed)
+
+            def record(number: int) -> Record:
+                try:
+                    item = self._object[number]
+                except IndexError as error:
+                    raise too_short(file, first, count, number) from error
+                except BaseException as error:  # the user's code may raise anything
+                    if is_interrupt(error):
+                        raise
+                    if (trouble := trouble_in_user_code(error, f"item {number} of {file}")) is not None:
+                        raise trouble from error
+                    msg = f"item {number} of {file} cannot be read: {type(error).__name__}: {error}"
+                    raise DatasetError(msg, hint="correct the dataset's __getitem__", url=file) from error
+                return as_record(item, self._dataset.columns, file, number)
+
+            return RecordShard(list(self._drawing.each(file, range(first, first + count), record)))
+
+
+class IterableStyleReader:
+    """Keeps one iterator and its place: tasks that follow each other go on with it."""
+
+    def __init__(self, dataset: IterableStyle, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+        self._drawing = Drawing(dataset.reader, seed, by_epoch=False)
+        self._iterator: Iterator[Any] | None = None
+        self._next = 0
+        self._lock = Lock()
+
+    def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:  # noqa: ARG002
+        with self._lock:
+            if self._iterator is None or self._next > first:
+                self._begin(file)
+            found = []
+            numbers = range(self._next, first + count)
+            for number, item in zip(numbers, self._drawing.each("", numbers, partial(self._item, file)), strict=False):
+                if item is _END:
+                    self._iterator = None
+                    raise too_short(file, first, count, number)
+                if number >= first:
+                    found.append(as_record(item, self._dataset.columns, file, number))
+        return RecordShard(found)
+
+    def _begin(self, file: str) -> None:
+        made = _loaded(self._dataset, self._seed)
+        try:
+            with seeded(self._seed):
+                self._iterator, self._next = iter(made), 0
+        except BaseException as error:  # the user's code may raise anything
+            if is_interrupt(error):
+                raise
+            if (trouble := trouble_in_user_code(error, file)) is not None:
+                raise trouble from error
+            msg = f"{file} cannot be iterated: {type(error).__name__}: {error}"
+            raise DatasetError(msg, hint="correct the dataset's __iter__", url=file) from error
+
+    def _item(self, file: str, number: int) -> Any:
+        assert self._iterator is not None
+        try:
+            item = next(self._iterator, _END)
+        except BaseException as error:  # the user's code may raise anything
+            self._iterator = None
+            if is_interrupt(error):
+                raise
+            if (trouble := trouble_in_user_code(error, f"item {number} of {file}")) is not None:
+                raise trouble from error
+            msg = f"item {number} of {file} cannot be read: {type(error).__name__}: {error}"
+            raise DatasetError(msg, hint="correct the dataset's __iter__", url=file) from error
+        self._next = number + 1
+        return item
+
+
+def _loaded(dataset: MapStyle | IterableStyle, seed: int) -> Any:
+    """The object. Raises DatasetError; InvalidArgument if its length is not what was counted. Where the user has stated `records`, they may be
+    some of those that a MapStyle has, and the length of an iterable may count anything."""
+    made, name, counted = load_object(dataset, seed=seed), dataset.reader, dataset.records
+    of_hook = name.endswith(_HOOKS)
+    if counted is None or not hasattr(made, "__len__") or not (of_hook or isinstance(dataset, MapStyle)):
+        return made
+    records = len(made)
+    if records < counted or (records > counted and of_hook):
+        msg = f"{name} has {records} records at this trainer, and {counted} were counted when the job was made"
+        hint = "it must have the same records in every process, whatever the host, the time and the process"
+        raise InvalidArgument(msg, hint=hint, url=name, records=records)
+    return made
+
+
+def as_record(item: Any, columns: tuple[str, ...] | None, file: str, number: int) -> Record:
+    """A dict as it is; a tuple's values by `columns`, else as x and y; any other value as x. Raises DatasetError."""
+    if isinstance(item, Mapping):
+        if columns is not None:
+            named, given = ", ".join(map(str, item)), ", ".join(columns)
+            msg = f"item {number} of {file} is a dict with the columns {named}, and columns=({given}) name the values of tuples"
+            raise DatasetError(msg, hint="leave columns out", url=file)
+        return dict(item)
+    values = tuple(item) if isinstance(item, tuple | list) else (item,)
+    names = columns or _PLAIN_NAMES[: len(values)]
+    if len(names) != len(values):
+        msg = f"item {number} of {file} has {len(values)} values, but there are {len(names)} names: {', '.join(names)}"
+        raise DatasetError(msg, hint="name them: MapStyle(…, columns=(…)), or make items that are dicts", url=file)
+    return dict(zip(names, values, strict=True))
+
+
+class CustomReader:
+    """`seed`: of the job."""
+
+    def __init__(self, dataset: Custom, seed: int) -> None:
+        self._name = dataset.reader
+        self._reader = load_custom(dataset.reader)
+        self._drawing = Drawing(dataset.reader, seed)
+
+    def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:  # noqa: ARG002
+        source: Iterator[Record] | None = None
+
+        def record(_: int) -> Record | None:
+            nonlocal source
+            if source is None:  # a reader may read all of its records here
+                source = iter(self._reader.read(file, first, count))
+            return next(source, None)
+
+        try:
+            made = self._drawing.each(file, range(first, first + count), record)
+            records = [found for found in takewhile(lambda found: found is not None, made) if found is not None]
+        except BaseException as error:  # the user's code may raise anything
+            if is_interrupt(error) or isinstance(error, InvalidArgument):
+                raise
+            if (trouble := trouble_in_user_code(error, file)) is not None:
+                raise trouble from error
+            msg = f"{self._name}.read({file!r}, {first}, {count}) failed: {type(error).__name__}: {error}"
+            raise DatasetError(msg, hint="correct the reader", url=file) from error
+        if len(records) < count:
+            raise too_short(file, first, count, first + len(records))
+        return RecordShard(records)

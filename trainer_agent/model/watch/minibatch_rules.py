@@ -1,0 +1,233 @@
+"""Who may call backward(): only the minibatch that is computed, or a script's own loop by trireme.backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from trainer_agent.model.flat import Plan
+from trainer_agent.own_loop.turns import OwnLoop
+from trireme_shared.protocol.errors import UserCodeError
+
+
+class UserCode(Protocol):
+    """The functions of the user's script; see trainer_agent.script.user_module.UserModule. What they raise arrives as
+    UserCodeError. `loop`: of a script with a loop of its own, whose body is called as `loss`."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def loop(self) -> OwnLoop | None: ...
+
+    def has(self, hook: str) -> bool: ...
+
+    def call(self, hook: str, *arguments: Any) -> Any: ...
+
+    def guard(self, code: Callable[..., Any], *arguments: Any) -> Any: ...
+
+    def error_of(self, error: BaseException, *, fatal: bool = False) -> UserCodeError: ...
+
+
+OWN_BACKWARD = (
+    "the script calls backward() itself; {instead} (for gradients that the loss needs, use torch.autograd.grad)"
+)
+
+
+class BackwardGuard:
+    """Only `run` may make gradients of parameters. Those of a backward() in the user's code would be taken for the minibatch's:
+    half gradients would be pushed, or some counted twice. The parameters' hooks call `permit`."""
+
+    def __init__(self, user: UserCode) -> None:
+        self._user = user
+        self._running = self._refused = False
+        instead = (
+            "return the loss, and Trireme calls backward() on it"
+            if user.loop is None
+            else "call trireme.backward(loss)"
+        )
+        self._message = OWN_BACKWARD.format(instead=instead)
+
+    def begin(self) -> None:
+        """Before anything of a minibatch: a script's own loop runs to its next batch."""
+        if self._user.loop is not None:
+            self._user.loop.next_pass()
+
+    def permit(self, _: torch.Tensor | None = None) -> None:
+        """Raises RuntimeError in a backward() that is not `run`'s."""
+        if not self._running:
+            self._refused = True
+            raise RuntimeError(self._message)
+
+    def call(self, hook: str, *arguments: Any) -> Any:
+        """Call the user's function. Raises UserCodeError if it called backward(), even if it caught what that raised. It is fatal: no record is
+        at fault, and another attempt at the same records might not do it again."""
+        self._refused = False
+        try:
+            found = self._user.call(hook, *arguments)
+        except UserCodeError as error:
+            if self._refused and isinstance(error.__cause__, RuntimeError) and str(error.__cause__) == self._message:
+                raise self._user.error_of(error.__cause__, fatal=True) from error.__cause__
+            raise
+        if self._refused:
+            raise self._user.error_of(RuntimeError(self._message), fatal=True)
+        return found
+
+    def run(self, loss: torch.Tensor) -> bool:
+        """Backward; a script's own loop then runs to its optimizer.step(). False: its GradScaler has left that step out."""
+        self._running = True
+        try:
+            self._user.guard(loss.backward)
+        finally:
+            self._running = False
+        return self._user.loop is None or self._user.loop.end_pass()
+
+    def reported(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to report: `loss`, as it was before the script's GradScaler scaled it."""
+        if self._user.loop is None or self._user.loop.true_loss is None:
+            return loss
+        return self._user.loop.true_loss
+
+    @property
+    def row_factor(self) -> float:
+        """Factor for the gradients of embedding tables' rows: the script's GradScaler does not see them."""
+        return 1.0 if self._user.loop is None else self._user.loop.scaling.row_factor
+
+
+CHANGED = (
+    "forward had {name} in {now} mode, and in an earlier minibatch it was in {before} mode; trainers do not share modes, so a module has "
+    "the same mode in every minibatch: set it in model() (or before the loop), or train in two jobs, the second with --init-from"
+)
+LEFT = (
+    "loss(model, batch) leaves {name} in {now} mode; every minibatch begins with it in {before} mode, as model() says, and not with what the one before "
+    "left: put back the modes that loss changes behind its forward pass, or set them in front of each, or in model()"
+)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """All modules are in evaluation mode, and have their modes again afterwards."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+class Modes:
+    """Made when the script has built its model, before the first minibatch. `own_loop`: the script's own loop sets the modes."""
+
+    def __init__(self, model: nn.Module, *, own_loop: bool) -> None:
+        self._model, self._own_loop = model, own_loop
+        modules = list(model.named_modules())
+        self._names = [name or type(module).__name__ for name, module in modules]
+        self._modules = [module for _, module in modules]
+        # A whole model in evaluation mode is how libraries load pretrained ones. It is trained all the same.
+        self._evaluating = [module for module in self._modules if not module.training] if model.training else []
+        #: A sentence if the modes that the script left are no plain training mode, else "".
+        self.notice = "" if own_loop else self._notice()
+        self._first: list[bool] | None = None
+        #: A sentence if loss left a module in another mode than it had when the minibatch began, which is undone, else "".
+        self.left = ""
+
+    def __repr__(self) -> str:
+        return f"<Modes: {len(self._evaluating)} of {len(self._modules)} modules stay in evaluation mode>"
+
+    def _notice(self) -> str:
+        if all(module.training for module in self._modules):
+            return ""
+        if not self._evaluating:
+            return (
+                "model() returned a model in evaluation mode; it is trained in training mode. Modules that shall stay in evaluation mode "
+                "are put there below a model that is in training mode"
+            )
+        names = [name for name, module in zip(self._names, self._modules, strict=True) if module in self._evaluating]
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return f"model() left these modules in evaluation mode, and they stay in it while the model is trained: {shown}"
+
+    def set_training(self) -> None:
+        """Before a minibatch."""
+        if self._own_loop:
+            return
+        self._model.train()
+        for module in self._evaluating:
+            module.training = False
+
+    def check(self, user: UserCode) -> None:
+        """Called after each forward. Raises UserCodeError if it had other modes than in the first minibatch."""
+        now = [module.training for module in self._modules]
+        if self._first is None:
+            self._first = now
+            begun = [module not in self._evaluating for module in self._modules]
+            self.left = "" if self._own_loop else self._difference(LEFT, begun, now)
+        if what := self._difference(CHANGED, self._first, now):
+            raise user.error_of(RuntimeError(what), fatal=True)
+
+    def _difference(self, sentence: str, before: list[bool], now: list[bool]) -> str:
+        """`sentence` about the first module whose mode differs, "" if none does."""
+        called = {True: "training", False: "evaluation"}
+        for name, one, other in zip(self._names, before, now, strict=True):
+            if one != other:
+                return sentence.format(name=name, before=called[one], now=called[other])
+        return ""
+
+
+NAMED = 3  # parameters in a warning
+MOST = 5  # warnings of a process
+WARNING = (
+    "{names} got no gradient from a minibatch, so a step takes 0 as its gradient there, and {cause} moves {it} all the same (plain PyTorch "
+    "leaves a parameter without a gradient alone, if no other minibatch of the step has one). If nothing uses {it}, leave {it} out of the "
+    "optimizer, or call requires_grad_(False) in model()"
+)
+
+
+class MissingGradients:
+    """`minibatch` after each backward. `warnings` are taken by `told`: each parameter is in one of them at most."""
+
+    def __init__(self, plan: Plan) -> None:
+        spec = plan.layout.optimizer
+        self._names = [place.name for place in plan.parameters]
+        options = [spec.defaults | spec.groups[plan.layout.segments[place.segment].group] for place in plan.parameters]
+        self._decays = [bool(each.get("weight_decay")) for each in options]
+        self._remembers = [spec.name != "SGD" or bool(each.get("momentum")) for each in options]
+        self._had = [False] * len(self._names)
+        self._told: set[str] = set()
+        self._warnings: list[str] = []
+        self._count = 0
+
+    def minibatch(self, made: Sequence[int]) -> None:
+        """`made[i]`: how many gradients parameter i of the plan got."""
+        if all(made):
+            self._had = [True] * len(made)
+            return
+        for moving, cause in (
+            (self._decays, "weight decay"),
+            (
+                [kept and had for kept, had in zip(self._remembers, self._had, strict=True)],
+                "what the optimizer has kept",
+            ),
+        ):
+            found = zip(self._names, moving, made, strict=True)
+            self._tell([name for name, moves, count in found if moves and not count and name not in self._told], cause)
+        self._had = [had or bool(count) for had, count in zip(self._had, made, strict=True)]
+
+    def told(self) -> tuple[str, ...]:
+        """The warnings since the last call."""
+        told, self._warnings = tuple(self._warnings), []
+        return told
+
+    def _tell(self, names: list[str], cause: str) -> None:
+        self._told |= set(names)
+        if not names or self._count == MOST:
+            return
+        self._count += 1
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        listed = f"the parameter{'s' if len(names) > 1 else ''} {', '.join(names[:NAMED])}{more}"
+        self._warnings.append(WARNING.format(names=listed, cause=cause, it="them" if len(names) > 1 else "it"))

@@ -1,0 +1,326 @@
+"""`init_from`: the values that a model starts with, instead of those that model() gave it.
+
+FILE ─► checked against the model ─► loaded ─► {storage}/initial/<digest>.safetensors, the job's own copy of the whole model
+tables/ beside it ─► checked against the model's tables ─► read by the parameter servers, or into the tables of this process
+a trainer that joins later, or a job that resumes: the copy alone
+
+Parameters that are not trained lie in no parameter server, so every trainer that starts needs them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import nn
+
+from trainer_agent.tables.embedding import tables_of
+from trireme_shared.checkpoints.start_tables import Fit, StartTable, digest_in, fit_tables, marked
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.platform.storage import files
+from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.serving.optimizers.classes import SCALAR, kinds_of
+
+NESTED = ("state_dict", "model_state_dict", "model")  # where trainers of other frameworks put it
+OPTIMIZER = ("optimizer", "optimizer_state_dict", "optimizer_states")
+SCHEDULER = ("scheduler", "scheduler_state_dict", "lr_scheduler", "lr_schedulers")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """What optimizer.state_dict() and scheduler.state_dict() gave; an empty `scheduler`: the file has none."""
+
+    optimizer: Any
+    scheduler: dict[str, Any]
+
+
+def read_tensors(url: str) -> dict[str, torch.Tensor]:
+    """In host memory. Raises InvalidArgument: there is no such file, or it holds something else."""
+    content = _content(url)
+    if url.endswith(".safetensors"):
+        try:
+            return load(content)
+        except SafetensorError as error:
+            raise InvalidArgument(f"init_from: {url} is no safetensors file: {error}") from error
+    return _state_dict(url, content)
+
+
+def _content(url: str) -> bytes:
+    try:
+        return files.read_bytes(url)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        raise InvalidArgument(
+            f"init_from: {url} cannot be read: {error.strerror or error}", hint="every member must see the file"
+        ) from error
+
+
+def read_training_state(url: str) -> TrainingState:
+    """Beside the model's values, in host memory. Raises InvalidArgument."""
+    found = {} if url.endswith(".safetensors") else _loaded(url, _content(url))
+    optimizer = _one(found, OPTIMIZER) if isinstance(found, Mapping) else None
+    if optimizer is None:
+        raise InvalidArgument(
+            f"init_optimizer: {url} has no state of an optimizer",
+            hint='give a job (--init-from JOB[@STEP]), or a file of torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)',
+        )
+    return TrainingState(optimizer, dict(_one(found, SCHEDULER) or {}))
+
+
+def _one(found: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    """Lightning has lists of them."""
+    for name in names:
+        if value := found.get(name):
+            return value[0] if isinstance(value, list) and len(value) == 1 else value
+    return None
+
+
+def _state_dict(url: str, content: bytes) -> dict[str, torch.Tensor]:
+    found = _loaded(url, content)
+    for key in NESTED:
+        if isinstance(found, dict) and isinstance(found.get(key), dict):
+            found = found[key]
+            break
+    if not isinstance(found, dict):
+        raise InvalidArgument(f"init_from: {url} holds a {type(found).__name__}", hint="a state_dict is needed")
+    tensors = {str(name): value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    if not tensors:
+        raise InvalidArgument(f"init_from: {url} holds no tensors", hint="a state_dict is needed")
+    return tensors
+
+
+def _loaded(url: str, content: bytes) -> Any:
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file may raise anything
+        raise InvalidArgument(
+            f"init_from: {url} cannot be read as a state_dict: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            hint="save it with torch.save(model.state_dict(), path), or as safetensors; objects that need code are not loaded",
+        ) from error
+
+
+SHOWN = 10
+PARTIAL = "--init-partial (init_partial = true) leaves out what does not fit"
+NOT_PARTIAL = "--init-optimizer needs a file of the same model; without it --init-partial leaves out what does not fit"
+NO_TABLES = Fit()
+INSPECTED = "-"  # storage of a script that is only tried
+
+log = telemetry.logger("start_values")
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """`digest`: Layout.initial, of all values of the model after loading and of the rows of tables; "": nothing was loaded. `sentence`: what was left
+    out, for the user. `tables`: whose rows are still to be loaded."""
+
+    digest: str = ""
+    sentence: str = ""
+    tables: tuple[StartTable, ...] = ()
+
+
+def start_values(model: nn.Module, spec: JobSpec, initial: str = "") -> Started:
+    """As a trainer of the job: from its own copy `initial` if it has begun, else from the file, and the copy is made. The model may then
+    lie on a host alone. Raises InvalidArgument, OSError."""
+    if spec.init_from is None:
+        return Started()
+    if initial:
+        load_state(model, read_tensors(_copy(spec, initial)), spec.script)
+        if digest_of(model) != digest_in(initial):
+            raise InvalidArgument(
+                f"{_copy(spec, initial)} was changed: it is the job's copy of init_from",
+                hint="start a new job, or restore the file",
+            )
+        return Started(initial)
+    started = load_start_values(model, spec)
+    if started.sentence:
+        log.warning("init_partial", init_from=spec.init_from, left_out=started.sentence)
+    log.info("start_values_loaded", init_from=spec.init_from, digest=started.digest)
+    if spec.storage != INSPECTED and not files.exists(_copy(spec, started.digest)):
+        files.write_bytes(_copy(spec, started.digest), save(_state(model)))
+    return started
+
+
+def load_start_values(model: nn.Module, spec: JobSpec) -> Started:
+    """From the file that `init_from` names, if it does; of tables only what there is to load. Raises InvalidArgument, OSError."""
+    if spec.init_from is None:
+        return Started()
+    values, hint = read_tensors(spec.init_from), NOT_PARTIAL if spec.init_optimizer else PARTIAL
+    tables = fit_tables(tables_of(model, spec.seed), spec.init_from, states=spec.init_optimizer)
+    sentence = load_state(model, values, spec.init_from, partial=spec.init_partial, hint=hint, tables=tables)
+    if tables.stateless:
+        raise InvalidArgument(
+            f"init_optimizer: the rows beside {spec.init_from} do not fit the script's tables: {'; '.join(tables.stateless[:SHOWN])}",
+            hint="use the row optimizers that the tables were trained with, and files of `trireme export --optimizer`, or leave --init-optimizer out",
+        )
+    return Started(marked(digest_of(model), tables.mark()), sentence, tables.tables)
+
+
+def load_state(
+    model: nn.Module,
+    values: Mapping[str, torch.Tensor],
+    where: str,
+    *,
+    partial: bool = False,
+    hint: str = PARTIAL,
+    tables: Fit = NO_TABLES,
+) -> str:
+    """Copy `values` to the model's parameters and buffers of these names; what was left out, also of its `tables`. Raises InvalidArgument if they are not
+    those of the model; `partial`: if none of them is."""
+    own = _tensors(model)
+    fitting = {name: value for name, value in values.items() if name in own and _kind(own[name]) == _kind(value)}
+    problems = [
+        ("the file lacks", [*(name for name in own if name not in values), *tables.lacking]),
+        ("the model lacks", [*(name for name in values if name not in own), *tables.unknown]),
+        (
+            "another shape or dtype has",
+            [
+                *(
+                    f"{name} ({_kind(value)}, the model has {_kind(own[name])})"
+                    for name, value in values.items()
+                    if name in own and name not in fitting
+                ),
+                *tables.different,
+            ],
+        ),
+        ("more rows than there may be has", list(tables.too_many)),
+    ]
+    sentence = "; ".join(f"{what} {_named(names)}" for what, names in problems if names)
+    if sentence and not (partial and (fitting or tables.tables)):
+        if partial:
+            hint = "give a file whose names are those of model().state_dict()"
+        raise InvalidArgument(f"the parameters in {where} are not those of the model: {sentence}", hint=hint)
+    with torch.no_grad():
+        for name, value in fitting.items():
+            own[name].copy_(value)
+    of_tables = f" and {len(tables.tables)} of its tables" if tables != NO_TABLES else ""
+    loaded = f"init_from: {len(fitting)} of the model's {len(own)} tensors{of_tables} were loaded from {where}"
+    return f"{loaded}; {sentence}" if sentence else ""
+
+
+def digest_of(model: nn.Module) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of model.state_dict()."""
+    digest = hashlib.sha256()
+    for name, value in sorted(_tensors(model).items()):
+        digest.update(f"{name} {_kind(value)}\n".encode())
+        digest.update(_bytes(value))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    values: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return values.data if flat.numel() else memoryview(b"")
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, value in _tensors(model).items()
+    }
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{len(names)}: {', '.join(names[:SHOWN])}{more}"
+
+
+def _copy(spec: JobSpec, digest: str) -> str:
+    return files.join(spec.storage, "initial", f"{digest_in(digest)}.safetensors")
+
+
+SHOWN_PROBLEMS = 5
+
+
+def load_start_state(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, spec: JobSpec) -> None:
+    """Out of the file that `init_from` names, if `init_optimizer` asks for it. Raises InvalidArgument."""
+    if spec.init_optimizer and spec.init_from is not None:
+        load_training_state(model, optimizer, scheduler, read_training_state(spec.init_from), spec.init_from)
+
+
+def load_training_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, found: TrainingState, where: str
+) -> None:
+    """Give both the state in `found`; tensors are moved to their parameters' device. The options of the groups (learning rate, ...) stay
+    as the script sets them, but are those of the file if there is a scheduler: they follow from its state. Raises InvalidArgument."""
+    groups, state = _parts(found.optimizer, where)
+    own = optimizer.param_groups
+    sizes, mine = [len(group["params"]) for group in groups], [len(group["params"]) for group in own]
+    if sizes != mine:
+        raise _misfit(where, f"its groups have {sizes} parameters, those of the script's optimizer {mine}")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    kinds = kinds_of(optimizer)
+    problems: list[str] = []
+    taken: dict[int, dict[str, torch.Tensor]] = {}
+    order = [(number, p) for number, group in enumerate(own) for p in group["params"]]
+    keys = [key for group in groups for key in group["params"]]
+    for index, (key, (number, parameter)) in enumerate(zip(keys, order, strict=True)):
+        if not parameter.requires_grad:
+            continue
+        values = {name: value for name, value in state.get(key, {}).items() if value is not None}
+        taken[index] = {name: _tensor(name, value, kinds[number]) for name, value in values.items()}
+        if problem := _problem(parameter, taken[index], kinds[number]):
+            problems.append(f"{names.get(id(parameter), '?')} {problem}")
+    if problems:
+        more = f" and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN else ""
+        raise _misfit(where, f"{'; '.join(problems[:SHOWN_PROBLEMS])}{more}")
+    if scheduler is not None:
+        if not found.scheduler:
+            raise InvalidArgument(
+                f"init_optimizer: {where} has no state of a scheduler, and the script has scheduler()",
+                hint='save it, too: {"model": ..., "optimizer": ..., "scheduler": scheduler.state_dict()}',
+            )
+        try:
+            scheduler.load_state_dict(found.scheduler)
+        except Exception as error:  # a scheduler of another class may raise anything
+            raise _misfit(where, f"the scheduler refuses its state: {error}") from error
+        for mine_now, theirs in zip(own, groups, strict=True):
+            mine_now.update({name: value for name, value in theirs.items() if name not in ("params", "param_names")})
+    optimizer.load_state_dict({"state": taken, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _parts(saved: Any, where: str) -> tuple[list[dict[str, Any]], Mapping[Any, Mapping[str, Any]]]:
+    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
+    state = saved.get("state") if isinstance(saved, Mapping) else None
+    whole = isinstance(groups, list) and all(isinstance(group, dict) and "params" in group for group in groups)
+    if not whole or not isinstance(groups, list) or not isinstance(state, Mapping):
+        raise _misfit(where, "it is not what optimizer.state_dict() gives")
+    return groups, state
+
+
+def _misfit(where: str, what: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"init_optimizer: the optimizer in {where} does not fit the script's: {what}",
+        hint="use the optimizer that the file was made with, or leave --init-optimizer out: then its state starts fresh",
+    )
+
+
+def _tensor(name: str, value: Any, kinds: Mapping[str, bool]) -> torch.Tensor:
+    """Numbers as torch keeps them now: older versions kept `step` as an int."""
+    tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+    return tensor.detach().to("cpu", SCALAR) if kinds.get(name) and tensor.dim() == 0 else tensor.detach()
+
+
+def _problem(parameter: nn.Parameter, values: Mapping[str, torch.Tensor], kinds: Mapping[str, bool]) -> str:
+    if values.keys() != kinds.keys():
+        return f"has {', '.join(sorted(values)) or 'no state'}, {', '.join(sorted(kinds)) or 'no state'} is needed"
+    for name, scalar in kinds.items():
+        shape = [] if scalar else list(parameter.shape)
+        if list(values[name].shape) != shape:
+            return f"has {name} of shape {list(values[name].shape)}, {shape} is needed"
+    return ""
