@@ -27,7 +27,7 @@ from trireme.cli.history.logs import forget_output
 from trireme.cli.options import Form
 from trireme.cli.targets import job_target
 from trireme.client import AsyncClient
-from trireme.client.waiting import has_ended
+from trireme.client.exchange import has_ended
 from trireme.view.chart import SMALL_ROWS, chart, last_chart, shows_braille, sparkline
 from trireme.view.job_address import open_job
 from trireme.view.report import number
