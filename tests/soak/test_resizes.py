@@ -17,7 +17,7 @@ from master_service.api.resources import ResizeView
 from tests.soak.run import POLL_S, Run, SoakError, asked
 from tests.soak.soak import undisturbed
 from tests.soak.verify import check_bits, check_exactly_once, check_records
-from trireme.cli.faults.chaos import alive
+from trireme.cli.chaos import alive
 from trireme.client import ONLY_JOB, AsyncClient
 
 pytestmark = [pytest.mark.processes, pytest.mark.soak, pytest.mark.timeout(400)]

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from trireme.background.errors import JobStopped
 from trireme.background.supervised import Told, Watcher
-from trireme.cli.history.runs import outcome
+from trireme.cli.queries import outcome
 from trireme.view.chart import Points, last_chart, sparkline
 from trireme.view.progress import LineDisplay
 from trireme.view.report import number, summary_text

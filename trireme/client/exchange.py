@@ -42,16 +42,16 @@ ONLY_JOB = "_"
 PAUSE_S = 0.2
 CONNECT_S = 2.0
 LONGEST_PAUSE_S = 5.0
+LONG_POLL_S = 10.0
+POLL_S = 0.5
 PAGE = 500
 AGENT = "trireme-client"
+FINAL = frozenset({*(phase.value for phase in Phase if phase.final), *(each.value for each in Standing if each.final)})
 
 R = TypeVar("R", bound=BaseModel)
 P = TypeVar("P", bound=BaseModel)
 T = TypeVar("T")
-LONG_POLL_S = 10.0
-POLL_S = 0.5
 Ended = TypeVar("Ended", Operation, ResizeView)
-FINAL = frozenset({*(phase.value for phase in Phase if phase.final), *(each.value for each in Standing if each.final)})
 
 
 @dataclass(frozen=True, slots=True)

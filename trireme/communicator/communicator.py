@@ -42,9 +42,9 @@ from trireme_shared.protocol.keys import Keys
 
 WAIT_S = 30.0  # for all members to begin an operation; then the group is built anew, until timeout_s is over
 MANIFEST_BYTES = 8 << 20  # of what a member called, tensor by tensor: told only if the members differ
+MOST_S = 365 * 86400.0  # the clocks of threads, torch and etcd end somewhere above
 
 Observer = Callable[[str, str, int], None]
-MOST_S = 365 * 86400.0  # the clocks of threads, torch and etcd end somewhere above
 
 
 class CollectiveCommunicator:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from master_service.api.resources import JobView
-from trireme.view.names import without_tokens
+from trireme.view.report import without_tokens
 
 LINE_EVERY_S = 5.0
 LINE_AT_MOST_EVERY_S = 1.0
