@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trireme.cli.faults import chaos
-from trireme.cli.faults.job_probe import JobProbe
-from trireme.cli.faults.receipt import Receipt
+from trireme.cli import chaos
+from trireme.cli.chaos import JobProbe, Receipt
 from trireme.view.child_events import read_events
 from trireme_shared.platform.runtime import telemetry
 from trireme_shared.platform.runtime.clock import seconds_between

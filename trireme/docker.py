@@ -17,9 +17,8 @@ from contextlib import asynccontextmanager
 from pydantic import Field
 
 from trireme.client import AsyncClient
-from trireme.launchers.docker_copy import PROJECT
 from trireme.launchers.docker_engine import DEFAULT, Engine
-from trireme.launchers.docker_launcher import DockerLauncher
+from trireme.launchers.docker_launcher import PROJECT, DockerLauncher
 from trireme.launchers.sizing import Bounds, PoolSize
 from trireme.view.child_events import ChildEvent
 from trireme.view.job_address import client_of

@@ -36,8 +36,7 @@ from tests.trainer_agent import cluster as with_pservers
 from tests.trainer_agent.collective import cluster as collective
 from trainer_agent.data import default_collate, minibatches_in
 from trainer_agent.script.user_module import load
-from trireme.plain import plain_spec, run
-from trireme.plain.minibatches import epoch_minibatches
+from trireme.plain import epoch_minibatches, plain_spec, run
 from trireme_shared.datasets.random_state import seed_everything
 from trireme_shared.protocol.errors import TriremeError, UserCodeError
 from trireme_shared.protocol.lanes import step_seed

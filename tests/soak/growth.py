@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from tests.soak.run import Run, SoakError
-from trireme.cli.faults.chaos import alive
-from trireme.cli.faults.job_probe import ANSWER_S, JobProbe
+from trireme.cli.chaos import ANSWER_S, JobProbe, alive
 from trireme_shared.protocol.errors import PeerError
 
 FEWEST = 9  # samples of one process that say something

@@ -17,11 +17,9 @@ from urllib.parse import urlsplit
 from tests.soak.isolation import DroppedPackets
 from tests.soak.plan import LOSS, SERVERS, Crew, Fault, Kind
 from tests.soak.run import ALIVE_S, POLL_S, Run, SoakError, asked, until
+from trireme.cli.chaos import STALL_S as PROBE_STALL_S
+from trireme.cli.chaos import Before, JobProbe, Receipt, alive, measure, observe
 from trireme.cli.exit_codes import DISK_FULL
-from trireme.cli.faults.chaos import alive
-from trireme.cli.faults.job_probe import STALL_S as PROBE_STALL_S
-from trireme.cli.faults.job_probe import JobProbe
-from trireme.cli.faults.receipt import Before, Receipt, measure, observe
 from trireme.client import ONLY_JOB
 from trireme.launch import run_folder
 from trireme_shared.protocol.errors import TriremeError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.soak.inflict import Cost
 from tests.soak.plan import LEASE_S, Fault, Kind
-from trireme.cli.faults.receipt import Receipt
+from trireme.cli.chaos import Receipt
 
 
 def table(costs: Sequence[Cost]) -> str:

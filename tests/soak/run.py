@@ -24,7 +24,7 @@ from tests.soak.isolation import SmallDisk
 from tests.soak.plan import LEASE_S
 from tests.soak.workload import CHARLM, Workload
 from trainer_agent.data_plane.http import HttpPserver
-from trireme.cli.faults.job_probe import JobProbe
+from trireme.cli.chaos import JobProbe
 from trireme.cli.targets import token_of_run
 from trireme.client import AsyncClient
 from trireme.launch import run_folder

@@ -15,7 +15,7 @@ from tests.soak.inflict import VERY_SLOWLY_S, Cost, inflict
 from tests.soak.plan import ANYWHERE, DISKS, PACKETS, SERVERS, Crew, Kind, plan
 from tests.soak.run import ALIVE_S, POLL_S, Run, SoakError, Trained, pserver_infos, until
 from tests.soak.workload import CHARLM, Workload
-from trireme.cli.faults.job_probe import JobProbe
+from trireme.cli.chaos import JobProbe
 from trireme_shared.protocol.records import Mode, Strategy
 
 STEPS_PER_FAULT = 5

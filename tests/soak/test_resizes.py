@@ -16,7 +16,7 @@ import pytest
 from tests.soak.run import POLL_S, Run, SoakError, asked
 from tests.soak.soak import undisturbed
 from tests.soak.verify import check_bits, check_exactly_once, check_records
-from trireme.cli.faults.chaos import alive
+from trireme.cli.chaos import alive
 from trireme.client import ONLY_JOB, AsyncClient
 from trireme_shared.protocol.rest import ResizeView
 

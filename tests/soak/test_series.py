@@ -23,8 +23,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from examples.charlm import corpus
 from master_service.storage.series_files import StoredSeries, read_all
 from tests.end_to_end.command import Command, Done, command_in, wait_for_step
-from trireme.cli.faults.chaos import alive
-from trireme.view.series import OfStorage
+from trireme.cli.chaos import alive
+from trireme.cli.history.metrics import OfStorage
 
 pytestmark = [pytest.mark.processes, pytest.mark.soak, pytest.mark.timeout(600)]
 

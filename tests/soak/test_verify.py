@@ -20,7 +20,7 @@ from tests.soak.verify import (
     check_losses,
     check_records,
 )
-from trireme.cli.faults.receipt import Receipt
+from trireme.cli.chaos import Receipt
 
 EPOCHS = 2
 RECORDS = Counter({"a": 1, "b": 3})

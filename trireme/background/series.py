@@ -10,11 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trireme.cli.history.metrics import Found, stored
+from trireme.cli.history.metrics import Found, OfMaster, Row, stored
 from trireme.cli.targets import token_of_run
 from trireme.launch import run_folder
 from trireme.view.job_address import client_of
-from trireme.view.series import OfMaster, Row
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import Conflict, DeadlineExceeded, InvalidArgument, PeerError, TriremeError
 from trireme_shared.protocol.metric_names import LOSS

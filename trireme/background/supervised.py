@@ -1,6 +1,6 @@
 """The process of a background run, as its parent sees it.
 
-a thread: start the process ─► read what it tells ─► its end          other threads: wait for the beginning or the end, interrupt, kill
+a thread: start the process ─► read its messages (process.py) ─► End          other threads: wait for the beginning or the end, interrupt, kill
 
 The thread lives as long as the process: on Linux the kernel kills a child when the thread that started it ends, so the process also dies
 with a parent that is killed.
@@ -22,11 +22,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from trireme.background.ends import End, end_of, end_of_dead
+from trireme.background.errors import InvalidSetting, JobFailed, JobStopped, in_python
 from trireme.background.series import losses_in
+from trireme.launch import child, disk_space  # noqa: F401  from_map knows the errors of modules that are loaded
 from trireme.launch.processes import PYTHON_MODULE
+from trireme.settings import UsageError
 from trireme.view.progress import Progress
-from trireme_shared.protocol.errors import PeerError
+from trireme.view.report import failure_lines
+from trireme_shared.protocol.errors import PeerError, TriremeError, UserCodeError, from_map
+from trireme_shared.protocol.records import Phase, UserFailure
 
 MODULE = "trireme.background.process"
 SPAWN_S = 60.0
@@ -61,7 +65,7 @@ class Watcher(Protocol):
     """Shows a run to the user."""
 
     def take(self, kind: str, value: Any, told: Told) -> None:
-        """A message (messages.py) that is in `told` already. Called in a thread of the run's own."""
+        """A message (process.py) that is in `told` already. Called in a thread of the run's own."""
         ...
 
 
@@ -203,3 +207,53 @@ def _tail(errors: IO[bytes]) -> str:
     size = errors.seek(0, os.SEEK_END)
     errors.seek(max(0, size - TAIL_BYTES))
     return errors.read().decode(errors="replace").strip()
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """`result`: the document of a job that has ended; `error`: why it is not COMPLETED."""
+
+    result: Mapping[str, Any] | None = None
+    error: TriremeError | None = None
+
+    @property
+    def phase(self) -> str:
+        """STOPPED also after an error of the launcher: the job is unfinished, and nobody runs it."""
+        return str(self.result["phase"]) if self.result is not None else "STOPPED"
+
+
+def end_of(told: Mapping[str, Any], what: str, again: str) -> End:
+    """`told`: the message. `what`: for the user, `job digits`. `again`: the call that resumes it."""
+    if "stopped" in told:
+        return End(error=JobStopped(f"{what} was stopped before its end", hint=f"resume it: {again}"))
+    if "failure" in told:
+        failure = UserFailure.model_validate(told["failure"])
+        details = {"error_type": failure.error_type, "traceback": failure.traceback, "task": failure.task}
+        return End(error=UserCodeError("\n".join([f"{what} failed:", *failure_lines(failure)]), **details))
+    if "error" in told:
+        return End(error=_error_of(told["error"]))
+    result = told["result"]
+    return End(result, None if result["phase"] == Phase.COMPLETED else _failed(result))
+
+
+def end_of_dead(code: int, said: str, what: str, again: str) -> End:
+    """The process ended without a last message. `code`: as subprocess gives it; `said`: the end of its stderr."""
+    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    message = f"the process that runs {what} has ended ({how})"
+    return End(error=PeerError("\n".join([message, *([said] if said else [])]), hint=f"resume it: {again}"))
+
+
+def _error_of(told: Mapping[str, Any]) -> TriremeError:
+    error = from_map({**told, "message": in_python(told["message"]), "hint": in_python(told["hint"])})
+    if isinstance(error, UsageError):
+        return InvalidSetting(error.message, hint=error.hint, **error.details)
+    if tail := error.details.get("tail"):
+        error.add_note(f"the end of {error.details.get('log')}:\n{tail}")
+    return error
+
+
+def _failed(result: Mapping[str, Any]) -> JobFailed:
+    lines = failure_lines(UserFailure.model_validate(result["failure"])) if result["failure"] else []
+    again = "goes on from its newest checkpoint" if result["resumable"] else "starts from the beginning"
+    message = "\n".join([f"job {result['job']} failed: {result['reason']}", *lines])
+    return JobFailed(message, hint=f"the same call {again}; logs: {result['logs']}", result=dict(result))

@@ -13,7 +13,6 @@ from typing import Annotated
 
 import typer
 
-from trireme.cli.checkpoint_commands import Which, checkpoint
 from trireme.cli.cluster import commands as cluster_commands
 from trireme.cli.history import commands as history_commands
 from trireme.cli.options import (
@@ -61,8 +60,7 @@ from trireme.cli.options import (
     Url,
     WaitS,
 )
-from trireme.cli.other_systems.translated import WithOtherNames
-from trireme.cli.security import commands as security_commands
+from trireme.cli.other_systems import WithOtherNames
 from trireme.cli.tables import commands as table_commands
 
 app = typer.Typer(
@@ -72,15 +70,28 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
 chaos = typer.Typer(help="Kill processes of a running local job and see how it recovers.", no_args_is_help=True)
+checkpoint = typer.Typer(help="Checkpoints of a job, running or not.", no_args_is_help=True)
+token = typer.Typer(
+    help="Tokens of a run or a cluster on this machine. Changes count within a second, without a restart.",
+    no_args_is_help=True,
+)
 app.add_typer(chaos, name="chaos")
-
-_NOT_SETTINGS = {"script", "assignments", "check", "fresh", "dry_run", "as_json", "insecure"}  # of `trireme run`
 app.add_typer(checkpoint, name="checkpoint")
-app.add_typer(security_commands.token, name="token")
+app.add_typer(token, name="token")
 history_commands.register(app)
 table_commands.register(app)
+
+_NOT_SETTINGS = {"script", "assignments", "check", "fresh", "dry_run", "as_json", "insecure"}  # of `trireme run`
+_WHICH = typer.Argument(help="A step, or the beginning of a checkpoint's uuid.", metavar="CHECKPOINT")
+Which = Annotated[str | None, _WHICH]
+File = Annotated[
+    Path | None,
+    typer.Option(
+        "--file", help="A table of tokens that services started by hand read (TRIREME_TOKENS_FILE).", metavar="FILE"
+    ),
+]
+TokenName = Annotated[str, typer.Argument(help="Name of the token.", metavar="NAME")]
 
 
 @app.command(cls=WithOtherNames)
@@ -314,7 +325,7 @@ def chaos_kill(
     """Send SIGKILL to a process of a running local job. Prints how it was noticed, when training went on and what it cost."""
     if (name is None) is not at_random:
         raise typer.BadParameter("give either a NAME or --random")
-    from trireme.cli.faults.chaos import kill  # noqa: PLC0415
+    from trireme.cli.chaos import kill  # noqa: PLC0415
 
     raise typer.Exit(kill(name, job, data_dir, at_random=at_random, as_json=as_json))
 
@@ -355,9 +366,114 @@ def certs(
 
     Prints the environment variables that use them. A name that is there already gets a new certificate; services take it up.
     """
-    from trireme.cli.security.certs import make_certificates  # noqa: PLC0415
+    from trireme.cli.security import make_certificates  # noqa: PLC0415
 
     raise typer.Exit(make_certificates(folder, name, hosts or [], days, renew=renew, as_json=as_json))
+
+
+@checkpoint.command(name="list")
+def checkpoint_list(job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False) -> None:
+    """The checkpoints of a job, newest first. This machine must see its storage."""
+    from trireme.cli.checkpoint import list_checkpoints  # noqa: PLC0415
+
+    raise typer.Exit(list_checkpoints(job, data_dir, url, as_json=as_json))
+
+
+@checkpoint.command(name="create")
+def checkpoint_create(
+    wait_s: WaitS = 120.0, job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False
+) -> None:
+    """Make a checkpoint of a running job at one of its next steps; in synchronous mode training does not stop for it.
+
+    Prints the operation and its checkpoint. Exit code 7: not finished within --wait-s; the operation goes on.
+    """
+    from trireme.cli.checkpoint import create  # noqa: PLC0415
+
+    raise typer.Exit(create(job, data_dir, url, wait_s, as_json=as_json))
+
+
+@checkpoint.command(name="restore")
+def checkpoint_restore(
+    which: Annotated[str, _WHICH],
+    wait_s: WaitS = 120.0,
+    job: Job = None,
+    data_dir: DataDir = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Take a running job back to a checkpoint. Training continues from there and ends with the same bits.
+
+    Training is not stopped before the checkpoint's files are verified; exit code 1 if they are damaged. Newer checkpoints
+    are kept and can be restored later.
+    """
+    from trireme.cli.checkpoint import restore  # noqa: PLC0415
+
+    raise typer.Exit(restore(job, data_dir, url, which, wait_s, as_json=as_json))
+
+
+@checkpoint.command(name="verify")
+def checkpoint_verify(
+    which: Which = None, job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False
+) -> None:
+    """Read every file of a checkpoint (of all, if none is named) and compare its checksum; exit code 1 if one is damaged."""
+    from trireme.cli.checkpoint import verify  # noqa: PLC0415
+
+    raise typer.Exit(verify(job, data_dir, which, url, as_json=as_json))
+
+
+@token.command("list")
+def token_list(job: Job = None, data_dir: DataDir = None, file: File = None, as_json: Json = False) -> None:
+    """Names and roles of the tokens, and since when they exist."""
+    from trireme.cli.security import Where, list_tokens  # noqa: PLC0415
+
+    raise typer.Exit(list_tokens(Where(file, job, data_dir), as_json=as_json))
+
+
+@token.command("create")
+def token_create(
+    name: TokenName,
+    role: Annotated[
+        str, typer.Option(help="viewer: read; member: what members need; admin: everything.", metavar="ROLE")
+    ] = "viewer",
+    valid_s: Annotated[
+        float | None, typer.Option("--valid-s", help="For so many seconds. Default: for ever.", min=1, metavar="S")
+    ] = None,
+    job: Job = None,
+    data_dir: DataDir = None,
+    file: File = None,
+    as_json: Json = False,
+) -> None:
+    """Make a token and print it. It is kept as a hash and cannot be shown again."""
+    from trireme.cli.security import Where, create_token  # noqa: PLC0415
+
+    raise typer.Exit(create_token(Where(file, job, data_dir), name, role, valid_s, as_json=as_json))
+
+
+@token.command("rotate")
+def token_rotate(
+    name: TokenName,
+    keep_s: Annotated[
+        float, typer.Option("--keep-s", help="The old token is taken for so many seconds more.", min=0, metavar="S")
+    ] = 60.0,
+    job: Job = None,
+    data_dir: DataDir = None,
+    file: File = None,
+    as_json: Json = False,
+) -> None:
+    """Print a new token of the same role in the place of another one. Running members take up theirs by themselves."""
+    from trireme.cli.security import Where, rotate_token  # noqa: PLC0415
+
+    raise typer.Exit(rotate_token(Where(file, job, data_dir), name, keep_s, as_json=as_json))
+
+
+@token.command("revoke")
+def token_revoke(
+    name: TokenName, job: Job = None, data_dir: DataDir = None, file: File = None, as_json: Json = False
+) -> None:
+    """Refuse a token from now on."""
+    from trireme.cli.security import Where, revoke_token  # noqa: PLC0415
+
+    raise typer.Exit(revoke_token(Where(file, job, data_dir), name, as_json=as_json))
 
 
 cluster_commands.add_to(app)

@@ -13,12 +13,12 @@ from typing import Any
 
 from trireme import existing_etcd
 from trireme.cli import exit_codes
-from trireme.cli.history import kept_events
+from trireme.cli.history import logs
 from trireme.cli.history.metrics import loss_chart
 from trireme.cli.history.script_output import ScriptOutput
 from trireme.cli.history.trackers import check_trackers, finish_trackers
 from trireme.cli.start_file import with_start_file
-from trireme.cli.tables.start import memory_bytes, memory_of_tables
+from trireme.cli.tables.memory import memory_bytes, memory_of_tables
 from trireme.existing_etcd import access_of
 from trireme.launch import resume, run_folder, run_storage
 from trireme.launch.cluster import HOST, LocalCluster
@@ -230,7 +230,7 @@ def _prepare(folder: Path, start: resume.Start, script: str, model: Facts | None
             if start is resume.Start.NEW:
                 resume.set_aside(folder)
                 resume.write_start(folder, script, model)
-            for name in (run_folder.RUN_FILE, resume.RESULT_FILE, kept_events.FILE):
+            for name in (run_folder.RUN_FILE, resume.RESULT_FILE, logs.EVENTS_FILE):
                 (folder / name).unlink(missing_ok=True)
             if access is not None:
                 run_folder.write_json(folder / resume.ETCD_FILE, access.facts())
@@ -274,7 +274,7 @@ async def _train(
             cluster.run_beside(output.run())
             state = await _run_to_the_end(cluster, reporter, folder, screen)
             counts = await reporter.last_counts(lambda: cluster.client(REQUEST_TIMEOUT_S))
-            events = await kept_events.all_events(lambda: cluster.client(REQUEST_TIMEOUT_S))
+            events = await logs.all_events(lambda: cluster.client(REQUEST_TIMEOUT_S))
             resumable = state.cause not in (None, FailureCause.SCRIPT) and await _is_saved(cluster)
     except asyncio.CancelledError:
         output.look(clock.monotonic(), last=True)  # the hint shall be the last line
@@ -285,7 +285,7 @@ async def _train(
         output.look(clock.monotonic(), last=True)
         screen.close()
     document = result_document(spec, state, counts, spent.seconds, folder, resumable=resumable)
-    kept_events.keep(folder, events)
+    logs.keep_events(folder, events)
     run_folder.write_json(folder / resume.RESULT_FILE, document)
     if not resumable:
         await finish_trackers(spec, document)

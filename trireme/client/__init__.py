@@ -10,9 +10,8 @@ with Client("http://127.0.0.1:8470") as client:
 """
 
 from trireme.client.asynchronous import AsyncClient
-from trireme.client.exchange import ONLY_JOB
+from trireme.client.exchange import ONLY_JOB, EventGap
 from trireme.client.synchronous import Client
-from trireme.client.waiting import EventGap
 from trireme_shared.platform.security.tls import Tls
 from trireme_shared.protocol.errors import (
     CallerError,

@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal
+from types import TracebackType
+from typing import Literal, Self, TypeVar
 
-from trireme.client.connection import Connection
-from trireme.client.exchange import Call, Listing, body_of, get, path_in, path_of, post
-from trireme.client.waiting import LONG_POLL_S, POLL_S, EventGap, Wait, has_ended, result_of
+import httpx
+from pydantic import BaseModel
+
+from trireme.client.exchange import (
+    AGENT,
+    LONG_POLL_S,
+    POLL_S,
+    Attempts,
+    Call,
+    EventGap,
+    Listing,
+    Masters,
+    Wait,
+    body_of,
+    get,
+    given_token,
+    has_ended,
+    path_in,
+    path_of,
+    post,
+    result_of,
+)
 from trireme_shared.platform.runtime import clock
-from trireme_shared.protocol.errors import Conflict, CursorExpired
+from trireme_shared.platform.security.tls import Tls
+from trireme_shared.protocol.errors import Conflict, CursorExpired, TriremeError
 from trireme_shared.protocol.evaluations import Evaluation
 from trireme_shared.protocol.events import EventRecord
 from trireme_shared.protocol.explanations import Explanation
@@ -59,10 +80,15 @@ from trireme_shared.protocol.rest_cluster import (
     ScheduleView,
 )
 
+TIMEOUT_S = 15.0
 TaskState = Literal["TODO", "PENDING", "REQUEUED", "DONE", "DISCARDED"]
 
+R = TypeVar("R", bound=BaseModel)
+P = TypeVar("P", bound=BaseModel)
+T = TypeVar("T")
 
-class Client(Connection):
+
+class Client:
     """Each call raises the TriremeError of the master's answer, PeerError if nobody can be reached, DeadlineExceeded if nobody
     answers. `with` closes the client. `job` in a call is a job's name, or ONLY_JOB at a master that has only one.
 
@@ -73,6 +99,45 @@ class Client(Connection):
     `wait_for_leader`: a call is sent again, with the same Idempotency-Key, while no master leads or none can be reached. False: that
     error is raised at once, and a call is sent again only while the master that was asked takes over.
     """
+
+    def __init__(
+        self,
+        urls: str,
+        *,
+        token: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+        tls: Tls | None = None,
+        wait_for_leader: bool = True,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self._masters = Masters(urls)
+        self._timeout_s = timeout_s
+        self._wait_for_leader = wait_for_leader
+        given = given_token() if token is None else token
+        headers = {"User-Agent": AGENT} | ({"Authorization": f"Bearer {given}"} if given else {})
+        trusted = (tls or Tls.from_environment()).client() or True
+        self._http = httpx.Client(headers=headers, verify=trusted, trust_env=False, transport=transport)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.url}>"
+
+    @property
+    def url(self) -> str:
+        """The address that calls go to now."""
+        return self._masters.url
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    # ---------------------------------------------------------------- jobs
 
     def create_job(self, job: CreateJob, *, key: str = "") -> ClusterJobView:
         """Queue a job in a cluster. The same `key` (Idempotency-Key) is the same job, here and in all other calls."""
@@ -385,3 +450,26 @@ class Client(Connection):
 
     def get_version(self) -> Version:
         return self._send(get(path_of("version"), Version))
+
+    # ---------------------------------------------------------------- sending
+
+    def _list(self, listing: Listing[P, T]) -> Iterator[T]:
+        token = ""
+        while True:
+            items, token = listing.split(self._send(listing.call(token)))
+            yield from items
+            if not token:
+                return
+
+    def _send(self, call: Call[R]) -> R:
+        now = clock.monotonic()
+        attempts = Attempts(self._masters, call, self._timeout_s, now, wait_for_leader=self._wait_for_leader)
+        while True:
+            try:
+                return call.read(self._http.send(attempts.request(self._http, clock.monotonic())))
+            except httpx.TransportError as error:
+                told = attempts.told(error)
+                told.__cause__ = error
+            except TriremeError as error:
+                told = error
+            clock.sleep(attempts.failed(told, clock.monotonic()))

@@ -6,7 +6,9 @@ stop  ─► SIGTERM, the service's grace, SIGKILL ─► remove
 look  ─► what the Engine does not run any more (killed or stopped by hand) is removed; whoever sizes the pool starts another
 
 Which containers are its own is written at them alone, as labels: a launcher that starts again finds those of the one before. To compose
-they are one-off containers: `up` and `--scale` leave them, `down` takes them away.
+they are one-off containers: `up` and `--scale` leave them, `down` takes them away. Image, command, environment, volumes, limits,
+networks, health check and labels of a copy are those of the service, so nothing has to be said twice; its name and the number of places
+are its own, it publishes no port, and the Engine starts it again whatever its end was.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trireme.launchers.docker_copy import CLUSTER, GRACE_S, ID, ONE_OFF, PROJECT, ROLE, SERVICE, Creation, copy_of
 from trireme.launchers.docker_engine import Engine
 from trireme.launchers.launcher import Launched, OnEvent, Role
 from trireme.view.child_events import ChildEvent
@@ -30,6 +31,23 @@ AT_ONCE = 8  # calls that make or end containers
 NAMES = 32  # so many taken names are passed over
 RUNS = ("running", "restarting", "paused")  # by the Engine's own doing
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.-]+")
+PROJECT, SERVICE, ONE_OFF = "com.docker.compose.project", "com.docker.compose.service", "com.docker.compose.oneoff"
+CLUSTER, ROLE, ID = "trireme.cluster", "trireme.role", "trireme.id"
+GRACE_S = 60  # for members to save and leave, if the service says nothing; the Engine's own 10 s are too short
+ENVIRONMENT = {"trainer": "TRIREME_TRAINERS", "pserver": "TRIREME_PSERVERS"}
+# of one container alone
+_CONFIG = ("Hostname", "MacAddress", "AttachStdin", "AttachStdout", "AttachStderr", "OpenStdin", "StdinOnce", "Tty")
+_HOST = (
+    "PortBindings",
+    "PublishAllPorts",
+    "ContainerIDFile",
+    "AutoRemove",
+    "Links",
+    "RestartPolicy",
+    "Binds",
+    "Mounts",
+)
+_WITHOUT_NAME = re.compile(r"[0-9a-f]{64}(:|$)")  # a volume that belongs to one container; a new container gets its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,3 +207,59 @@ def _container(listed: Mapping[str, Any]) -> _Container:
         status=str(listed.get("Status", "")),
         created=int(listed["Created"]),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Creation:
+    """`body`: of POST /containers/create. `networks`: those it must be connected to before it starts, with the endpoint in each; an
+    Engine before API 1.44 takes only one in the body."""
+
+    body: dict[str, Any]
+    networks: Mapping[str, Mapping[str, Any]]
+
+
+def copy_of(found: Mapping[str, Any], cluster: str, role: Role, name: str) -> Creation:
+    """`found`: as `docker inspect` shows it. `name`: of the new container and of its host agent."""
+    config = {key: value for key, value in found["Config"].items() if key not in _CONFIG}
+    host = {key: value for key, value in found["HostConfig"].items() if key not in _HOST}
+    places = {variable: str(int(kind == role)) for kind, variable in ENVIRONMENT.items()}
+    binds = [bind for bind in found["HostConfig"].get("Binds") or () if not _WITHOUT_NAME.match(bind)]
+    networks = _networks(found)
+    mode = str(host.get("NetworkMode", ""))
+    first = mode if mode in networks else next(iter(networks), "")
+    body = {
+        **config,
+        "Image": found["Image"],  # the very one, also if its tag has moved on
+        "Env": _with(config.get("Env") or (), {"TRIREME_NAME": name, **places}),
+        "Labels": {**(config.get("Labels") or {}), ONE_OFF: "True", CLUSTER: cluster, ROLE: role, ID: name},
+        "StopTimeout": config.get("StopTimeout") or GRACE_S,
+        "HostConfig": {**host, "Binds": binds, "Mounts": _mounts(found), "RestartPolicy": {"Name": "unless-stopped"}},
+        "NetworkingConfig": {"EndpointsConfig": {first: networks[first]} if first else {}},
+    }
+    return Creation(body, {network: endpoint for network, endpoint in networks.items() if network != first})
+
+
+def _with(environment: Any, changed: Mapping[str, str]) -> list[str]:
+    kept = [line for line in environment if line.partition("=")[0] not in changed]
+    return [*kept, *(f"{name}={value}" for name, value in changed.items())]
+
+
+def _mounts(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    mounts = []
+    for mount in found["HostConfig"].get("Mounts") or ():
+        own = mount["Type"] == "volume" and _WITHOUT_NAME.match(mount.get("Source") or "")
+        mounts.append({**mount, "Source": ""} if own else dict(mount))
+    return mounts
+
+
+def _networks(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Names and endpoints. Addresses are the Engine's to give; names of the copied container itself are left out."""
+    mode = str(found["HostConfig"].get("NetworkMode", ""))
+    if mode in ("host", "none") or mode.startswith("container:"):
+        return {}
+    own = {found["Id"][:12], found["Name"].lstrip("/")}
+    networks = (found.get("NetworkSettings") or {}).get("Networks") or {}
+    return {
+        name: {"Aliases": [alias for alias in endpoint.get("Aliases") or () if alias not in own]}
+        for name, endpoint in sorted(networks.items())
+    }

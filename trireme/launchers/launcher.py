@@ -1,6 +1,6 @@
 """A launcher adds processes to a cluster and takes them away: masters, and host agents with places for members.
 
-    none (members are started by hand) | local processes (local.py) | actors of a Ray cluster (ray_launcher.py)
+    none (members are started by hand) | processes on this machine (LocalLauncher) | actors of a Ray cluster (ray_launcher.py)
     containers beside those of a compose project (docker_launcher.py)
 
 What it has started it keeps running: a process that dies is started again, on another machine if its own is lost.
@@ -8,15 +8,20 @@ What it has started it keeps running: a process that dies is started again, on a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+import re
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 from trireme.view.child_events import ChildEvent
+from trireme_shared.protocol.errors import InvalidArgument, PeerError
 
 Role = Literal["master", "pserver", "trainer"]
 ROLES: tuple[Role, ...] = ("pserver", "trainer", "master")  # in the order in which they leave
 MODULES = {"master": "master_service", "pserver": "trireme.host", "trainer": "trireme.host"}
+UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_ITEM = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_.:-]*)\s*=\s*(\d+(?:\.\d+)?)\s*([KMGT]iB)?\s*")
+_NATIVE = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 
 OnEvent = Callable[[ChildEvent], None]
 
@@ -47,3 +52,72 @@ class Launcher(Protocol):
     def list(self) -> list[Launched]:
         """What was started and not stopped."""
         ...
+
+
+class LocalLauncher:
+    """More host agents on this machine, beside the one that a local cluster begins with. `add` starts a supervised host agent with so many places of one kind and returns its name; `remove` ends it."""
+
+    def __init__(self, add: Callable[[Role, int], Awaitable[str]], remove: Callable[[str], Awaitable[None]]) -> None:
+        self._add, self._remove = add, remove
+        self._launched: dict[str, Launched] = {}
+
+    def __repr__(self) -> str:
+        return f"<LocalLauncher: {len(self._launched)} host agents>"
+
+    async def start(self, role: Role, count: int) -> Sequence[str]:
+        """One host agent for all: its members share what it has loaded. Raises PeerError."""
+        try:
+            name = await self._add(role, count)
+        except OSError as error:
+            raise PeerError(f"a host agent for {count} members of kind {role} cannot be started: {error}") from error
+        self._launched[name] = Launched(name, role, count)
+        return [name]
+
+    async def stop(self, ids: Collection[str]) -> None:
+        for name in ids:
+            if self._launched.pop(name, None) is not None:
+                await self._remove(name)
+
+    def list(self) -> list[Launched]:
+        return list(self._launched.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one process takes of a node of Ray: `CPU=2,GPU=1,memory=8GiB,spot=1`. `amounts`: by name. CPU, GPU and memory (bytes) mean what they say; other names are the cluster's own."""
+
+    amounts: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {amount:g}" for name, amount in self.amounts.items())
+
+    @classmethod
+    def parse(cls, text: str, option: str) -> Resources:
+        """Raises InvalidArgument that names `option`."""
+        amounts: dict[str, float] = {}
+        for item in text.split(","):
+            found = _ITEM.fullmatch(item)
+            if found is None or (found[3] and found[1] != "memory"):
+                msg = f"{option} {text!r}: {item.strip()!r} is no NAME=AMOUNT"
+                raise InvalidArgument(msg, hint="for example CPU=2,GPU=1,memory=8GiB")
+            amounts[found[1]] = float(found[2]) * UNITS[found[3] or ""]
+        if not any(amounts.values()):
+            raise InvalidArgument(
+                f"{option} {text!r} asks for nothing", hint="a process takes at least a part of a CPU"
+            )
+        return cls(amounts)
+
+    @property
+    def cores(self) -> int:
+        """At least 1."""
+        return max(1, int(self.amounts.get("CPU", 1)))
+
+    def bundle(self) -> dict[str, float]:
+        """For a placement group."""
+        return {name: amount for name, amount in self.amounts.items() if amount}
+
+    def options(self) -> dict[str, Any]:
+        """For an actor in such a bundle."""
+        native = {option: self.amounts.get(name, 0) for name, option in _NATIVE.items()}
+        own = {name: amount for name, amount in self.amounts.items() if name not in _NATIVE}
+        return {**{name: amount for name, amount in native.items() if amount or name == "num_cpus"}, "resources": own}

@@ -24,8 +24,7 @@ from trireme.launch.cluster import HOST
 from trireme.launch.leases import REVOKE_TIMEOUT_S, revoke_all_leases
 from trireme.launch.processes import spawn
 from trireme.launch.supervision import GRACE_S, SupervisedProcesses
-from trireme.launchers.launcher import Launcher, Role
-from trireme.launchers.local import LocalLauncher
+from trireme.launchers.launcher import Launcher, LocalLauncher, Role
 from trireme.launchers.sizing import Bounds, PoolSize
 from trireme.view.child_events import ChildEvent
 from trireme.view.job_address import client_of

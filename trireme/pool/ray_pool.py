@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trireme.launch.child import ClusterError
-from trireme.launchers.launcher import ROLES, Role
+from trireme.launchers.launcher import ROLES, Resources, Role
 from trireme.launchers.ray_launcher import RayLauncher, connected
-from trireme.launchers.resources import Resources
 from trireme.pool.local_pool import DRAIN_S, LocalPool, PoolRequest
 from trireme.view.child_events import ChildEvent
 from trireme_shared.platform.security.tokens import Role as TokenRole

@@ -12,9 +12,8 @@ from typing import Any
 
 from trireme.view.child_events import ChildEvent
 from trireme.view.job_address import AnyClient, Connect
-from trireme.view.names import without_tokens
 from trireme.view.progress import Display, progress_of
-from trireme.view.report import Counts
+from trireme.view.report import Counts, without_tokens
 from trireme_shared.platform.etcd import NoSpace
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.errors import CursorExpired, PeerError, TriremeError

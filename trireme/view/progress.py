@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from trireme.view.names import without_tokens
+from trireme.view.report import without_tokens
 from trireme_shared.protocol.rest import JobView
 
 LINE_EVERY_S = 5.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,13 @@ from typing import Any
 
 from trireme_shared.protocol.evaluations import evaluated_point
 from trireme_shared.protocol.records import JobSpec, JobState, Mode, Phase, UserFailure
+
+LISTED = 100  # discarded tasks in the document
+SHOWN = 5  # and in the summary
+SHOWN_EPOCHS = 8  # in the summary
+FACTS = ("task_id", "kind", "epoch", "file", "first", "count", "failures", "cause")
+# as trireme_shared.platform.runtime.ids.new_id makes them, one for each start; not the end of a UUID
+_TOKEN = re.compile(r"(?<=[\w])(?<![0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4})-[0-9a-f]{12}\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +31,6 @@ class Counts:
     epochs: int = 0
     discarded: Sequence[Mapping[str, Any]] = ()
     by_epoch: Sequence[Mapping[str, Any]] = ()
-
-
-LISTED = 100  # discarded tasks in the document
-SHOWN = 5  # and in the summary
-SHOWN_EPOCHS = 8  # in the summary
-FACTS = ("task_id", "kind", "epoch", "file", "first", "count", "failures", "cause")
 
 
 def result_document(
@@ -195,3 +197,8 @@ def failure_lines(failure: UserFailure) -> list[str]:
     if failure.task:
         lines.append(f"in {failure.task}" + (f" at {failure.trainer}" if failure.trainer else ""))
     return lines
+
+
+def without_tokens(sentence: str) -> str:
+    """Names of processes as people use them, and as `trireme chaos kill` takes them: `trainer-0-4da120b091a6 joined` -> `trainer-0 joined`."""
+    return _TOKEN.sub("", sentence)

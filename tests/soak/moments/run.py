@@ -15,7 +15,7 @@ from tests.soak.moments.schedule import Fault
 from tests.soak.plan import LEASE_S
 from tests.soak.run import ALIVE_S, Run, SoakError, Trained, until
 from tests.soak.workload import Workload
-from trireme.cli.faults.chaos import alive
+from trireme.cli.chaos import alive
 from trireme_shared.protocol.records import Strategy
 
 TRAINERS = 4

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from trireme.background.ends import End
-from trireme.background.picture import Picture, svg
-from trireme.background.result import RunResult
+from trireme.background.run import RunResult
 from trireme.background.series import columns, outside_any_loop
-from trireme.background.supervised import MOST_LOSSES, Told
-from trireme.background.watching import Lines
+from trireme.background.supervised import MOST_LOSSES, End, Told
+from trireme.background.watching import Lines, Picture, svg
 from trireme.data import TextLines
 from trireme.view.progress import Progress
 from trireme.view.report import Counts, result_document

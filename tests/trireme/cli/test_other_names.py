@@ -11,8 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from trireme.cli.app import app
-from trireme.cli.other_systems.names import ACCEPTED, PAGE, REFUSED
-from trireme.cli.other_systems.translated import OtherNameError, translated
+from trireme.cli.other_systems import ACCEPTED, PAGE, REFUSED, OtherNameError, translated
 from trireme.settings import SETTINGS, from_flags, from_set, job_spec, merge
 from trireme_shared.protocol.records.datasets import Npy
 

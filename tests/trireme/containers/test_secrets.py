@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from trireme.cli.security.tokens import Where, rotate_token
+from trireme.cli.security import Where, rotate_token
 from trireme.containers import secrets
 from trireme.containers.secrets import TokenVolumes
 from trireme_shared.platform.security.access import Access

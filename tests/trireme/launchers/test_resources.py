@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from trireme.launchers.resources import Resources
+from trireme.launchers.launcher import Resources
 from trireme_shared.protocol.errors import InvalidArgument
 
 

@@ -6,8 +6,8 @@ import io
 
 from rich.console import Console
 
-from trireme.view.job_lines import LiveLines, PlainLines, columns_of
-from trireme.view.names import without_tokens
+from trireme.cli.cluster.jobs import LiveLines, PlainLines, columns_of
+from trireme.view.report import without_tokens
 
 
 def job(name: str, state: str, step: int | None = None, reason: str = "") -> dict:

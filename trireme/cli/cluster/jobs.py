@@ -1,26 +1,32 @@
-"""`trireme jobs | schedules | pool | pause | resume | cancel | delete`: asked of a cluster's leader."""
+"""`trireme jobs | schedules | pool | pause | resume | cancel | delete`: asked of a cluster's leader, also right after `trireme up` and while
+another master takes over. `trireme up` shows the jobs as they run, one line for each."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Coroutine
+import os
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from trireme.cli import exit_codes
-from trireme.cli.cluster.leader import LEADER_S, ask_leader
 from trireme.cli.queries import print_table, stdout_console
 from trireme.cli.targets import checked_name, cluster_target
 from trireme.client import AsyncClient
 from trireme.settings import UsageError
 from trireme.view.job_address import client_of
-from trireme.view.job_lines import columns_of
-from trireme.view.names import without_tokens
+from trireme.view.progress import LINE_EVERY_S, REFRESH_PER_SECOND, Progress, members_text, say
+from trireme.view.report import without_tokens
 from trireme_shared.platform.runtime import clock, telemetry
-from trireme_shared.protocol.errors import DeadlineExceeded, NotFound, PeerError, TriremeError
+from trireme_shared.protocol.errors import DeadlineExceeded, NotFound, NotLeader, NotReady, PeerError, TriremeError
 from trireme_shared.protocol.records.cluster import Standing
 from trireme_shared.protocol.rest_cluster import PoolMemberView
 
@@ -30,9 +36,19 @@ REACHED = {
     "cancel": (Standing.CANCELLED, Standing.COMPLETED, Standing.FAILED),
     "resume": tuple(standing for standing in Standing if standing is not Standing.PAUSED),
 }
+LEADER_S = 60.0
+PAUSE_S = 0.3
+SHOWN = 20  # jobs on a terminal; those that have not ended come first
+ENDED = ("COMPLETED", "FAILED", "CANCELLED")
+STOPPING = {  # what its users asked for -> its state until that is done, and what it does
+    "pause": ("pausing", "saves a checkpoint, then its members leave"),
+    "cancel": ("cancelling", "its members leave"),
+}
 
 Action = Literal["pause", "resume", "cancel"]
 Call = Callable[[AsyncClient], Awaitable[dict[str, Any]]]
+Job = Mapping[str, Any]
+A = TypeVar("A")
 
 
 def list_jobs(state: str | None, data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
@@ -235,3 +251,121 @@ def _shown(
     else:
         show(stdout_console(), document)
     return exit_codes.OK
+
+
+def columns_of(job: Job) -> tuple[str, str, str, str, str]:
+    """Name, state, how much is done, what it does, its members. `job`: as listJobs gives it."""
+    progress = job.get("progress") or {}
+    known = {field.name: progress[field.name] for field in fields(Progress) if field.name in progress}
+    members, reason = job["members"], without_tokens(job["reason"])
+    at = Progress(phase=job["state"], stage="TRAIN", reason=reason, **known)
+    doing = reason if job["state"] in ENDED or not progress else at.training()
+    state = str(job["state"]).lower()
+    if job.get("standing") == "ACTIVE" and job.get("wanted") in STOPPING and job["state"] not in ENDED:
+        state, doing = STOPPING[job["wanted"]]
+    counts = (members[name] for name in ("trainers_running", "trainers", "pservers_running", "pservers"))
+    held = members_text(*counts)
+    return (
+        str(job["job"]),
+        state,
+        f"{at.fraction:.0%}" if progress else "",
+        doing,
+        held if members["trainers"] or members["pservers"] else "",
+    )
+
+
+class JobLines(Protocol):
+    """`close` removes what is redrawn from the screen and leaves the events."""
+
+    def show(self, jobs: Sequence[Job], now: float) -> None: ...
+
+    def event(self, sentence: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PlainLines:
+    """For logs and pipes: a line when the state of a job changes, and one every LINE_EVERY_S seconds for each that runs."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._states: dict[str, str] = {}
+        self._told = float("-inf")
+
+    def show(self, jobs: Sequence[Job], now: float) -> None:
+        due = now - self._told >= LINE_EVERY_S
+        for job in jobs:
+            columns = columns_of(job)
+            changed = self._states.get(job["job"]) != columns[1]
+            self._states[job["job"]] = columns[1]
+            if changed or (due and job["progress"]):
+                self.event("  ".join(part for part in columns if part))
+        self._told = now if due else self._told
+
+    def event(self, sentence: str) -> None:
+        self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        return
+
+
+class LiveLines:
+    """For terminals."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(Text("starting"), console=console, refresh_per_second=REFRESH_PER_SECOND, transient=True)
+        self._live.start()
+
+    def show(self, jobs: Sequence[Job], now: float) -> None:  # noqa: ARG002  rich draws at its own rate
+        if not jobs:
+            self._live.update(Text("no job yet: trireme submit SCRIPT", style="dim"))
+            return
+        ordered = sorted(jobs, key=lambda job: job["state"] in ENDED)
+        grid = Table.grid(padding=(0, 2))
+        for job in ordered[:SHOWN]:
+            name, state, fraction, doing, members = columns_of(job)
+            grid.add_row(Text(name, style="bold"), Text(state), Text(fraction), Text(doing), Text(members, style="dim"))
+        more = len(ordered) - SHOWN
+        self._live.update(Group(grid, Text(f"and {more} more", style="dim")) if more > 0 else grid)
+
+    def event(self, sentence: str) -> None:
+        self._console.print(sentence, markup=False, highlight=False, style="yellow", soft_wrap=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def job_lines() -> JobLines:
+    """LiveLines if stderr is a terminal, else PlainLines."""
+    console = Console(stderr=True)
+    return LiveLines(console) if sys.stderr.isatty() else PlainLines(console)
+
+
+async def ask_leader(
+    ask: Callable[[AsyncClient], Awaitable[A]], data_dir: Path | None, url: str | None, limit_s: float = LEADER_S
+) -> A:
+    """What `ask` answers. While no master leads, it is asked again, so it must do no harm when repeated. Raises DeadlineExceeded if
+    that lasts for `limit_s`; NotFound: no cluster runs here; PeerError: nothing answers at a URL that was given; what `ask` raises."""
+    deadline, told = clock.monotonic() + limit_s, False
+    given = bool(url or os.environ.get("TRIREME_URL"))
+    while True:
+        try:
+            target = cluster_target(data_dir, url)
+            async with client_of(target.address, target.token) as cluster:
+                return await ask(cluster)
+        except PeerError as error:
+            if not _passes(error, given=given):
+                raise
+            if clock.monotonic() > deadline:
+                msg = f"waited {limit_s:g} s for a master to lead the cluster: {error.message}"
+                raise DeadlineExceeded(msg, hint="`trireme up` shows whether it runs; its logs say more") from error
+            if not told:
+                say(f"waiting up to {limit_s:g} s for a master to lead the cluster: {error.message}")
+            told = True
+        await asyncio.sleep(PAUSE_S)
+
+
+def _passes(error: PeerError, *, given: bool) -> bool:
+    """Whether the next leader will do better. The cluster of a folder is known to run; a URL may be wrong."""
+    return isinstance(error, NotLeader | NotReady) or (not given and type(error) in (PeerError, DeadlineExceeded))

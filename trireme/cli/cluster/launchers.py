@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trireme.launchers.launcher import ROLES
-from trireme.launchers.resources import Resources
+from trireme.launchers.launcher import ROLES, Resources
 from trireme.pool.local_pool import LocalPool, PoolRequest
 from trireme.settings import Setting, UsageError
 from trireme.view.child_events import ChildEvent

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trireme.cli import exit_codes
-from trireme.cli.cluster.leader import ask_leader
+from trireme.cli.cluster.jobs import ask_leader
 from trireme.cli.run import job_named
 from trireme.cli.start_file import with_start_file
 from trireme.cli.targets import Target, cluster_target

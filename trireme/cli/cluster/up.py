@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from trireme.cli import exit_codes
+from trireme.cli.cluster.jobs import ENDED, JobLines, job_lines
 from trireme.cli.cluster.launchers import LauncherRequest, check_places, check_settings, pool_of
 from trireme.cli.run import host_in, number_in, tokens_of
 from trireme.existing_etcd import access_of, check
@@ -32,7 +33,6 @@ from trireme.pool.local_pool import START_TIMEOUT_S, LocalPool, PoolRequest
 from trireme.pool.settings import default_trainers
 from trireme.settings import UsageError, outside_script
 from trireme.view.child_events import ChildEvent
-from trireme.view.job_lines import ENDED, JobLines, job_lines
 from trireme.view.progress import say
 from trireme_shared.platform.etcd.embedded import find_binary, sweep_sockets
 from trireme_shared.platform.runtime import clock, telemetry

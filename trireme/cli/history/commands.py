@@ -112,7 +112,7 @@ def tensorboard(
 
     Needs `pip install 'trireme[tensorboard]'`.
     """
-    from trireme.cli.history.tensorboard import tensorboard as show  # noqa: PLC0415
+    from trireme.cli.history.metrics import tensorboard as show  # noqa: PLC0415
 
     raise typer.Exit(show(jobs or [], data_dir, url, port=port, out=out))
 
@@ -141,6 +141,6 @@ def list_runs(data_dir: DataDir = None, as_json: Json = False) -> None:
 
     RUNNING, COMPLETED, FAILED, or STOPPED: unfinished, and nobody runs it now; the command that started it resumes it.
     """
-    from trireme.cli.history.runs import list_runs as show  # noqa: PLC0415
+    from trireme.cli.queries import list_runs as show  # noqa: PLC0415
 
     raise typer.Exit(show(data_dir, as_json=as_json))

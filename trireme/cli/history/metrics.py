@@ -1,47 +1,144 @@
-"""`trireme metrics`: the metrics of a job by step, of its master, or from its storage if nobody leads it (any more).
+"""`trireme metrics` and `trireme tensorboard`: the metrics of a job by step, of its master, or from its storage if nobody leads it (any
+more). Both sources give the same documents (`SeriesSummary`, `SeriesPoint`).
 
 table: the last values       csv, json: all points       plot: a chart of each       follow: again and again until the job's end
+TensorBoard: each point once, in an event file in a folder for each job; TensorBoard on this machine reads the folder of all
 """
 
 from __future__ import annotations
 
 import asyncio
 import csv
+import importlib.util
 import json
 import shutil
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 from rich.live import Live
 from rich.text import Text
 
-from master_service.storage.series_files import StoredSeries, read_all
+from master_service.core.state.series import Value
+from master_service.storage.series_files import StoredMetrics, StoredSeries, read_all
+from master_service.trackers.event_files import EventFiles
 from trireme.cli import exit_codes
 from trireme.cli.checkpoint import spec_of
 from trireme.cli.history.logs import forget_output
 from trireme.cli.options import Form
 from trireme.cli.targets import job_target
 from trireme.client import AsyncClient
-from trireme.client.waiting import has_ended
+from trireme.client.exchange import has_ended
 from trireme.view.chart import SMALL_ROWS, chart, last_chart, shows_braille, sparkline
 from trireme.view.job_address import open_job
 from trireme.view.report import number
-from trireme.view.series import MetricSource, OfMaster, OfStorage, Row
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.errors import Conflict, InvalidArgument, NotFound, PeerError, TriremeError
 from trireme_shared.protocol.metric_names import EVALUATION, LOSS, is_own
 from trireme_shared.protocol.records import JobSpec
 
+ALL = 5000  # points that a master gives at once
+LAST_STEP = 2**62
 LOOK_S = 1.0
 LOST_S = 60.0  # how long nobody may answer for metrics that are followed
 SAMPLES = 200  # of a metric, for its row in the table
 TREND = 32  # characters
 COLUMNS = ("epoch", "step", "last_step", "mean", "least", "most", "weight")
+ENDING_S = 5.0  # of TensorBoard
+HOST = "127.0.0.1"
+
+Row = dict[str, Any]
+Write = Callable[[str, Iterable[Row]], None]
+
+
+class MetricSource(Protocol):
+    """All raise TriremeError; NotFound if there is no such metric."""
+
+    async def summaries(self) -> list[Row]:
+        """What metrics there are, in the order of their names."""
+        ...
+
+    async def points(self, name: str, first: int = 0, most: int | None = None) -> list[Row]:
+        """The points of a metric from step `first` on, `most` of them at most; None: all that are kept."""
+        ...
+
+    async def epochs(self, name: str, first: int = 0) -> list[Row]:
+        """A point for each epoch that begins at step `first` or later."""
+        ...
+
+
+class OfMaster:
+    """The metrics of a job that a master leads."""
+
+    def __init__(self, client: AsyncClient, job: str) -> None:
+        self._client, self._job = client, job
+
+    async def summaries(self) -> list[Row]:
+        return [summary.model_dump() async for summary in self._client.list_metric_series(self._job)]
+
+    async def points(self, name: str, first: int = 0, most: int | None = None) -> list[Row]:
+        if most is not None:
+            return await self._query(name, first, LAST_STEP, min(ALL, most))
+        found = {summary["name"]: summary for summary in await self.summaries()}
+        if name not in found:
+            raise NotFound(f"metric {name} does not exist; there are: {', '.join(found) or 'none yet'}")
+        width, last = found[name]["width"], found[name]["last_step"]
+        begin = max(first, found[name]["first_step"])
+        begin -= begin % width
+        rows: list[Row] = []
+        for start in range(begin, last + 1, ALL * width):
+            rows += await self._query(name, start, start + ALL * width - 1, ALL)
+        return [row for row in rows if row["step"] >= first]
+
+    async def epochs(self, name: str, first: int = 0) -> list[Row]:
+        return await self._query(name, first, LAST_STEP, ALL, "epoch")
+
+    async def _query(self, name: str, first: int, last: int, most: int, by: str = "step") -> list[Row]:
+        found = await self._client.query_metric(self._job, name, from_step=first, to_step=last, points=most, by=by)
+        return [point.model_dump() for point in found.points]
+
+
+class OfStorage:
+    """The metrics of a job that nobody leads, from its storage."""
+
+    def __init__(self, stored: StoredMetrics) -> None:
+        self._table, self._steps = stored.table, stored.steps
+
+    async def summaries(self) -> list[Row]:
+        rows = []
+        for name, series in sorted(self._table.by_name.items()):
+            points = series.points(0, LAST_STEP, LAST_STEP, 0, None)
+            known = {"first_step": points[0].first, "last_step": points[-1].last}
+            rows.append({"name": name, **known, "points": len(points), "width": series.width})
+        return rows
+
+    async def points(self, name: str, first: int = 0, most: int | None = None) -> list[Row]:
+        found = self._table.by_name.get(name)
+        if found is None:
+            there = ", ".join(sorted(self._table.by_name)) or "none"
+            raise NotFound(f"metric {name} does not exist; there are: {there}")
+        points = found.points(first, LAST_STEP, most or LAST_STEP, 0, None)
+        return [_row(point.first, point.last, None, point.value) for point in points if point.first >= first]
+
+    async def epochs(self, name: str, first: int = 0) -> list[Row]:
+        epochs = sorted(self._steps.epochs.items())
+        ends = [epoch.first - 1 for _, epoch in epochs[1:]] + [self._steps.next - 1] * bool(epochs)
+        return [
+            _row(epoch.first, max(epoch.first, end), number, value)
+            for (number, epoch), end in zip(epochs, ends, strict=True)
+            if epoch.first >= first and (value := epoch.sums.get(name)) is not None
+        ]
+
+
+def _row(first: int, last: int, epoch: int | None, value: Value) -> Row:
+    known = {"step": first, "last_step": last, "epoch": epoch, "mean": value.total / value.weight}
+    return {**known, "least": value.least, "most": value.most, "weight": value.weight}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +165,6 @@ class Found:
         return int(row["step"] if self.by == "step" else row["epoch"] + 1)
 
 
-Write = Callable[[str, Iterable[Row]], None]
 Open = Callable[[], AbstractAsyncContextManager[Found]]
 
 
@@ -278,3 +374,65 @@ def _line_writer(form: Form) -> Write:
         sys.stdout.flush()
 
     return write_csv
+
+
+def tensorboard(jobs: Sequence[str], data_dir: Path | None, url: str | None, *, port: int, out: Path | None) -> int:
+    """The exit code. `out`: only write the event files of what is known now, into a folder for each job there."""
+    telemetry.configure(level="ERROR", json=False)
+    try:
+        if importlib.util.find_spec("tensorboard") is None:
+            raise InvalidArgument("TensorBoard is not installed here", hint="pip install 'trireme[tensorboard]'")
+        sources = [partial(find_metrics, job, data_dir, url, "step") for job in dict.fromkeys(jobs) or (None,)]
+        if out is not None:
+            asyncio.run(_export(sources, out))
+            return exit_codes.OK
+        with tempfile.TemporaryDirectory(prefix="trireme-tensorboard-") as folder:
+            return asyncio.run(_serve(sources, Path(folder), port))
+    except TriremeError as error:
+        return exit_codes.report_error(error, as_json=False)
+    except OSError as error:
+        return exit_codes.report_error(InvalidArgument(f"event files cannot be written: {error}"), as_json=False)
+    except KeyboardInterrupt:
+        return exit_codes.INTERRUPTED
+
+
+async def _export(sources: Iterable[Open], out: Path) -> None:
+    for source in sources:
+        name = await _name(source)
+        with EventFiles(out / name) as files:
+            await show_points(source, (), files.write)
+        print(out / name)  # noqa: T201
+
+
+async def _serve(sources: Iterable[Open], folder: Path, port: int) -> int:
+    """Until TensorBoard ends. Raises TriremeError if a job is not there; what happens to it later is only told."""
+    with ExitStack() as stack:
+        files = [(source, stack.enter_context(EventFiles(folder / await _name(source)))) for source in sources]
+        following = [asyncio.ensure_future(_follow(source, each)) for source, each in files]
+        arguments = ("--logdir", str(folder), "--host", HOST, "--port", str(port), "--reload_interval", "2")
+        server = await asyncio.create_subprocess_exec(sys.executable, "-m", "tensorboard.main", *arguments)
+        try:
+            return exit_codes.OK if await server.wait() == 0 else exit_codes.JOB_FAILED
+        finally:
+            for each in following:
+                each.cancel()
+            await asyncio.wait(following)
+            if server.returncode is None:
+                server.terminate()
+                try:
+                    await asyncio.wait_for(server.wait(), ENDING_S)
+                except TimeoutError:
+                    server.kill()
+                    await server.wait()
+
+
+async def _name(source: Open) -> str:
+    async with source() as found:
+        return found.job
+
+
+async def _follow(source: Open, files: EventFiles) -> None:
+    try:
+        await follow_points(source, (), files.write)
+    except (TriremeError, OSError) as error:
+        print(f"{files}: nothing more is added: {error}", file=sys.stderr)  # noqa: T201

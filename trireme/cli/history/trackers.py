@@ -21,7 +21,7 @@ from master_service.trackers.made import check
 from trireme.cli import exit_codes
 from trireme.cli.checkpoint import spec_of
 from trireme.cli.targets import cluster_of
-from trireme.client.waiting import FINAL
+from trireme.client.exchange import FINAL
 from trireme.launch.processes import PYTHON_MODULE, inherited_environment
 from trireme.launch.resume import RESULT_FILE
 from trireme.launch.run_folder import DATA_DIR, read_json

@@ -76,7 +76,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """How much memory a table of so many rows takes at each parameter server, at most. Needs no job."""
-    from trireme.cli.tables.plan import plan as show  # noqa: PLC0415
+    from trireme.cli.tables.memory import plan as show  # noqa: PLC0415
 
     raise typer.Exit(show(rows, dim, optimizer, pservers, ids, lanes, limited=limited, as_json=as_json))
 

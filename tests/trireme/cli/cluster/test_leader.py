@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trireme.cli.cluster.leader import ask_leader
+from trireme.cli.cluster.jobs import ask_leader
 from trireme.client import AsyncClient
 from trireme.pool import cluster_folder
 from trireme_shared.platform.membership.etcd_access import EtcdAccess

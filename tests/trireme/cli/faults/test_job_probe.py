@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from trireme.cli.faults.job_probe import JobProbe
+from trireme.cli.chaos import JobProbe
 from trireme.launch.run_folder import RUN_FILE
 from trireme_shared.platform.etcd.embedded import free_ports
 from trireme_shared.protocol.errors import NotFound

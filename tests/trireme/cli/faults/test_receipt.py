@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trireme.cli.faults.receipt import Receipt
-from trireme.view.names import without_tokens
+from trireme.cli.chaos import Receipt
+from trireme.view.report import without_tokens
 
 
 def test_a_synchronous_job_is_told_by_its_steps():

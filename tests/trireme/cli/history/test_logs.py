@@ -11,7 +11,6 @@ import pytest
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually
 from trireme.cli import exit_codes
-from trireme.cli.history import kept_events
 from trireme.cli.history import logs as command
 from trireme.launch.run_folder import RUN_FILE, write_json
 from trireme_shared.platform.security import private_files
@@ -140,7 +139,7 @@ def test_a_run_that_has_ended_tells_its_events(data_dir: Path, capsys: pytest.Ca
         EventRecord(event_id=number, event_time=at, name="epoch_done", message=f"epoch {number}", fields={})
         for number in range(1, 6)
     ]
-    kept_events.keep(data_dir / "digits", run_virtually(lambda: kept_events.all_events(lambda: Pages(told, ends))))  # type: ignore[arg-type, return-value]
+    command.keep_events(data_dir / "digits", run_virtually(lambda: command.all_events(lambda: Pages(told, ends))))  # type: ignore[arg-type, return-value]
 
     def shown_after(after: int, *, as_json: bool) -> list[str]:
         assert command.events("digits", data_dir, None, after=after, follow=True, as_json=as_json) == exit_codes.OK

@@ -20,8 +20,8 @@ from tests.equipment.stored_series import step, store
 from tests.equipment.virtual_loop import run_virtually
 from trireme.cli import exit_codes
 from trireme.cli.history import metrics as command
+from trireme.cli.history.metrics import OfStorage, Row
 from trireme.launch import resume, run_folder
-from trireme.view.series import OfStorage, Row
 from trireme_shared.protocol.errors import PeerError
 from trireme_shared.protocol.records import JobSpec, MetricBatch
 from trireme_shared.protocol.records.datasets import TextLines

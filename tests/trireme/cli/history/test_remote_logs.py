@@ -17,8 +17,7 @@ from tests.equipment.waiting import until
 from tests.master_service.api.test_logs import logged, virtually, write
 from tests.master_service.many_jobs import Jobs, job_of
 from trireme.cli import exit_codes
-from trireme.cli.history import logs as command
-from trireme.cli.history import remote_logs
+from trireme.cli.history import logs
 from trireme.client import AsyncClient
 from trireme_shared.platform.runtime.log_files import Line
 from trireme_shared.protocol.errors import NotFound, PeerError
@@ -65,9 +64,7 @@ def test_logs_are_followed_through_a_change_of_the_master_and_none_is_missed(tmp
         async with jobs.leading("m1") as leader:
             await leader.create_job(job_of("a"), None)
             elsewhere.app = make_app(leader, None, source)
-            following = asyncio.ensure_future(
-                remote_logs.follow_logs("http://localhost", "a", "", 10, "", shown, follow=True)
-            )
+            following = asyncio.ensure_future(logs.follow_logs("http://localhost", "a", "", 10, "", shown, follow=True))
             await until(lambda: len(shown.lines) == 2, "the lines of before")
             write(one, "loss 0.5")
             await until(lambda: len(shown.lines) == 3, "a new line")
@@ -96,7 +93,7 @@ def test_logs_are_followed_through_a_change_of_the_master_and_none_is_missed(tmp
         of_one = [text for member, text in shown.lines if member == "h-trainer-0-1"]
         assert of_one[1:] == ["loss 0.5", "loss 0.4", "loss 0.3"]
 
-    with replaced(remote_logs, "AsyncClient", elsewhere.client):
+    with replaced(logs, "AsyncClient", elsewhere.client):
         virtually(main)
 
 
@@ -109,7 +106,7 @@ def test_more_lines_than_an_answer_holds_are_read_backwards_until_enough_or_too_
     async def main() -> None:
         async def of(tail: int, since: str = "", wanted: str = "h-trainer") -> list[str]:
             shown = Shown()
-            await remote_logs.follow_logs("http://localhost", "a", wanted, tail, since, shown, follow=False)
+            await logs.follow_logs("http://localhost", "a", wanted, tail, since, shown, follow=False)
             return [text for _, text in shown.lines]
 
         async with Jobs().leading("m1") as leader:
@@ -125,7 +122,7 @@ def test_more_lines_than_an_answer_holds_are_read_backwards_until_enough_or_too_
             with pytest.raises(NotFound, match="it has: h-pserver-0-1, h-trainer-0-1"):
                 await of(1, wanted="etcd")
 
-    with replaced(remote_logs, "AsyncClient", elsewhere.client):
+    with replaced(logs, "AsyncClient", elsewhere.client):
         virtually(main)
 
 
@@ -138,10 +135,10 @@ def test_a_master_that_is_named_is_asked_and_else_the_files_here(
         asked.append((url, job, wanted))
 
     def code(data_dir: Path | None, url: str | None = None) -> int:
-        return command.logs("trainer-0", "digits", data_dir, url, follow=False, since=None, tail=1, as_json=False)
+        return logs.logs("trainer-0", "digits", data_dir, url, follow=False, since=None, tail=1, as_json=False)
 
     monkeypatch.setenv("TRIREME_URL", "http://m:1")
-    with replaced(remote_logs, "follow_logs", follow):
+    with replaced(logs, "follow_logs", follow):
         assert (code(None), code(tmp_path, "http://n:2")) == (exit_codes.OK, exit_codes.OK)
         assert code(tmp_path) == exit_codes.NOT_FOUND  # no run is there
     assert asked == [("http://m:1", "digits", "trainer-0"), ("http://n:2", "digits", "trainer-0")]

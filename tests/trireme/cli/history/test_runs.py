@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from trireme.cli.history.runs import REASON_CHARACTERS, list_runs
+from trireme.cli.queries import REASON_CHARACTERS, list_runs
 from trireme.launch import resume, run_folder
 
 

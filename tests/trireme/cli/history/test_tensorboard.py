@@ -14,9 +14,8 @@ from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually
 from tests.trireme.cli.history.test_metrics import STEPS, Master, data_dir, no_address  # noqa: F401  fixtures
 from trireme.cli import exit_codes
-from trireme.cli.history import tensorboard as command
-from trireme.cli.history.metrics import follow_points
-from trireme.view.series import OfStorage
+from trireme.cli.history import metrics as command
+from trireme.cli.history.metrics import OfStorage, follow_points
 
 EXPECTED = [(number, pytest.approx(2.0 / 2**number)) for number in range(STEPS)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trireme.cli.tables.start import memory_bytes, memory_of_tables
+from trireme.cli.tables.memory import memory_bytes, memory_of_tables
 from trireme_shared.protocol.records import JobSpec, Strategy
 from trireme_shared.protocol.records.datasets import TextLines
 from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec

@@ -18,7 +18,7 @@ from trainer_agent.tables import whole_tables as checkpoint
 from trainer_agent.tables.files import read_table
 from trireme.cli.export import export
 from trireme.cli.tables import show
-from trireme.cli.tables.plan import plan
+from trireme.cli.tables.memory import plan
 from trireme_shared.blocks.snapshot import Snapshot
 from trireme_shared.checkpoints import stored
 from trireme_shared.checkpoints.schedule import Schedule

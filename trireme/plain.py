@@ -3,32 +3,51 @@
     if __name__ == "__main__":
         trireme.train(__name__)
 
-The user's own optimizer steps. Tasks, order of records and random numbers are those of the only lane.
+The user's own optimizer steps. Tasks, order of records, evaluations and random numbers are those of a job with one lane.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from master_service.core.state.series import Value
-from trainer_agent.data import open_dataset
+from master_service.core.queue.epoch_order import EpochOrder
+from master_service.core.queue.epoch_plan import news_of, plan_of
+from master_service.core.queue.file_table import FileTable
+from master_service.core.queue.streams import Streams
+from master_service.core.queue.task_sizes import TaskSizes
+from master_service.core.state.series import Series, Value
+from master_service.storage.counting import count_records
+from trainer_agent.data import (
+    Blaming,
+    Minibatch,
+    default_collate,
+    evaluation_seed,
+    minibatch_indices,
+    minibatches_in,
+    open_dataset,
+)
+from trainer_agent.data.drawing import reading
+from trainer_agent.data.reader import blaming
 from trainer_agent.model import optimizer as optimizer_spec
 from trainer_agent.model.compute import BeforeStep
-from trainer_agent.model.devices import autocast, check_precision, device_of
+from trainer_agent.model.devices import autocast, check_precision, device_of, on_device
 from trainer_agent.model.flat import checked_model, plan, trained_parameters
 from trainer_agent.model.gradient_tree import GradientClipper, LeftOutError, NonFiniteError, check_gradients, check_loss
-from trainer_agent.model.minibatch import checked_loss
+from trainer_agent.model.minibatch import checked_loss, means_of, sums_of
 from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.torch_compute import write_model
 from trainer_agent.model.watch.minibatch_rules import BackwardGuard, Modes
+from trainer_agent.model.watch.modes import evaluating
 from trainer_agent.model.watch.own_state import Watch
 from trainer_agent.model.watch.unshared_state import UnsharedState
 from trainer_agent.own_loop.changes import BUFFERS
@@ -39,20 +58,26 @@ from trainer_agent.start_values import load_start_state, load_start_values
 from trainer_agent.tables.files import StoredTable, write_tables
 from trainer_agent.tables.trained import OneLane
 from trireme import settings
-from trireme.plain.evaluations import Evaluations
-from trireme.plain.minibatches import Counted, batch_of, count
-from trireme.plain.minibatches import epoch_minibatches as epoch_minibatches
-from trireme.plain.result import PlainResult as PlainResult
 from trireme.view.chart import show_chart
-from trireme_shared.datasets.random_state import START_SEED, drawing, seed_everything
+from trireme_shared.datasets.random_state import START_SEED, drawing, seed_everything, seeded
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.runtime.service import allow_open_files
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument, TriremeError, UserCodeError
+from trireme_shared.protocol.evaluations import (
+    Evaluation,
+    Patience,
+    better,
+    check_criteria,
+    patience_after,
+    why_unreported,
+)
 from trireme_shared.protocol.lanes import step_seed
 from trireme_shared.protocol.logged_metrics import Logged, add, collected, metrics_beside
 from trireme_shared.protocol.metric_names import LOSS
-from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records import EvaluationSums, JobSpec, TaskKind
+from trireme_shared.protocol.records.job_spec import Precision
+from trireme_shared.protocol.records.tasks import BestEvaluation
 
 REPORT_SECONDS = 2.0
 
@@ -318,3 +343,173 @@ class _ProgressLines:
         self._last = now
         if final:
             self._epoch_started = now
+
+
+@dataclass(slots=True)
+class PlainResult:
+    """`metrics` as the script's `metrics(sums)` gives them; `losses`: mean loss of each epoch; `epochs`: means of the loss and of what
+    the script logs, by epoch. `evaluations`: those while it trained; `best`, `best_state`, `best_tables`: of the best one, that after training
+    included, as `keep_best` says. `curve`: the loss by step."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    tables: OneLane
+    steps: int = 0
+    records: int = 0
+    losses: list[float] = field(default_factory=list)
+    curve: Series = field(default_factory=Series)
+    epochs: list[dict[str, float]] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    best: BestEvaluation | None = None
+    best_state: dict[str, torch.Tensor] = field(default_factory=dict)
+    best_tables: tuple[StoredTable, ...] = ()
+
+
+class Counted(NamedTuple):
+    """A dataset whose records were counted."""
+
+    table: FileTable
+    #: How many steps an epoch has.
+    steps: int
+
+
+def count(spec: JobSpec, report: Callable[[str], object]) -> Counted:
+    """Count the dataset of a job with one lane; `report` gets what the user should know of it. Raises DatasetError."""
+    table = count_records(spec.dataset, TaskSizes.of(spec), seed=spec.seed)
+    plan = plan_of(spec, Streams(TaskKind.TRAIN, table, 1, spec.seed, spec.shuffle, spec.minibatch_size))
+    for event in news_of(spec, table, plan):
+        report(event.message)
+    assert plan.steps is not None
+    return Counted(table, plan.steps)
+
+
+def epoch_minibatches(
+    spec: JobSpec, table: FileTable, epoch: int, reader: Blaming | None = None, *, by_columns: bool = False
+) -> Iterator[Minibatch]:
+    """All minibatches of an epoch, in the order in which the only lane trains them. `reader`: of the dataset, to use it for
+    several epochs. `by_columns`: nobody asks for records one by one."""
+    reader = reader or open_dataset(spec.dataset, spec.seed)
+    order = EpochOrder(table.tasks, spec.seed, epoch, spec.shuffle)
+    for position in range(table.tasks):
+        task = order.task_at(position)
+        place = table.locate(task)
+        with reading(epoch):
+            shard = reader.read(place.file, place.first, place.count, place.offset, place.stamp)
+        if by_columns:
+            shard.keep_columns()
+        for number in range(minibatches_in(place.count, spec.minibatch_size)):
+            yield shard.minibatch(
+                minibatch_indices(
+                    spec.seed, epoch, task, place.count, spec.minibatch_size, number, shuffle=spec.shuffle
+                )
+            )
+
+
+def batch_of(user: UserModule, minibatch: Minibatch, device: torch.device) -> Any:
+    """What the script's loss gets."""
+    if user.has("collate"):
+        batch = user.call("collate", list(minibatch))
+    else:
+        with blaming("the minibatch:", 0, len(minibatch)):
+            batch = default_collate(minibatch)
+    return batch if device.type == "cpu" else on_device(batch, device)
+
+
+def _sums(
+    user: UserModule, precision: Precision, model: nn.Module, minibatch: Minibatch, device: torch.device
+) -> Mapping[str, Any]:
+    batch = batch_of(user, minibatch, device)
+    with autocast(precision, device):
+        found = user.call("evaluate" if user.has("evaluate") else "loss", model, batch)
+    sums: Mapping[str, Any] = found if user.has("evaluate") else sums_of(found, len(minibatch), user.guard)
+    return sums
+
+
+class Evaluations:
+    """While the model trains, as `evaluate_every`, `keep_best` and `stop_early` say, and after it. `stopped`: training ends here. `plateau_value`: see
+    BeforeStep.metric, for the next step. `per_epoch`: steps of an epoch. The evaluation dataset is counted here, so that all evaluations are of the
+    same records. Raises DatasetError."""
+
+    def __init__(self, user: UserModule, spec: JobSpec, per_epoch: int, device: torch.device, report: Any) -> None:
+        self._user, self._spec, self._device, self._report = user, spec, device, report
+        self._per_epoch, self._steps = per_epoch, per_epoch * spec.epochs
+        self._patience: Patience | None = None
+        self.stopped = False
+        self.plateau_value: float | None = None
+        self._held_out: tuple[Blaming, FileTable] | None = None
+        if (dataset := spec.evaluation_dataset) is not None:
+            reader = open_dataset(dataset, spec.seed, report if spec.changed_files == "report" else None)
+            self._held_out = reader, count_records(dataset, TaskSizes.evaluated(spec), seed=spec.seed)
+
+    def after_step(self, result: PlainResult) -> None:
+        """`result.steps` are done. The last one is evaluated after training."""
+        every, step = self._spec.evaluate_every, result.steps
+        self.plateau_value = None
+        steps = self._per_epoch if every == "epoch" else every
+        if steps is None or step % int(steps) or step >= self._steps:
+            return
+        if self._patience is not None and self._patience.over:
+            self.stopped = True
+            self._report(f"training ends at step {step}, as stop_early says")
+            return
+        if self._spec.plateau_metric is not None and result.evaluations:
+            self.plateau_value = result.evaluations[-1].metrics.get(self._spec.plateau_metric, math.nan)
+        metrics = self._evaluate(result.model)
+        check_criteria(self._spec, metrics)
+        self._note(result, step // int(steps), metrics)
+        self._patience = patience_after(self._patience, result.evaluations[-1].metrics, self._spec.stop_early)
+        shown = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
+        best = " (the best so far)" if result.best is not None and result.best.step == step else ""
+        self._report(f"evaluation {step // int(steps)} (step {step}): {shown}{best}")
+
+    def after_training(self, result: PlainResult) -> None:
+        """In place: the last evaluation, which may be the best one."""
+        if self._held_out is None:
+            return
+        result.metrics = self._evaluate(result.model)
+        if self._spec.keep_best is not None:
+            if why := why_unreported(self._spec, result.metrics):
+                self._report(f"{why}: the last model alone is kept")
+            self._note(result, len(result.evaluations) + 1, result.metrics)
+            del result.evaluations[-1]
+
+    def _note(self, result: PlainResult, number: int, metrics: Mapping[str, float]) -> None:
+        """In place."""
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        done = Evaluation(number=number, step=result.steps, timeline=0, checkpoint="", metrics=finite)
+        best = better(result.best, done, self._spec.keep_best)
+        if best is not None and best.step == result.steps:
+            result.best_state = {name: value.detach().clone() for name, value in result.model.state_dict().items()}
+            result.best_tables = result.tables.stored()
+        result.evaluations.append(done)
+        result.best = best
+
+    def _evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Task by task, as trainers do it, so the numbers are the same. The model's buffers stay as they are."""
+        assert self._held_out is not None
+        user, spec, (reader, table) = self._user, self._spec, self._held_out
+        size = spec.minibatch_size
+        buffers = [buffer.clone() for buffer in model.buffers()]
+        total = EvaluationSums()
+        with evaluating(model), torch.no_grad():
+            for task in range(table.tasks):
+                place = table.locate(task)
+                shard = reader.read(place.file, place.first, place.count, place.offset, place.stamp)
+                if not user.has("collate"):
+                    shard.keep_columns()
+                sums: dict[str, float] = {}
+                for number in range(minibatches_in(place.count, size)):
+                    seed_everything(evaluation_seed(spec.seed, task, number))
+                    minibatch = shard.minibatch(
+                        minibatch_indices(spec.seed, 0, task, place.count, size, number, shuffle=False)
+                    )
+                    for name, value in _sums(user, spec.precision, model, minibatch, self._device).items():
+                        sums[name] = sums.get(name, 0.0) + float(value)
+                total = total.plus(sums)
+            for buffer, before in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+        if user.has("metrics"):
+            with seeded(START_SEED):
+                return {name: float(value) for name, value in user.call("metrics", dict(total.sums)).items()}
+        return dict(total.sums) if user.has("evaluate") else means_of(total.sums)
