@@ -12,7 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from master_service.cluster.ended_jobs import EndedTrackers, Retention
-from master_service.cluster.takeover import take_over
+from master_service.cluster.store import take_over
 from master_service.cluster.term import ClusterTerm
 from master_service.control.events import EventFeed
 from master_service.control.task_service import Probe
