@@ -14,8 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from master_service.cluster.leader import ClusterMaster
 from master_service.core.state.cluster import ClusterState, Place
 from master_service.leadership.jobs_led import JobsLed
-from master_service.leadership.master import Master
-from master_service.leadership.term import Term
+from master_service.leadership.master import Master, Term
 from trireme_shared.protocol.errors import TriremeError
 from trireme_shared.protocol.records.cluster import Standing
 

@@ -24,8 +24,7 @@ from master_service.core.decisions.scheduling.reasons import who_has
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
 from master_service.core.state.event_log import EventLog
 from master_service.core.state.job_tasks import failed as failed_tasks
-from master_service.leadership.candidate import Candidate
-from master_service.leadership.election import stand
+from master_service.leadership.election import Candidate, stand
 from master_service.leadership.master import Master
 from master_service.storage.job_storage import FileStorage, JobStorage, remove_files
 from master_service.storage.series_files import SeriesReader, StoredMetrics

@@ -23,8 +23,7 @@ from master_service.core.decisions.scheduling.portions import Portions
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members, started_by
-from master_service.leadership.master import Master
-from master_service.leadership.term import Term
+from master_service.leadership.master import Master, Term
 from master_service.store.writer import HeldLock
 from trireme_shared.platform.etcd import Compare, Delete, Etcd, Lease, LeaseLost
 from trireme_shared.platform.membership.own_key import may_return_s
