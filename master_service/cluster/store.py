@@ -30,8 +30,8 @@ from master_service.core.state.cluster import (
     PutSource,
     PutTaskRun,
 )
-from master_service.store.first_write import write_first
 from master_service.store.schema import read_events
+from master_service.store.takeover import write_first
 from master_service.store.writer import MAX_TOLD, HeldLock, LockLost
 from trireme_shared.platform.etcd import Compare, Delete, Etcd, Get, KeyValue, Put, TxnResult
 from trireme_shared.platform.etcd.fenced_write import FencedWrite

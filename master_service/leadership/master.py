@@ -28,10 +28,9 @@ from master_service.core.decisions.tasks import freed_by
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from master_service.leadership.election import Candidate, stand
-from master_service.store.leader_writer import LeaderWriter
 from master_service.store.members_watch import MembersWatch
 from master_service.store.takeover import Takeover, take_over
-from master_service.store.writer import HeldLock, MasterWriter, Writer
+from master_service.store.writer import HeldLock, LeaderWriter, MasterWriter, Writer
 from trireme_shared.platform.etcd import Lease, LeaseLost, Put
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.errors import NotFound, PeerError
