@@ -13,7 +13,6 @@ import signal
 from dataclasses import dataclass
 
 from trireme.launch.child import Exit
-from trireme.launch.leases import LostLease
 from trireme.view.child_events import ChildEvent
 from trireme_shared.platform.runtime import begun
 from trireme_shared.platform.runtime.service import LEASE_LOST
@@ -65,13 +64,13 @@ class RestartPolicy:
 
 
 def death_event(
-    name: str, end: Exit, lost: LostLease | None, *, given_up: bool, left: begun.Left | None = None
+    name: str, end: Exit, lost: str = "", *, given_up: bool, left: begun.Left | None = None
 ) -> ChildEvent:
-    """`lost`: the lease that it had lost, if so. `left`: what it had begun."""
+    """`lost`: the lease that it had lost, as text; "": none. `left`: what it had begun."""
     cause, what = f"{end}{_at_work(left)}", "given_up" if given_up else "died"
-    if end.code == LEASE_LOST or (lost is not None and end.code == -signal.SIGKILL):
+    if end.code == LEASE_LOST or (lost and end.code == -signal.SIGKILL):
         what = what if given_up else "lost_lease"
-        cause = str(lost) if lost is not None else cause
+        cause = lost or cause
     return ChildEvent(name, what, cause, end.pid)
 
 

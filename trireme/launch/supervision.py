@@ -184,7 +184,8 @@ class SupervisedProcesses(ABC, Generic[Ended]):
                 child.pardon()
             left, again = child.left, policy.starts_again(end.code)
             delay_s = policy.delay_s(end.code, end.lived_s, was_ready=child.was_ready, at_work=left is not None)
-            self._record(death_event(child.name, end, lost, given_up=delay_s is None or not again, left=left))
+            gone = str(lost) if lost is not None else ""
+            self._record(death_event(child.name, end, gone, given_up=delay_s is None or not again, left=left))
             await self._mourn(child, end)
             if not again:
                 self._not_again.add(child.name)

@@ -160,7 +160,7 @@ class Place:
             left = child.left
             delay_s = policy.delay_s(end.code, end.lived_s, was_ready=child.was_ready, at_work=left is not None)
             self.deaths += 1
-            cause = death_event(child.name, end, None, given_up=False, left=left).cause
+            cause = death_event(child.name, end, given_up=False, left=left).cause
             log.warning("child_died", member=self.member, job=work.job, pid=end.pid, cause=cause)
             await self._revoke_leases(work.job, end)
             if not policy.starts_again(end.code):
