@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from trireme.background.errors import InvalidSetting, JobFailed, JobStopped, in_python
-from trireme.launch import child, disk_space  # noqa: F401  from_map knows the errors of modules that are loaded
+from trireme.launch import (
+    processes,  # noqa: F401  from_map knows the errors of modules that are loaded
+)
 from trireme.settings import UsageError
 from trireme.view.report import failure_lines
 from trireme_shared.protocol.errors import PeerError, TriremeError, UserCodeError, from_map

@@ -22,11 +22,11 @@ from trireme.cli.tables.start import memory_bytes, memory_of_tables
 from trireme.existing_etcd import access_of
 from trireme.launch import resume, run_folder, run_storage
 from trireme.launch.cluster import HOST, LocalCluster
-from trireme.launch.disk_space import told_if_full
 from trireme.launch.interrupt import InterruptHandler, resume_command
 from trireme.launch.member_numbers import cores, pservers_for
-from trireme.launch.model_facts import Facts
 from trireme.launch.processes import ForkServer
+from trireme.launch.resume import Facts
+from trireme.launch.run_folder import told_if_full
 from trireme.preflight import ScriptError, check_path, inspect
 from trireme.script_source import digests_of
 from trireme.settings import (

@@ -20,11 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from master_service.store.between_runs import renew, start_again
-from trireme.launch.child import Child, Exit
 from trireme.launch.leases import LostLease, LostLeases, Vouching, revoke_all_leases, revoke_leases_of
 from trireme.launch.member_numbers import MemberNumbers, cores, threads_for
-from trireme.launch.processes import ForkServer
-from trireme.launch.restarts import RestartPolicy
+from trireme.launch.processes import Child, Exit, ForkServer, RestartPolicy
 from trireme.launch.run_folder import sockets
 from trireme.launch.supervision import GRACE_S, SupervisedProcesses
 from trireme.view.child_events import ChildEvent

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trireme.launch.child import Child
+from trireme.launch.processes import Child
 from trireme_shared.platform.etcd import Etcd, Get
 from trireme_shared.platform.etcd.client import TIMEOUT_S
 from trireme_shared.platform.etcd.reading import read_record

@@ -13,8 +13,8 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
-from trireme.launch.child import Child
-from trireme.launch.model_facts import Facts, parameter_bytes
+from trireme.launch.processes import Child
+from trireme.launch.resume import Facts, parameter_bytes
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership.directory import Directory

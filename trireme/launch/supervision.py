@@ -18,11 +18,19 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
-from trireme.launch.child import Child, ClusterError, Exit, tail_of
-from trireme.launch.disk_space import DiskFull, etcd_lacks_space, is_full
 from trireme.launch.leases import LostLease
-from trireme.launch.processes import PYTHON_MODULE, Start, inherited_environment
-from trireme.launch.restarts import RestartPolicy, death_event
+from trireme.launch.processes import (
+    PYTHON_MODULE,
+    Child,
+    ClusterError,
+    Exit,
+    RestartPolicy,
+    Start,
+    death_event,
+    inherited_environment,
+    tail_of,
+)
+from trireme.launch.run_folder import DiskFull, etcd_lacks_space, is_full
 from trireme.view.child_events import ChildEvent, EventFile
 from trireme_shared.platform.etcd import Fatal
 from trireme_shared.platform.etcd.embedded import EmbeddedEtcd

@@ -23,8 +23,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from trireme.launch.child import Exit
-from trireme.launch.restarts import RestartPolicy
+from trireme.launch.processes import Exit, RestartPolicy
 from trireme.launchers.launcher import MODULES, ROLES, Launched, OnEvent, Role
 from trireme.launchers.ray_process import RayProcess
 from trireme.launchers.resources import Resources

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING
 import aiohttp
 import psutil
 
-from trireme.launch.child import Child
 from trireme.launch.leases import Vouching
 from trireme.launch.member_numbers import cores
-from trireme.launch.processes import ForkServer, inherited_environment
+from trireme.launch.processes import Child, ForkServer, inherited_environment
 from trireme.launch.run_folder import sockets
 from trireme.pool.host_folder import HostFolder, opened
 from trireme.pool.host_metrics import HostMetrics

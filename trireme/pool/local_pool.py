@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trireme.client import AsyncClient
-from trireme.launch.child import Child, Exit
 from trireme.launch.cluster import HOST
 from trireme.launch.leases import REVOKE_TIMEOUT_S, revoke_all_leases
-from trireme.launch.processes import spawn
+from trireme.launch.processes import Child, Exit, spawn
 from trireme.launch.supervision import GRACE_S, SupervisedProcesses
 from trireme.launchers.launcher import Launcher, Role
 from trireme.launchers.local import LocalLauncher

@@ -17,10 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trireme.launch.child import Child, Exit, tail_of
 from trireme.launch.leases import revoke_leases_of
-from trireme.launch.processes import PYTHON_MODULE, Start
-from trireme.launch.restarts import RestartPolicy, death_event
+from trireme.launch.processes import PYTHON_MODULE, Child, Exit, RestartPolicy, Start, death_event, tail_of
 from trireme.pool.host_folder import HostFolder
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.etcd.reading import read_record

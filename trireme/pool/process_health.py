@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
-from trireme.launch.child import Child
+from trireme.launch.processes import Child
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.records.record import shortened
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trireme.launch.child import ClusterError
+from trireme.launch.processes import ClusterError
 from trireme.launchers.launcher import ROLES, Role
 from trireme.launchers.ray_launcher import RayLauncher, connected
 from trireme.launchers.resources import Resources

@@ -24,8 +24,8 @@ from pathlib import Path
 from benchmarks.collective.endless import endless
 from benchmarks.collective.exchange import progress
 from benchmarks.collective.kills.told import History, all_saved, equal_at_the_end, lines_of
-from trireme.launch.child import Child
 from trireme.launch.cluster import LocalCluster
+from trireme.launch.processes import Child
 from trireme_shared.platform.runtime import clock
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "told_versions.py"

@@ -11,9 +11,8 @@ from tests.end_to_end.local_cluster import cluster_of, spec_of
 from tests.end_to_end.scripts import write_script
 from trireme.cli.run import RunRequest, run_command
 from trireme.config import Config, ConfigError
-from trireme.launch.child import Child
 from trireme.launch.member_numbers import MemberNumbers, pservers_for, threads_for
-from trireme.launch.processes import spawn
+from trireme.launch.processes import Child, spawn
 from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.datasets import TextLines
 

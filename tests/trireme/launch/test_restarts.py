@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import signal
 
-from trireme.launch.child import Exit
 from trireme.launch.leases import LostLease
-from trireme.launch.restarts import EARLY_S, MAX_DELAY_S, MAX_EARLY_ENDS, MAX_FAILED_STARTS, RestartPolicy, death_event
+from trireme.launch.processes import (
+    EARLY_S,
+    MAX_DELAY_S,
+    MAX_EARLY_ENDS,
+    MAX_FAILED_STARTS,
+    Exit,
+    RestartPolicy,
+    death_event,
+)
 from trireme_shared.platform.runtime.begun import Left
 from trireme_shared.platform.runtime.service import LEASE_LOST
 from trireme_shared.protocol.records import JobSpec

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trireme.launch.child import Child, ClusterError, Exit
-from trireme.launch.processes import spawn
-from trireme.launch.restarts import RestartPolicy
+from trireme.launch.processes import Child, ClusterError, Exit, RestartPolicy, spawn
 from trireme.launch.supervision import SupervisedProcesses
 from trireme.view.child_events import ChildEvent
 from trireme_shared.platform.runtime import clock

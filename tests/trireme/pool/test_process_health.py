@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 
-from trireme.launch.child import Child
+from trireme.launch.processes import Child
 from trireme.pool import process_health
 from trireme.pool.host_metrics import HostMetrics
 from trireme.pool.process_health import ProcessHealth

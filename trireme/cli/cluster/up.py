@@ -22,11 +22,9 @@ from trireme.cli import exit_codes
 from trireme.cli.cluster.launchers import LauncherRequest, check_places, check_settings, pool_of
 from trireme.cli.run import host_in, number_in, tokens_of
 from trireme.existing_etcd import access_of, check
-from trireme.launch.child import tail_of
-from trireme.launch.disk_space import told_if_full
 from trireme.launch.interrupt import Terminal, hangup
-from trireme.launch.processes import PYTHON_MODULE
-from trireme.launch.run_folder import check_port
+from trireme.launch.processes import PYTHON_MODULE, tail_of
+from trireme.launch.run_folder import check_port, told_if_full
 from trireme.pool import cluster_folder
 from trireme.pool.local_pool import START_TIMEOUT_S, LocalPool, PoolRequest
 from trireme.pool.settings import default_trainers

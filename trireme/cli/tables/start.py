@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from trireme.launch.model_facts import Facts, tables_in
+from trireme.launch.resume import Facts, tables_in
 from trireme_shared.protocol.records import JobSpec, Mode, Strategy
 from trireme_shared.tables.needs import needs_of
 
