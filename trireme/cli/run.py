@@ -20,7 +20,7 @@ from trireme.cli.history.trackers import check_trackers, finish_trackers
 from trireme.cli.start_file import with_start_file
 from trireme.cli.tables.start import memory_bytes, memory_of_tables
 from trireme.existing_etcd import access_of
-from trireme.launch import resume, run_folder, run_storage
+from trireme.launch import resume, run_folder
 from trireme.launch.cluster import HOST, LocalCluster
 from trireme.launch.interrupt import InterruptHandler, resume_command
 from trireme.launch.member_numbers import cores, pservers_for
@@ -49,12 +49,14 @@ from trireme.view.live_progress import ProgressReporter
 from trireme.view.progress import Display, display
 from trireme.view.report import failure_text, result_document, summary_text
 from trireme_shared.platform.membership.etcd_access import EtcdAccess
-from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.security import private_files
 from trireme_shared.platform.security.access import is_loopback
 from trireme_shared.platform.security.tls import Tls
 from trireme_shared.platform.security.token_folder import TokenFolder
-from trireme_shared.protocol.errors import PeerError, TriremeError
+from trireme_shared.platform.storage import files
+from trireme_shared.platform.storage.object_store import REQUEST_S, endpoint, is_s3
+from trireme_shared.protocol.errors import PeerError, TriremeError, Unauthorized
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Dispatch, FailureCause, JobSpec, JobState, Phase, Strategy
 
@@ -128,7 +130,7 @@ async def run_job(request: RunRequest) -> int:
             script=str(request.script.absolute()),
             dataset=inspection.dataset,
             evaluation_dataset=inspection.evaluation_dataset,
-            storage=run_storage.place_of(base, job, (data_dir / job).absolute()),
+            storage=storage_of(base, job, (data_dir / job).absolute()),
         )
         own_code = [*inspection.readers, *(each.kind.partition(":")[0] for each in spec.trackers if each.is_own)]
         spec = spec.with_fields(sources=await asyncio.to_thread(digests_of, request.script, own_code))
@@ -155,7 +157,7 @@ async def run_job(request: RunRequest) -> int:
             return exit_codes.OK
         with run_folder.opened(data_dir, job) as folder, told_if_full(folder):
             previous, script = resume.read_previous_run(folder), resume.script_digest(request.script)
-            last = run_storage.place_of(base, job, folder, previous.spec.storage if previous.spec else "")
+            last = storage_of(base, job, folder, previous.spec.storage if previous.spec else "")
             resumed = spec.with_fields(storage=last)
             if counted and previous.spec and previous.spec.pservers:
                 resumed = resumed.with_fields(pservers=previous.spec.pservers)
@@ -169,7 +171,7 @@ async def run_job(request: RunRequest) -> int:
             spec = spec if plan.start is resume.Start.NEW else resumed
             for line in memory_of_tables(inspection.model, spec, memory_bytes()):
                 print(line, file=sys.stderr)  # noqa: T201
-            await run_storage.check(spec.storage, lambda sentence: print(sentence, file=sys.stderr))  # noqa: T201
+            await check_storage(spec.storage, lambda sentence: print(sentence, file=sys.stderr))  # noqa: T201
             resumes = plan.start is resume.Start.RESUME
             if access is not None:
                 wanted = existing_etcd.Claim(folder, previous.spec, resumes=resumes, fresh=request.fresh)
@@ -330,3 +332,43 @@ async def _publish(cluster: LocalCluster, folder: Path) -> None:
             run_folder.write_json(folder / run_folder.RUN_FILE, facts)
             published = url
         await cluster.directory.changed(cluster.directory.revision, PUBLISH_S)
+
+
+REPORT_AFTER_S = 2.0
+
+
+def storage_of(base: str | None, job: str, folder: Path, last: str = "") -> str:
+    """The storage of a run. `base`: value of --storage. `last`: storage of the run that is resumed."""
+    if base is None:
+        return str(folder)
+    home = files.join(files.absolute(base), job)
+    return last if last.startswith(f"{home}/") else files.join(home, ids.new_id("run"))
+
+
+async def check_storage(url: str, report: Callable[[str], None]) -> None:
+    """Try a write and a read there, and delete unfinished files of a killed run: no other run uses this place.
+
+    Raises UsageError, Unauthorized, PeerError (not reachable); the message says what to do.
+    """
+    work = asyncio.get_running_loop().run_in_executor(None, _check, url)
+    done, _ = await asyncio.wait([work], timeout=REPORT_AFTER_S)
+    if not done and is_s3(url):
+        report(f"waiting for {url} at {endpoint() or 'Amazon S3'}, at most {REQUEST_S:g} s a request")
+    try:
+        await work
+    except TriremeError:
+        raise
+    except (OSError, ValueError, NotImplementedError) as error:
+        message = f"the job's storage cannot be used: {error}"
+        match error:
+            case ConnectionError():
+                raise PeerError(message) from error
+            case PermissionError() if is_s3(url):
+                raise Unauthorized(message) from error
+            case _:
+                raise UsageError(message, hint="give another --storage") from error
+
+
+def _check(url: str) -> None:
+    files.check_writable(url)
+    files.sweep(url)
