@@ -1,5 +1,6 @@
-"""`python -m master_service`: serve REST, then campaign with the address that was really bound.
+"""`python -m master_service`: choose a port, serve REST, then campaign with the address that was really bound.
 
+no TRIREME_PORT ─► the port in TRIREME_PORT_FILE, if it is free ─► else any free one, which is kept there
 SIGTERM: the lease is revoked first (a standby leads at once), then the server closes.
 """
 
@@ -31,6 +32,12 @@ from trireme_shared.protocol.keys import ClusterKeys, Keys
 from trireme_shared.protocol.records import Dispatch, JobSpec
 
 WAITING = 512  # connections that nobody has accepted yet
+START_S = 10.0
+# What a deleted job leaves refers to itself in circles: 50 KiB each. All objects are looked through after 24,000 new ones, if a
+# quarter is new; with Python's 10 instead of 1, or rarer small collections, they lie about for hundreds of jobs.
+COLLECTIONS = 2_000, 5, 1
+
+log = telemetry.logger("main")
 
 
 def listen(settings: Settings) -> socket.socket:
@@ -66,15 +73,6 @@ def _kept_port(file: Path) -> int:
     except (OSError, ValueError):
         return 0
     return port if 0 < port < 1 << 16 else 0
-
-
-START_S = 10.0
-
-# What a deleted job leaves refers to itself in circles: 50 KiB each. All objects are looked through after 24,000 new ones, if a
-# quarter is new; with Python's 10 instead of 1, or rarer small collections, they lie about for hundreds of jobs.
-COLLECTIONS = 2_000, 5, 1
-
-log = telemetry.logger("main")
 
 
 def main() -> int:

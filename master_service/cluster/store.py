@@ -1,4 +1,8 @@
-"""The only writer of a cluster's own keys: decide -> compare-and-set -> answer. One write at a time.
+"""A cluster's own keys in etcd: a new leader reads them all, one writer changes them, and a watch follows the pool's members.
+
+take_over       the address is written under the lock; then every job, schedule, assignment and place is read
+ClusterWriter   decide -> compare-and-set -> answer. One write at a time
+PoolWatch       the registrations of places, which host agents write
 
 Each write compares the cluster's lock (its create_revision is the term) and `cluster/commit`, where the write before has left its
 name. So writes form a chain: a late attempt of an earlier one, or of an earlier leader, is refused.
@@ -43,6 +47,13 @@ from trireme_shared.protocol.records import MasterAddress
 from trireme_shared.protocol.records.cluster import Assignment, ClusterJob, Drain, JobSchedule, PoolMember, TaskRun
 from trireme_shared.protocol.records.operations import KeptAnswer
 
+MAX_CHANGES = 90  # of one transaction
+MAX_BYTES = 900 << 10  # the client takes 1 MiB, keys included
+MAX_EVENT_BYTES = 64 << 10
+PAUSE_S = 0.1
+
+A = TypeVar("A")
+
 log = telemetry.logger("cluster.takeover")
 
 
@@ -85,14 +96,6 @@ async def take_over(etcd: Etcd, keys: ClusterKeys, lock: HeldLock, url: str) -> 
             state.apply(PutDrain(drained, must_read(Drain, kv.key, kv.value)), now)  # type: ignore[arg-type]
     log.info("took_over", term=lock.term, state=repr(state))
     return ClusterTakeover(commit_revision, revision, state, tuple(pool.values()))
-
-
-MAX_CHANGES = 90  # of one transaction
-MAX_BYTES = 900 << 10  # the client takes 1 MiB, keys included
-MAX_EVENT_BYTES = 64 << 10
-PAUSE_S = 0.1
-
-A = TypeVar("A")
 
 
 class ClusterWriter:

@@ -1,6 +1,11 @@
-"""One term of a cluster's leader: its writer, its watch of the pool, the schedule, and one JobTerm for each ACTIVE job.
+"""One term of a cluster's leader: its schedule, and one JobTerm for each ACTIVE job. They all end with the cluster's lock.
 
 a job, a member or time changes ─► schedule ─► assignments, starts written ─► JobTerms begin; preempted, paused, cancelled ones stop
+
+A JobTerm's Master leads the job under the cluster's lease, until the job ends or shall stop:
+lead ─ COMPLETED, FAILED ─► standing written ─► its members leave ─► lock released
+  └─── pause, preempted ──► checkpoint ─┐
+  └─── cancel ──────────────────────────┴─► lock released ─► standing written
 """
 
 from __future__ import annotations
@@ -36,10 +41,15 @@ from trireme_shared.protocol.records.operations import saves_on_demand
 from trireme_shared.protocol.times import rfc3339
 
 LOOK_S = 5.0
+JOB_LOOK_S = 1.0
+PAUSE_S = 0.5
+SAVE_S = 30.0  # a stop that waits longer for its checkpoint goes back to the one before
+LEAVE_S = 5.0  # how long the master of a job that has ended answers its members
 
 log = telemetry.logger("cluster")
 
 MakeMaster = Callable[[ClusterJob], Master]
+Finish = Callable[[str, Standing, str], Awaitable[None]]
 
 
 class ClusterTerm:
@@ -194,15 +204,6 @@ class ClusterTerm:
         stamp = rfc3339(clock.wall_time())  # retention counts from it
         await self.writer.decide(lambda state, _: finish(state, name, standing, reason, stamp))
         self._changed.set()
-
-
-PAUSE_S = 0.5
-JOB_LOOK_S = 1.0
-SAVE_S = 30.0  # a stop that waits longer for its checkpoint goes back to the one before
-LEAVE_S = 5.0  # how long the master of a job that has ended answers its members
-
-
-Finish = Callable[[str, Standing, str], Awaitable[None]]
 
 
 class JobTerm:

@@ -1,7 +1,8 @@
-"""Election of the leader: a candidate campaigns for the lock under a lease, and works while the lease lives.
+"""A process stands for election, and leads under a lease or stands by; its Candidate knows which, and whom to refuse meanwhile.
 
-A candidate that finds the holder's port closed revokes the holder's lease, so that a restart need not wait for the TTL. At a
-loopback address only a candidate of the same network can find that.
+A candidate campaigns for the lock under a lease, and works while the lease lives. One that finds the holder's port closed revokes the
+holder's lease, so that a restart need not wait for the TTL. At a loopback address only a candidate of the same network can find that.
+A master of one job and the leader of a cluster have one Candidate each.
 """
 
 from __future__ import annotations
@@ -21,6 +22,12 @@ from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.runtime.network import tells
 from trireme_shared.protocol.errors import NotLeader, NotReady, PeerError, TriremeError
 from trireme_shared.protocol.records import MasterLock
+
+PROBE_EVERY_S = 0.5
+PAUSE_S = 0.5
+REVOKE_S = 3.0
+
+log = telemetry.logger("election")
 
 
 class Led(Protocol):
@@ -84,13 +91,6 @@ class Candidate(Generic[T]):
 
     def _note_leader(self, holder: MasterLock) -> None:
         self._leader = holder.url
-
-
-PROBE_EVERY_S = 0.5
-PAUSE_S = 0.5
-REVOKE_S = 3.0
-
-log = telemetry.logger("election")
 
 
 async def stand(

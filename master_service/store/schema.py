@@ -1,6 +1,7 @@
-"""How the job is stored in etcd, both ways: changes -> operations of one txn, and keys -> job.
+"""What the changes of a job are in etcd: the keys and values that they write, the job that keys restore, and how many writes fit together.
 
-[change, change, …] --the last one of a key wins--> [Put | Delete, …]
+etcd refuses a transaction with more operations or bytes, and then no master could go on:
+decisions' writes --takes?--> add --one transaction--> etcd          too large alone --> TooLarge, for its caller only
 """
 
 from __future__ import annotations
@@ -59,6 +60,11 @@ from trireme_shared.protocol.records.assignments import GivenNumbers, Migration
 from trireme_shared.protocol.records.operations import CheckpointRequest, KeptAnswer, Operation, OperationKind
 from trireme_shared.protocol.records.pauses import Losses
 from trireme_shared.protocol.records.queue import FailureCounts
+
+MAX_OPERATIONS = 100  # etcd takes 128
+MAX_BYTES = 512 * 1024  # of keys and values; etcd takes 1.5 MiB
+
+Write = Put | Delete
 
 
 def operations(keys: Keys, job: Job | None, changes: Iterable[Change]) -> list[Put | Delete]:
@@ -292,12 +298,6 @@ def chunk_of(key: str, value: bytes) -> PutEvents | None:
     """None: it holds no events (this is logged)."""
     told = read_record(EventChunk, key, value)
     return PutEvents(told.events[0].event_id, told.events[-1].event_id, value) if told and told.events else None
-
-
-MAX_OPERATIONS = 100  # etcd takes 128
-MAX_BYTES = 512 * 1024  # of keys and values; etcd takes 1.5 MiB
-
-Write = Put | Delete
 
 
 class Batch:

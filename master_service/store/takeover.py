@@ -1,6 +1,8 @@
 """A new leader takes the job over: write under the lock -> read every key -> the job as etcd holds it.
 
 lock held --> first write under it (a master's address) --> all keys read --> spec agreed --> dataset loaded or counted --> Job
+
+The first writes of a term land once each, right after the last write of the term before.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import FailureCause, JobSpec, JobState, TaskMeta, UserFailure
 from trireme_shared.protocol.records.assignments import GivenNumbers
 from trireme_shared.protocol.records.datasets import Dataset
+
+PAUSE_S = 0.1
 
 log = telemetry.logger("takeover")
 
@@ -169,9 +173,6 @@ async def _table(storage: JobStorage, source: Dataset, sizes: TaskSizes, digest:
         urls = ", ".join(source.urls)
         raise DatasetError(f"the dataset has no records: {urls}", hint="check the path or glob")
     return table
-
-
-PAUSE_S = 0.1
 
 
 async def write_first(etcd: Etcd, lock: HeldLock, commit: str, writes: Sequence[Put]) -> int:

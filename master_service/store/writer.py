@@ -8,6 +8,10 @@ Two compares fence each txn: the lock's create_revision (the term), and the valu
 name there, so the commits of a master form a chain: each lands right after the one that it was decided on. An attempt that
 lands late, after it was given up, is refused; so repeating a txn after the read-back cannot apply it twice. This allows a
 second txn while the first is under way (`MAX_UNDER_WAY`), once it carries as much as the first. Answers come in order.
+
+The leader's own decisions (LeaderWriter) are taken also when too many requests wait, and the irreversible ones on what etcd has:
+decide --reversible--> written
+   `-- ends the job, or starts it over --> checkpoints read from etcd --> decided again; written only if none became the newest since
 """
 
 from __future__ import annotations
@@ -51,6 +55,7 @@ MAX_EVENTS = 100  # of one transaction: with MOST_BYTES each they fit beside the
 MAX_TOLD = 1000
 
 A = TypeVar("A")
+
 log = telemetry.logger("writer")
 
 

@@ -62,6 +62,7 @@ from trireme_shared.protocol.records import Dispatch, FailureCause, JobSpec, Job
 
 PUBLISH_S = 5.0
 REQUEST_TIMEOUT_S = 5.0
+REPORT_AFTER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,9 +333,6 @@ async def _publish(cluster: LocalCluster, folder: Path) -> None:
             run_folder.write_json(folder / run_folder.RUN_FILE, facts)
             published = url
         await cluster.directory.changed(cluster.directory.revision, PUBLISH_S)
-
-
-REPORT_AFTER_S = 2.0
 
 
 def storage_of(base: str | None, job: str, folder: Path, last: str = "") -> str:

@@ -1,9 +1,16 @@
-"""How the launcher starts Python processes: forked from a fork server that has imported torch already, or spawned.
+"""Python processes of a launcher: how they start, live and end, and when a dead one is started again. None outlives the launcher.
 
     ForkServer.start ─► forked        saves tenths of a second of processor time, and shares memory
                   `──► spawned        if forking is impossible, switched off, or failed
 
-Both are children of this process, lead a session of their own and die with it.
+Both are children of this process, lead a session of their own (a Ctrl-C in the terminal reaches the launcher only) and die with it:
+PDEATHSIG kills them if the launcher itself is killed. A Child is started, ends, and may be started again, with the same log file.
+
+A child that was killed or told to stop from outside (SIGKILL, SIGTERM: preemption, out of memory, chaos) is always started
+again. So is one that had started up and later lost its lease: its host froze or was cut off. A child that ends by itself right
+after its start MAX_EARLY_ENDS times is given up: one more start would not help.
+A child that was never ready is given up after MAX_FAILED_STARTS such ends: it cannot start here (a missing package, say).
+A job's restart_policy and restart_delay_s say otherwise for its trainers and parameter servers: fewer starts, and later ones.
 """
 
 from __future__ import annotations
@@ -40,6 +47,14 @@ START_TIMEOUT_S = 60.0  # imports included
 ATTEMPTS = 2  # a fork server that died is replaced once
 PID_BYTES = 32
 UNKNOWN_CODE = 255  # what asyncio uses
+TAIL_BYTES = 16 << 10
+TAIL_LINES = 15
+EARLY_S = 30.0
+MAX_EARLY_ENDS = 5
+MAX_FAILED_STARTS = 2
+FIRST_DELAY_S = 0.1
+MAX_DELAY_S = 3.0
+_FROM_OUTSIDE = {0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}  # 0: it was told to stop
 
 log = telemetry.logger("processes")
 
@@ -209,10 +224,6 @@ class ForkServer:
         self._control = self.server = None
 
 
-TAIL_BYTES = 16 << 10
-TAIL_LINES = 15
-
-
 class ClusterError(TriremeError):
     """The cluster cannot go on: a child ends again and again. `details`: child, log, tail."""
 
@@ -343,14 +354,6 @@ def tail_of(log: Path, lines: int = TAIL_LINES) -> str:
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-lines:])
-
-
-EARLY_S = 30.0
-MAX_EARLY_ENDS = 5
-MAX_FAILED_STARTS = 2
-FIRST_DELAY_S = 0.1
-MAX_DELAY_S = 3.0
-_FROM_OUTSIDE = {0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}  # 0: it was told to stop
 
 
 @dataclass(slots=True)

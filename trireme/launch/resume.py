@@ -8,6 +8,10 @@ COMPLETED           say so, train nothing; with more epochs: go on from the last
 --fresh             start from the beginning
 A start from the beginning moves all files of the earlier run to `previous/`, which keeps one run. Trained models are never deleted
 unless the user asks for it.
+
+The facts about the script's model and optimizer that an unfinished job depends on are kept in the folder, too, and compared:
+{"tensors": [[kind, name, shape, dtype, group], ...], "optimizer": {"name", "defaults", "groups"}, "tables": [TableSpec, ...]}   (trainer_agent.script.inspect)
+Tensors that are not contiguous have their strides after the group.
 """
 
 from __future__ import annotations
@@ -36,6 +40,10 @@ RESULT_FILE = "result.json"  # what --json prints; it exists once the run is ove
 ETCD_FILE = "etcd.json"  # of a run with an etcd that it did not start: how to reach it
 PREVIOUS = "previous"
 NOT_MOVED = ("lock", PREVIOUS)
+MODEL_FILE = "model.json"  # does not exist if the run was started with --no-check
+KINDS = {"param": "parameter", "buffer": "buffer"}
+
+Facts = dict[str, Any]
 
 
 class Start(Enum):
@@ -83,7 +91,7 @@ def read_previous_run(folder: Path) -> PreviousRun:
         return PreviousRun()
     script = folder / SCRIPT_FILE
     text = script.read_text(encoding="utf-8") if script.exists() else ""
-    return PreviousRun(spec, text, read_json(folder / FILE), result, read_json(folder / ETCD_FILE))
+    return PreviousRun(spec, text, read_json(folder / MODEL_FILE), result, read_json(folder / ETCD_FILE))
 
 
 def decide(
@@ -209,14 +217,8 @@ def set_aside(folder: Path) -> None:
 
 def write_start(folder: Path, script: str, model: Facts | None = None) -> None:
     if model is not None:
-        write_json(folder / FILE, model)
+        write_json(folder / MODEL_FILE, model)
     private_files.write_text(folder / SCRIPT_FILE, script)
-
-
-FILE = "model.json"  # does not exist if the run was started with --no-check
-KINDS = {"param": "parameter", "buffer": "buffer"}
-
-Facts = dict[str, Any]
 
 
 def parameter_bytes(facts: Facts) -> int:

@@ -1,6 +1,7 @@
 """The folder of one job's runs: DATA_DIR/JOB/{spec.json, run.json, lock, etcd/, logs/, checkpoints/, export/, ...}.
 
-One run at a time: the launcher holds a flock on the lock file while it lives, so a crash needs no cleaning up.
+One run at a time: the launcher holds a flock on the lock file while it lives, so a crash needs no cleaning up. On a full disk the
+job's etcd cannot go on there, so the run ends with one message (DiskFull) and can be resumed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ TIME_FILE = "time.json"
 KEEP_S = 2.0
 SOCKETS = "sockets"
 PREFIX = "trireme-run-"
+NEEDED_BYTES = 256 << 20  # etcd's log has two files of 64 MB, its data and their snapshots grow besides
+LEAST_BYTES = 64 << 20  # below this etcd cannot begin the next file of its log
+FULL = (errno.ENOSPC, errno.EDQUOT)
+_WORDS = tuple(os.strerror(number).lower() for number in FULL)
 
 
 @contextlib.contextmanager
@@ -198,12 +203,6 @@ def check_port(host: str, port: int) -> None:
         except OSError as error:
             msg = f"port {port} of {host} is not free: {error.strerror}; choose another --port, or 0 for any free one"
             raise UsageError(msg) from error
-
-
-NEEDED_BYTES = 256 << 20  # etcd's log has two files of 64 MB, its data and their snapshots grow besides
-LEAST_BYTES = 64 << 20  # below this etcd cannot begin the next file of its log
-FULL = (errno.ENOSPC, errno.EDQUOT)
-_WORDS = tuple(os.strerror(number).lower() for number in FULL)
 
 
 class DiskFull(TriremeError):

@@ -1,9 +1,11 @@
 """A host of the pool: registers its places, follows what the leader assigns to them, and runs the processes.
 
-    pool/<kind>/<name>-<kind>-<n>              written here: what the place runs (place_keys.py)
-    pool/<kind>/<name>-<kind>-<n>/assignment   followed here: what it shall run (place.py)
+    pool/<kind>/<name>-<kind>-<n>              written here: what the place runs (PlaceKeys in place.py)
+    pool/<kind>/<name>-<kind>-<n>/assignment   followed here: what it shall run (Place)
 
 All children are forked from one process that has loaded torch, and die with this one, which has not. While etcd is silent they go on.
+A child that lives on without its lease for too long is ended, and its place starts another process: one watch for each job that has
+children here (trireme/launch/leases.py says what counts).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from trireme.launch.member_numbers import cores
 from trireme.launch.processes import Child, ForkServer, inherited_environment
 from trireme.launch.run_folder import sockets
 from trireme.pool.host_status import HostMetrics, ProcessHealth
-from trireme.pool.place import Host, HostFolder, Place, PlaceKeys, opened
+from trireme.pool.place import Host, HostFolder, Place, PlaceKeys, opened_folder
 from trireme.pool.settings import Settings, gpus, passed_on
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.etcd.reading import read_record
@@ -44,6 +46,7 @@ KINDS: tuple[Kind, ...] = (
     "pserver",
     "trainer",
 )  # in the order in which they leave: trainers make the checkpoint that pservers wait for
+LOOK_S = 1.0
 
 log = telemetry.logger("host_agent")
 
@@ -79,7 +82,7 @@ class HostAgent:
 
     async def _offer(self, stopping: asyncio.Event) -> int:
         with contextlib.ExitStack() as opens:
-            folder = opens.enter_context(opened(self.settings.data_dir))
+            folder = opens.enter_context(opened_folder(self.settings.data_dir))
             forks = opens.enter_context(ForkServer())
             uds = str(opens.enter_context(sockets(folder.place)))
             await self._revoke(folder.last_lease)
@@ -200,9 +203,6 @@ class HostAgent:
 
 def _assignment(kv: KeyValue) -> Assignment | None:
     return read_record(Assignment, kv.key, kv.value)
-
-
-LOOK_S = 1.0
 
 
 class FrozenChildren:

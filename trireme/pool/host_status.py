@@ -1,4 +1,11 @@
-"""Prometheus' metrics of a host agent: what its places do, and how often their processes had to be started again."""
+"""What a host agent tells of itself: Prometheus' metrics of its places, and whether their processes live and are ready.
+
+    /readyz of the agent ─► /readyz of each process      200: ready      503: live, and why it is not ready
+                                                         nothing, or no answer in time: not live
+
+A parameter server that loads a checkpoint, and a trainer that builds its model, are live and not ready. Nobody shows a token for
+this: it says nothing of a job.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +24,9 @@ from trireme_shared.protocol.records.cluster import Kind, PoolMember
 from trireme_shared.protocol.records.record import shortened
 
 STATES = ("idle", "running", "task", "ended", "trouble")
+ANSWER_S = 1.0
+KEPT_S = 1.0  # whoever asks the agent asks its processes no more often
+REASON_CHARACTERS = 300
 
 
 class Counted(Protocol):
@@ -81,11 +91,6 @@ def state_of(member: PoolMember) -> str:
     if member.ended:
         return "ended"
     return "task" if member.task else "running"
-
-
-ANSWER_S = 1.0
-KEPT_S = 1.0  # whoever asks the agent asks its processes no more often
-REASON_CHARACTERS = 300
 
 
 class WithProcess(Protocol):

@@ -1,4 +1,4 @@
-"""One place of a host: it runs the process that the leader has assigned to it, or none.
+"""One place of a host: it runs the process that the leader has assigned to it, or none. Its keys in the pool, and the host's folder.
 
     idle ─ assigned ─► runs ─ killed or failed ─► runs again, after a pause
       ▲                 │ └─ job is over ─► ended      `─ failed again and again ─► trouble
@@ -6,6 +6,16 @@
 
 A place that ended or is in trouble waits for another assignment. A process never serves two jobs, nor two epochs of one. An attempt of
 a pre- or post-task is run once: `ended` tells its exit code, and it is the leader who tries again.
+
+PlaceKeys keeps the keys of a host's places, `pool/<kind>/<member>`, under one lease and equal to the wanted records:
+    claim (create = 0) ─► hold: renew the lease, write what was `set` ─► another agent has a key: lost
+                           └─ lease over ─► a new one as soon as etcd answers, and every key is written again
+Unlike a member of a job an agent needs no fence: what its children may do is decided by their own keys. So while etcd is silent, or
+has lost the lease, nothing is stopped here.
+
+HostFolder is DATA_DIR/{agent.lock, agent.json, logs/<job>/<member>-<epoch>.log, sources/, sockets}. One agent at a time: it holds a
+flock while it lives. So whoever gets the lock knows that the agent before is dead, and may revoke the lease that agent.json names
+instead of waiting until it runs out.
 """
 
 from __future__ import annotations
@@ -46,6 +56,10 @@ OUTPUT_LINES, OUTPUT_CHARACTERS = 200, 3900
 IDLE: dict[str, Any] = {"running": "", "epoch": 0, "ended": False, "trouble": ""}
 IDLE |= {"task": "", "attempt": 0, "exit_code": None, "output": ""}
 LEAVE_S = 5.0  # beyond its own limit
+BATCH = 100  # keys of one transaction
+PAUSE_S = 0.5
+RELEASE_S = 2.0
+LOCK, AGENT_FILE = "agent.lock", "agent.json"
 
 log = telemetry.logger("place")
 
@@ -293,11 +307,6 @@ def _may_be_a_job(name: str) -> bool:
     return name.replace("-", "").isalnum() and name.isascii()
 
 
-BATCH = 100  # keys of one transaction
-PAUSE_S = 0.5
-RELEASE_S = 2.0
-
-
 class PlaceKeys:
     """`records`: the wanted values by key; their lease is filled in. `on_lease` is called with the id of each new lease."""
 
@@ -447,11 +456,8 @@ def _batches(keys: Sequence[str]) -> Iterator[Sequence[str]]:
         yield keys[first : first + BATCH]
 
 
-LOCK, AGENT_FILE = "agent.lock", "agent.json"
-
-
 class HostFolder:
-    """Made by `opened`."""
+    """Made by `opened_folder`."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -476,7 +482,7 @@ class HostFolder:
 
 
 @contextlib.contextmanager
-def opened(place: Path) -> Iterator[HostFolder]:
+def opened_folder(place: Path) -> Iterator[HostFolder]:
     """Raises InvalidArgument if it cannot be written, Conflict if another agent has it."""
     place = place.absolute()
     try:
