@@ -11,58 +11,44 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import glob
-import json
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from master_service.store.between_runs import renew, start_again
-from trireme.launch.leases import LostLease, LostLeases, Vouching, revoke_all_leases, revoke_leases_of
-from trireme.launch.member_numbers import MemberNumbers, cores, threads_for
+from trireme.launch.leases import LostLease, LostLeases, Vouching, revoke_leases_of
+from trireme.launch.member_numbers import MemberNumbers, threads_for
+from trireme.launch.processes import cores
 from trireme.launch.processes import Child, Exit, ForkServer, RestartPolicy
 from trireme.launch.run_folder import sockets
-from trireme.launch.supervision import GRACE_S, SupervisedProcesses
+from trireme.launch.supervision import GRACE_S, ClusterSettings, SupervisedProcesses
 from trireme.view.child_events import ChildEvent
 from trireme.view.job_address import OpenJob, client_of, masterless_address
 from trireme.view.masterless_client import MasterlessClient
-from trireme_shared.platform import etcd as etcd_client
 from trireme_shared.platform.etcd.reading import must_read
 from trireme_shared.platform.membership.directory import Directory
-from trireme_shared.platform.membership.etcd_access import EtcdAccess
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.security import private_files
-from trireme_shared.platform.security.tls import VARIABLES
-from trireme_shared.platform.security.token_folder import TokenFolder
-from trireme_shared.platform.security.tokens import Role
 from trireme_shared.protocol.errors import DeadlineExceeded, TriremeError
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Dispatch, JobSpec, JobState
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest
 
-HOST = "127.0.0.1"
-MODULES = {"trainer": "trainer_agent", "master": "master_service", "pserver": "pserver_service"}
+MODULES = {"trainer": "trainer_agent", "pserver": "pserver_service"}
 MASTERLESS_TRAINER = "trireme.masterless"
 PSERVER_GRACE_S = 15.0  # it may be writing its part of a checkpoint
 LEAVING_GRACE_S = 60.0  # of a member that a resize makes leave: a trainer ends its minibatch first
 START_TIMEOUT_S = 60.0
 FINAL_TIMEOUT_S = 1.0
 FOLLOW_S = 5.0
-PASSED_ON = (
-    "TRIREME_TRANSPORT",
-    "TRIREME_ALLOWED_HOSTS",
-    *VARIABLES,
-)  # from our own environment; all other settings are in the spec
 SPARE_WAIT_S = 365 * 24 * 3600.0  # a parameter server that finds no free index waits as a spare
 
 
 class LocalCluster(SupervisedProcesses[JobState]):
     """`run_dir` gets spec.json, logs/<child>.log, children.jsonl and etcd/ (an earlier run's etcd data is used again).
-    `port`: the first master's (0: any free port). Spare parameter servers are loaded and wait; the first that sees a free index
-    takes it. `etcd`: one that is there already; None: the cluster starts its own. Members listen at `host`, and tell others `advertise`
-    (default: `host`). `tokens`: of admins, members and viewers (None: nobody is asked for one). `forks` starts the children (None: the cluster makes its own fork server and ends it).
+    Spare parameter servers are loaded and wait; the first that sees a free index takes it. `forks` starts the children (None: the
+    cluster makes its own fork server and ends it).
 
     `on_event` gets every start and death. Children by name: `trainer-0`, `pserver-0`, `master-0`, `etcd`.
     """
@@ -74,30 +60,17 @@ class LocalCluster(SupervisedProcesses[JobState]):
         self,
         spec: JobSpec,
         run_dir: Path,
+        settings: ClusterSettings | None = None,
         *,
-        port: int = 0,
-        standbys: int = 0,
         spare_pservers: int = 0,
-        etcd: EtcdAccess | None = None,
-        tokens: TokenFolder | None = None,
-        host: str = HOST,
-        advertise: str = "",
-        environment: Mapping[str, str] | None = None,
         forks: ForkServer | None = None,
         on_event: Callable[[ChildEvent], None] = lambda _: None,
     ) -> None:
         self._forks = forks or ForkServer()
         self._own_forks = forks is None
-        super().__init__(run_dir, self._forks.start, on_event)
+        super().__init__(run_dir, settings or ClusterSettings(), self._forks.start, on_event)
         self.spec = spec
-        self.run_dir = run_dir
-        self._existing_etcd = etcd
-        self._tokens = tokens
-        self._where = {"TRIREME_HOST": host, "TRIREME_ADVERTISE": advertise}
-        self._port = port
-        self._standbys = standbys
         self._spare_pservers = spare_pservers
-        self._extra = dict(environment or {})
         self._keys = Keys(spec.job)
         self._pserver_settings: dict[str, str] = {}
         self._uds = ""
@@ -105,7 +78,6 @@ class LocalCluster(SupervisedProcesses[JobState]):
         self.lost_leases = LostLeases(spec.lease_ttl_s)
         self._masterless_client: MasterlessClient | None = None
         self.masterless = spec.dispatch is Dispatch.ETCD
-        self.etcd: etcd_client.Etcd
         self.directory: Directory
 
     def __repr__(self) -> str:
@@ -121,16 +93,6 @@ class LocalCluster(SupervisedProcesses[JobState]):
         )
 
     @property
-    def etcd_access(self) -> EtcdAccess:
-        """How the job's etcd is reached."""
-        return self._existing_etcd or self.own_etcd
-
-    @property
-    def has_existing_etcd(self) -> bool:
-        """Whether it did not start its etcd."""
-        return self._existing_etcd is not None
-
-    @property
     def url(self) -> str:
         """The leading master's, "" while there is none; for a masterless job its address in etcd."""
         if self.masterless:
@@ -143,8 +105,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
         if self._masterless_client is not None:
             yield self._masterless_client, self.spec.job
             return
-        token = self._tokens.token(Role.ADMIN) if self._tokens is not None else ""
-        async with client_of(await self.master_url(timeout_s), token, timeout_s) as client:
+        async with client_of(await self.master_url(timeout_s), self.settings.token, timeout_s) as client:
             yield client, self.spec.job
 
     async def master_url(self, timeout_s: float = START_TIMEOUT_S) -> str:
@@ -152,17 +113,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
         deadline = clock.monotonic() + timeout_s
         while self.directory.master is None:  # also after the wait: it may be gone again by then
             left_s = deadline - clock.monotonic()
-            waiting = asyncio.ensure_future(
-                self.directory.wait_for(lambda view: view.master is not None, left_s, "a master")
-            )
-            try:
-                either: list[asyncio.Future[Any]] = [waiting, self.final]
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-                if self.final.done() and not waiting.done():
-                    self.final.result()
-                await waiting
-            finally:
-                waiting.cancel()
+            await self._unless_over(self.directory.wait_for(lambda view: view.master is not None, left_s, "a master"))
         return self.directory.master.url
 
     async def saved_step(self) -> int | None:
@@ -173,24 +124,18 @@ class LocalCluster(SupervisedProcesses[JobState]):
         return 0 if (await self.etcd.range(self._keys.own_prefix, prefix=True, keys_only=True)).kvs else None
 
     async def add_trainer(self) -> Child:
-        return await self._add("trainer")
+        return await self._add_member("trainer")
 
     # ------------------------------------------------------------ children
 
-    async def _add(self, role: str, settings: Mapping[str, str] | None = None) -> Child:
+    def _common(self) -> dict[str, str]:
+        return {**super()._common(), "TRIREME_JOB": self.spec.job, "TRIREME_SPEC": str(self.folder / "spec.json")}
+
+    async def _add_member(self, role: str) -> Child:
+        """A trainer or a parameter server."""
         module = MASTERLESS_TRAINER if self.masterless and role == "trainer" else MODULES[role]
-        given = {
-            "TRIREME_JOB": self.spec.job,
-            **self.etcd_access.environment(),
-            **self._where,
-            "TRIREME_SPEC": str(self.run_dir / "spec.json"),
-            **{name: os.environ[name] for name in PASSED_ON if name in os.environ},
-            **(self._tokens.environment() if self._tokens is not None else {}),
-            **({"TRIREME_UDS": self._uds} if role != "master" else {}),
-            **self._extra,
-            **(settings or {}),
-        }
-        return await self._add_child(role, module, given)
+        own = self._pserver_settings if role == "pserver" else {}
+        return await self._add(role, module, {"TRIREME_UDS": self._uds, **own})
 
     def _lost_lease(self, end: Exit) -> LostLease | None:
         return self.lost_leases.ended(end.pid)
@@ -223,7 +168,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
         """One more of a kind: one that left before, or a new one."""
         child = self.numbers.comes_back(role, self._supervised)
         if child is None:
-            await self._add(role, self._pserver_settings if role == "pserver" else None)
+            await self._add_member(role)
             return
         await child.start()
         self._record(ChildEvent(child.name, "started", pid=child.pid))
@@ -268,15 +213,10 @@ class LocalCluster(SupervisedProcesses[JobState]):
     async def _start(self) -> None:
         if self._own_forks:
             self._opened.enter_context(self._forks)
-        if self._existing_etcd is None:
-            await self._start_etcd()
-        self.etcd = self.etcd_access.connect()
-        self._opened.push_async_callback(self.etcd.close)
-        if self._existing_etcd is None:  # leases in another one are not all of this run's members
-            await revoke_all_leases(self.etcd, self._keys.prefix)
+        await self._connect(self._keys.prefix)
         await start_again(self.etcd, self._keys)
         await renew(self.etcd, self._keys, self.spec)
-        private_files.write_text(self.run_dir / "spec.json", self.spec.to_bytes().decode())  # masters read it
+        private_files.write_text(self.folder / "spec.json", self.spec.to_bytes().decode())  # masters read it
         self.directory = Directory(self.etcd, self._keys)
         self.run_beside(self.directory.run())
         self.run_beside(self._follow_state())
@@ -284,21 +224,22 @@ class LocalCluster(SupervisedProcesses[JobState]):
         if self.masterless:
             self._masterless_client = MasterlessClient(self.etcd, self._keys)
             self.run_beside(self._masterless_client.run())
-        logs = json.dumps([glob.escape(str(self.run_dir.absolute() / "logs"))])
-        for index in range(0 if self.masterless else 1 + self._standbys):
-            port = str(self._port if index == 0 else 0)
-            await self._add("master", {"TRIREME_PORT": port, "TRIREME_LOGS": logs, **self._port_file(index)})
+        if not self.masterless:
+            await self._add_masters({}, "logs")
         threads = os.environ.get("TRIREME_THREADS") or str(threads_for(self.spec, cores()))
-        self._uds = str(self._opened.enter_context(sockets(self.run_dir)))
+        self._uds = str(self._opened.enter_context(sockets(self.folder)))
         self._pserver_settings = {"TRIREME_THREADS": threads}
         if self._spare_pservers:
             self._pserver_settings["TRIREME_CLAIM_WAIT_S"] = str(SPARE_WAIT_S)
         for _ in range(self.spec.pservers + self._spare_pservers):
-            await self._add("pserver", self._pserver_settings)
+            await self._add_member("pserver")
         for _ in range(self.spec.trainers):
-            await self._add("trainer")
+            await self._add_member("trainer")
         if not self.masterless:  # only now, or it would start members that are about to be started here
             self.run_beside(self.numbers.follow(self.etcd, self.directory, self._grow, self._leave))
+
+    async def _news(self) -> None:
+        await self.directory.changed(self.directory.revision, FOLLOW_S)
 
     async def _follow_state(self) -> None:
         revision = 0

@@ -95,6 +95,15 @@ async def revoke_leases_of(etcd: Etcd, keys: Keys, child: str, pid: int, named: 
             await etcd.revoke(lease, timeout_s=REVOKE_TIMEOUT_S)
 
 
+async def revoke_lock_of(etcd: Etcd, key: str, child: str) -> None:
+    """The lease of the lock `key`, if a process of that child held it. Raises TriremeError, TimeoutError, as revoke_leases_of."""
+    async with asyncio.timeout(REVOKE_TIMEOUT_S):
+        found = await etcd.get(key)
+        lock = read_record(MasterLock, key, found.value) if found is not None else None
+        for lease in _lease_of(child, lock):
+            await etcd.revoke(lease)
+
+
 async def revoke_all_leases(etcd: Etcd, prefix: str) -> None:
     """Of an earlier run's members, whose keys begin with `prefix`. They died with their launcher, but etcd, started again on its old data, gives their
     leases their full time again. Raises PeerError."""

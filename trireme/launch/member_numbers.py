@@ -10,7 +10,6 @@ ps_desired, trainers of job/spec --more--> children started      --fewer--> trai
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from trireme.launch.processes import Child
@@ -27,11 +26,6 @@ LOOK_S = 5.0
 PAUSE_S = 0.5
 BYTES_EACH = 32 << 20
 MOST = 128
-
-
-def cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def pservers_for(model: Facts | None, cores: int) -> int:

@@ -23,7 +23,7 @@ import aiohttp
 import psutil
 
 from trireme.launch.leases import LostLeases, Vouching
-from trireme.launch.member_numbers import cores
+from trireme.launch.processes import cores
 from trireme.launch.processes import Child, ForkServer, inherited_environment
 from trireme.launch.run_folder import sockets
 from trireme.pool.host_status import HostMetrics, ProcessHealth

@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from pydantic import BaseModel, ValidationError
 
 from trireme.launch.processes import Child
+from trireme.pool.place import Place, PlaceKeys
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.records.cluster import Kind, PoolMember
 from trireme_shared.protocol.records.record import shortened
@@ -29,29 +30,15 @@ KEPT_S = 1.0  # whoever asks the agent asks its processes no more often
 REASON_CHARACTERS = 300
 
 
-class Counted(Protocol):
-    """A place."""
-
-    kind: Kind
-    deaths: int
-
-
-class Registration(Protocol):
-    @property
-    def alive(self) -> bool:
-        """Whether etcd has the places now."""
-        ...
-
-
 class HostMetrics:
     """Reads what it tells when somebody asks."""
 
     def __init__(self) -> None:
         #: What etcd is told of the places.
         self.members: Iterable[PoolMember] = ()
-        self.places: Iterable[Counted] = ()
+        self.places: Iterable[Place] = ()
         #: The keys of the places in etcd; None before etcd has had them for the first time.
-        self.registration: Registration | None = None
+        self.registration: PlaceKeys | None = None
 
     def missing(self) -> str:
         """Why the agent is not ready; "" if it is."""
@@ -93,15 +80,6 @@ def state_of(member: PoolMember) -> str:
     return "task" if member.task else "running"
 
 
-class WithProcess(Protocol):
-    """A place."""
-
-    child: Child | None
-
-    @property
-    def short_name(self) -> str: ...
-
-
 class _Readiness(BaseModel):
     reason: str = ""
 
@@ -109,7 +87,7 @@ class _Readiness(BaseModel):
 class ProcessHealth:
     """`places`: all of the host, read when somebody asks."""
 
-    def __init__(self, places: Callable[[], Iterable[WithProcess]], client: aiohttp.ClientSession) -> None:
+    def __init__(self, places: Callable[[], Iterable[Place]], client: aiohttp.ClientSession) -> None:
         self._places, self._client = places, client
         self._asking = asyncio.Lock()
         self._found: dict[str, dict[str, Any]] = {}
