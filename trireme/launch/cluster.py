@@ -1,10 +1,15 @@
 """A whole job on this machine: etcd, master(s), parameter servers and trainers as supervised child processes.
 
-    async with LocalCluster(spec, run_dir) as cluster:       starts everything
+    async with LocalCluster(spec, folder) as cluster:        starts everything
         state = await cluster.wait()                         COMPLETED or FAILED; dead children are started again meanwhile
                                                              leaving stops everything: trainers first, etcd last
 
-No child outlives the cluster, however it ends.
+No child outlives the cluster, however it ends. How many members it has (neither number of these changes a bit of the result):
+
+min(cores / 2, bytes of the parameters / 32 MiB) --> parameter servers        cores / members on this host --> threads of each
+
+Both are at least 1. A resize changes the numbers:
+ps_desired, trainers of job/spec --more--> children started      --fewer--> trainers get SIGTERM; parameter servers without a place end
 """
 
 from __future__ import annotations
@@ -12,27 +17,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from master_service.store.between_runs import renew, start_again
 from trireme.launch.leases import LostLease, LostLeases, Vouching, revoke_leases_of
-from trireme.launch.member_numbers import MemberNumbers, threads_for
-from trireme.launch.processes import cores
-from trireme.launch.processes import Child, Exit, ForkServer, RestartPolicy
+from trireme.launch.processes import Child, Exit, ForkServer, RestartPolicy, cores
+from trireme.launch.resume import Facts, parameter_bytes
 from trireme.launch.run_folder import sockets
 from trireme.launch.supervision import GRACE_S, ClusterSettings, SupervisedProcesses
 from trireme.view.child_events import ChildEvent
 from trireme.view.job_address import OpenJob, client_of, masterless_address
 from trireme.view.masterless_client import MasterlessClient
-from trireme_shared.platform.etcd.reading import must_read
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.etcd.reading import must_read, read_record
 from trireme_shared.platform.membership.directory import Directory
-from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.runtime import clock, ids
 from trireme_shared.platform.security import private_files
-from trireme_shared.protocol.errors import DeadlineExceeded, TriremeError
+from trireme_shared.protocol.errors import DeadlineExceeded, PeerError, TriremeError
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Dispatch, JobSpec, JobState
+from trireme_shared.protocol.records.assignments import GivenNumbers
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest
 
 MODULES = {"trainer": "trainer_agent", "pserver": "pserver_service"}
@@ -43,10 +49,14 @@ START_TIMEOUT_S = 60.0
 FINAL_TIMEOUT_S = 1.0
 FOLLOW_S = 5.0
 SPARE_WAIT_S = 365 * 24 * 3600.0  # a parameter server that finds no free index waits as a spare
+LOOK_S = 5.0
+PAUSE_S = 0.5
+BYTES_EACH = 32 << 20
+MOST = 128
 
 
 class LocalCluster(SupervisedProcesses[JobState]):
-    """`run_dir` gets spec.json, logs/<child>.log, children.jsonl and etcd/ (an earlier run's etcd data is used again).
+    """`folder` gets spec.json, logs/<child>.log, children.jsonl and etcd/ (an earlier run's etcd data is used again).
     Spare parameter servers are loaded and wait; the first that sees a free index takes it. `forks` starts the children (None: the
     cluster makes its own fork server and ends it).
 
@@ -59,7 +69,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
     def __init__(
         self,
         spec: JobSpec,
-        run_dir: Path,
+        folder: Path,
         settings: ClusterSettings | None = None,
         *,
         spare_pservers: int = 0,
@@ -68,7 +78,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
     ) -> None:
         self._forks = forks or ForkServer()
         self._own_forks = forks is None
-        super().__init__(run_dir, settings or ClusterSettings(), self._forks.start, on_event)
+        super().__init__(folder, settings or ClusterSettings(), self._forks.start, on_event)
         self.spec = spec
         self._spare_pservers = spare_pservers
         self._keys = Keys(spec.job)
@@ -254,3 +264,115 @@ class LocalCluster(SupervisedProcesses[JobState]):
 
 def _is_final(state: JobState | None) -> bool:
     return state is not None and state.phase.final
+
+
+def pservers_for(model: Facts | None, cores: int) -> int:
+    """`model` None (--no-check): 1."""
+    size = 0 if model is None else parameter_bytes(model)
+    return max(1, min(cores // 2, size // BYTES_EACH, MOST))
+
+
+def threads_for(spec: JobSpec, cores: int) -> int:
+    """Of each parameter server, if all members are on this host: so many that together they have no more threads than cores."""
+    return max(1, cores // (spec.pservers + spec.trainers * spec.threads_per_trainer))
+
+
+class MemberNumbers:
+    """`children`: all of the run, by name. A child that left stays among them and may be started again."""
+
+    def __init__(self, spec: JobSpec, children: Mapping[str, Child], spare_pservers: int = 0) -> None:
+        self._spec, self._children, self._spares = spec, children, spare_pservers
+        self._left: set[str] = set()
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"<MemberNumbers: {len(self.kept('pserver'))} pservers, {len(self.kept('trainer'))} trainers>"
+
+    def kept(self, role: str) -> list[Child]:
+        """Those that have not left, in the order of their numbers."""
+        found = [child for name, child in self._children.items() if name.startswith(f"{role}-")]
+        return [child for child in found if child.name not in self._left]
+
+    def has_left(self, child: Child) -> bool:
+        return child.name in self._left
+
+    def comes_back(self, role: str, supervised: Collection[str]) -> Child | None:
+        """One that left and has ended, unless its end is still being seen to: who is `supervised` may be about to be started. It counts again."""
+        for name in sorted(self._left):
+            child = self._children[name]
+            if name.startswith(f"{role}-") and not child.alive and name not in supervised:
+                self._left.discard(name)
+                return child
+        return None
+
+    def is_surplus(self, child: Child, directory: Directory) -> bool:
+        """A child has ended: whether it is not started again, because the job wants fewer."""
+        if child.name in self._left:
+            return True
+        wanted = self._pservers_wanted(directory)
+        surplus = child.name.startswith("pserver-") and wanted is not None and len(self.kept("pserver")) > wanted
+        if surplus and child.pid not in _pids(directory):
+            self._left.add(child.name)
+            return True
+        return False
+
+    async def follow(
+        self,
+        etcd: Etcd,
+        directory: Directory,
+        grow: Callable[[str], Awaitable[None]],
+        leave: Callable[[Child], Awaitable[None]],
+    ) -> None:
+        """Until cancelled. `grow(role)` starts one more child, `leave(child)` ends one."""
+        await self._own_numbers(etcd, directory)
+        trainers = self._spec.trainers
+        while True:
+            revision = directory.revision
+            wanted = self._pservers_wanted(directory)
+            for _ in range(len(self.kept("pserver")), wanted or 0):
+                await grow("pserver")
+            if directory.spec is not None and directory.spec.trainers != trainers:
+                trainers = directory.spec.trainers
+                for _ in range(len(self.kept("trainer")), trainers):
+                    await grow("trainer")
+                for child in self.kept("trainer")[trainers:]:
+                    self.end(child, leave)
+            placed = _pids(directory)
+            surplus = [child for child in self.kept("pserver") if child.alive and child.pid not in placed]
+            for child in surplus[: max(0, len(self.kept("pserver")) - wanted)] if wanted is not None else ():
+                self.end(child, leave)
+            await directory.changed(revision, LOOK_S)
+
+    def end(self, child: Child, leave: Callable[[Child], Awaitable[None]]) -> None:
+        """It is not needed any more; `leave` ends it."""
+        self._left.add(child.name)
+        ending = asyncio.ensure_future(leave(child))
+        self._leaving.add(ending)
+        ending.add_done_callback(self._leaving.discard)
+
+    def _pservers_wanted(self, directory: Directory) -> int | None:
+        desired = directory.pservers_desired
+        return None if desired is None else desired + self._spares
+
+    async def _own_numbers(self, etcd: Etcd, directory: Directory) -> None:
+        """Wait until the numbers in etcd are this run's, or follow from them by a resize; before, they are an earlier run's."""
+        mine = self._spec.trainers, self._spec.pservers
+        while True:
+            revision, spec = directory.revision, directory.spec
+            if directory.master is not None and spec is not None:
+                if (spec.trainers, spec.pservers) == mine:
+                    return
+                try:
+                    found = await etcd.get(directory.keys.given)
+                except PeerError:
+                    await asyncio.sleep(ids.jitter(PAUSE_S))
+                    continue
+                given = read_record(GivenNumbers, directory.keys.given, found.value if found else None)
+                if given is not None and (given.trainers, given.pservers) == mine:
+                    return
+            await directory.changed(revision, PAUSE_S)
+
+
+def _pids(directory: Directory) -> set[int]:
+    """Of the parameter servers that have a place."""
+    return {member.pid for member in directory.pservers.values()}

@@ -23,8 +23,7 @@ import aiohttp
 import psutil
 
 from trireme.launch.leases import LostLeases, Vouching
-from trireme.launch.processes import cores
-from trireme.launch.processes import Child, ForkServer, inherited_environment
+from trireme.launch.processes import Child, ForkServer, cores, inherited_environment
 from trireme.launch.run_folder import sockets
 from trireme.pool.host_status import HostMetrics, ProcessHealth
 from trireme.pool.place import Host, HostFolder, Place, PlaceKeys, opened_folder

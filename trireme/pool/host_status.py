@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from trireme.launch.processes import Child
 from trireme.pool.place import Place, PlaceKeys
 from trireme_shared.platform.runtime import clock
-from trireme_shared.protocol.records.cluster import Kind, PoolMember
+from trireme_shared.protocol.records.cluster import PoolMember
 from trireme_shared.protocol.records.record import shortened
 
 STATES = ("idle", "running", "task", "ended", "trouble")
