@@ -21,7 +21,7 @@ from master_service.api.problems import CONTENT_TYPE, problem_of, problem_of_bug
 from master_service.api.resources import Empty, Problem
 from master_service.api.routes.dependencies import answered
 from master_service.api.routes.task_leases import REPORTS, Reporting, acquired
-from master_service.leadership.jobs_led import JobsLed
+from master_service.cluster.leader import JobsLed
 from trireme_shared.platform.runtime import telemetry
 from trireme_shared.protocol.errors import TriremeError
 from trireme_shared.protocol.records import AcquireTask, Record

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from prometheus_client import ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from master_service.cluster.leader import ClusterMaster
+from master_service.cluster.leader import ClusterMaster, JobsLed
 from master_service.core.state.cluster import ClusterState, Place
-from master_service.leadership.jobs_led import JobsLed
 from master_service.leadership.master import Master, Term
 from trireme_shared.protocol.errors import TriremeError
 from trireme_shared.protocol.records.cluster import Standing

@@ -321,3 +321,7 @@ class ClusterMaster:
         answer = await term.writer.decide(once.decide(decision) if once is not None else decision)
         term.look_again()
         return answer
+
+
+#: What a process leads, and REST serves: one job, or those of a cluster.
+JobsLed = Master | ClusterMaster

@@ -4,7 +4,7 @@
         state = await cluster.wait()                         COMPLETED or FAILED; dead children are started again meanwhile
                                                              leaving stops everything: trainers first, etcd last
 
-No child outlives the cluster, however it ends. How many members it has (neither number of these changes a bit of the result):
+No child outlives the cluster, however it ends. How many members and threads it has changes no bit of the result:
 
 min(cores / 2, bytes of the parameters / 32 MiB) --> parameter servers        cores / members on this host --> threads of each
 

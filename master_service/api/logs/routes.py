@@ -12,8 +12,7 @@ from master_service.api.logs.source import ELSEWHERE, LogSource, shown
 from master_service.api.resources import LogLine, LogLines, LogPage
 from master_service.api.routes.dependencies import JobsOf, PageSize, PageToken
 from master_service.api.server_sent import Messages, ServerSent
-from master_service.cluster.leader import ClusterMaster
-from master_service.leadership.jobs_led import JobsLed
+from master_service.cluster.leader import ClusterMaster, JobsLed
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.runtime.log_files import Line, LogFile
 from trireme_shared.protocol.errors import Conflict, InvalidArgument, NotFound, NotReady

@@ -13,9 +13,8 @@ from master_service.api.metrics.render import KeptMetrics
 from master_service.api.resources import EvaluationPage, MetricPage, SeriesPage, SeriesPoints
 from master_service.api.routes.dependencies import JobsOf, MasterOf, PageSize, PageToken, answered, committed
 from master_service.api.routes.keyed import AnsweringInJob
-from master_service.cluster.leader import ClusterMaster
+from master_service.cluster.leader import ClusterMaster, JobsLed
 from master_service.core.decisions.evaluations.evaluation import in_force
-from master_service.leadership.jobs_led import JobsLed
 from master_service.leadership.master import Master
 from trireme_shared.protocol.errors import Conflict
 from trireme_shared.protocol.evaluations import Evaluation

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from yarl import URL
 
 from master_service.api.limits import MAX_BODY_BYTES, read_body, replayed
-from master_service.leadership.jobs_led import JobsLed
+from master_service.cluster.leader import JobsLed
 from trireme_shared.platform.runtime import http, telemetry
 from trireme_shared.protocol.errors import NotLeader, NotReady, TooLarge
 

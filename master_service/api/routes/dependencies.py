@@ -10,7 +10,7 @@ from fastapi import Depends, Path, Query, Request
 from starlette.types import Receive
 
 from master_service.api.pages import TOKEN_PATTERN
-from master_service.leadership.jobs_led import JobsLed
+from master_service.cluster.leader import JobsLed
 from master_service.leadership.master import Master
 from trireme_shared.protocol.errors import DeadlineExceeded, PeerError
 
