@@ -22,6 +22,7 @@ import numpy as np
 
 from trireme.client import ONLY_JOB
 from trireme.launch.cluster import LocalCluster
+from trireme.launch.supervision import ClusterSettings
 from trireme.view.job_address import client_of
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.platform.security.tokens import Role, TokenFolder
@@ -127,7 +128,7 @@ async def measure(given: argparse.Namespace, folder: Path) -> dict[str, object]:
     tokens = TokenFolder(folder / "run")
     tokens.prepare("")
     admin, viewer = tokens.token(Role.ADMIN), tokens.token(Role.VIEWER)
-    async with LocalCluster(spec, folder / "run", tokens=tokens) as cluster:
+    async with LocalCluster(spec, folder / "run", ClusterSettings(tokens=tokens)) as cluster:
         url = await cluster.master_url()
         async with asyncio.timeout(START_S):
             while await steps_of(url, admin) < 20:

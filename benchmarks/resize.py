@@ -25,6 +25,7 @@ import numpy as np
 
 from trireme.client import ONLY_JOB, AsyncClient
 from trireme.launch.cluster import LocalCluster
+from trireme.launch.supervision import ClusterSettings
 from trireme.view.job_address import client_of
 from trireme_shared.platform.runtime import ids, telemetry
 from trireme_shared.protocol.records import JobSpec
@@ -121,7 +122,7 @@ async def measure(folder: Path, mib: int, rounds: int) -> list[Row]:
     )
     os.environ |= {"RESIZED_MIB": str(mib), "RESIZED_TIMES": str(times)}
     settings = {"RESIZED_MIB": str(mib), "RESIZED_TIMES": str(times)}
-    async with LocalCluster(spec, folder / "run", environment=settings) as cluster:
+    async with LocalCluster(spec, folder / "run", ClusterSettings(environment=settings)) as cluster:
         await steps_done(times, 20)
         rows = []
         for _ in range(rounds):

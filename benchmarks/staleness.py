@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 from benchmarks.stragglers import SLOW, slowed
 from trainer_agent.data_plane.http import HttpPserver
 from trireme.launch.cluster import LocalCluster
+from trireme.launch.supervision import ClusterSettings
 from trireme_shared.platform.runtime import telemetry
 from trireme_shared.protocol.records import JobSpec, Mode, Phase
 from trireme_shared.protocol.records.datasets import Parquet
@@ -93,7 +94,7 @@ async def measure(folder: Path, way: Way, seed: int, epochs: int, rate: float, b
     """Raises SystemExit: the job failed, or a minibatch was not applied exactly once."""
     spec = spec_of(folder, way, seed, epochs, bound)
     began = time.monotonic()
-    async with LocalCluster(spec, folder / "run", environment={"LEARNING_RATE": str(rate)}) as cluster:
+    async with LocalCluster(spec, folder / "run", ClusterSettings(environment={"LEARNING_RATE": str(rate)})) as cluster:
         while not (
             cluster.directory.state and cluster.directory.state.phase in (Phase.RUNNING, Phase.COMPLETED, Phase.FAILED)
         ):

@@ -1,5 +1,6 @@
-"""`python -m master_service`: serve REST, then campaign with the address that was really bound.
+"""`python -m master_service`: choose a port, serve REST, then campaign with the address that was really bound.
 
+no TRIREME_PORT ─► the port in TRIREME_PORT_FILE, if it is free ─► else any free one, which is kept there
 SIGTERM: the lease is revoked first (a standby leads at once), then the server closes.
 """
 
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import socket
 import sys
@@ -17,7 +19,6 @@ from master_service.api.routes.logs import LogSource
 from master_service.api.server import Server
 from master_service.cluster.leader import ClusterMaster
 from master_service.leadership.master import Master
-from master_service.listening import listen
 from master_service.settings import Settings, read_spec
 from master_service.storage.job_storage import FileStorage
 from trireme_shared.platform.etcd import Etcd
@@ -25,17 +26,53 @@ from trireme_shared.platform.membership.local_script import LocalScripts
 from trireme_shared.platform.membership.settings import CONFIGURATION
 from trireme_shared.platform.runtime import ids, service, telemetry
 from trireme_shared.platform.runtime.process_setup import fix_hash_seed
+from trireme_shared.platform.security import private_files
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.keys import ClusterKeys, Keys
 from trireme_shared.protocol.records import Dispatch, JobSpec
 
+WAITING = 512  # connections that nobody has accepted yet
 START_S = 10.0
-
 # What a deleted job leaves refers to itself in circles: 50 KiB each. All objects are looked through after 24,000 new ones, if a
 # quarter is new; with Python's 10 instead of 1, or rarer small collections, they lie about for hundreds of jobs.
 COLLECTIONS = 2_000, 5, 1
 
 log = telemetry.logger("main")
+
+
+def listen(settings: Settings) -> socket.socket:
+    """Raises InvalidArgument if nobody can listen there."""
+    file = settings.port_file if settings.port == 0 else None
+    listener = None
+    if file is not None and (before := _kept_port(file)):
+        with contextlib.suppress(OSError):  # somebody else has it now
+            listener = _at(settings.host, before)
+    try:
+        listener = listener or _at(settings.host, settings.port)
+    except OSError as error:
+        msg = f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; free it or set TRIREME_PORT"
+        raise InvalidArgument(msg) from error
+    listener.setblocking(False)
+    if file is not None:
+        try:
+            private_files.write_text(file, str(listener.getsockname()[1]))
+        except OSError as error:  # a full disk, say: the next process has another port
+            log.warning("port_not_kept", file=str(file), cause=str(error))
+    return listener
+
+
+def _at(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=WAITING)
+
+
+def _kept_port(file: Path) -> int:
+    """Of a process before; 0: there is none, or the file says nothing that is a port."""
+    try:
+        port = int(file.read_text())
+    except (OSError, ValueError):
+        return 0
+    return port if 0 < port < 1 << 16 else 0
 
 
 def main() -> int:

@@ -38,7 +38,7 @@ def allowed_name(name: str) -> str:
 
 
 def without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of settings without those that are found out later: `pservers = "auto"` (trireme.launch.member_numbers)."""
+    """The values of settings without those that are found out later: `pservers = "auto"` (trireme.launch.cluster)."""
     return {name: value for name, value in values.items() if (name, value) != ("pservers", AUTO)}
 
 

@@ -28,8 +28,7 @@ from master_service.api.routes.dependencies import job_in_path
 from master_service.api.routes.logs import LogSource
 from master_service.api.routes.tasks import DirectTaskLeases
 from master_service.api.server_sent import Streams
-from master_service.cluster.leader import ClusterMaster
-from master_service.leadership.jobs_led import JobsLed
+from master_service.cluster.leader import ClusterMaster, JobsLed
 from trireme_shared import __version__
 from trireme_shared.platform.runtime import telemetry
 from trireme_shared.platform.security.access import Access

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from master_service.cluster.ended_jobs import EndedTrackers, Retention
-from master_service.cluster.takeover import take_over
+from master_service.cluster.store import take_over
 from master_service.cluster.term import ClusterTerm
 from master_service.control.events import EventFeed
 from master_service.control.task_service import Probe
@@ -22,8 +22,7 @@ from master_service.core.decisions.requests import ANY, Expected, Once
 from master_service.core.decisions.scheduling.schedule import who_has
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place, failed_tasks
 from master_service.core.state.kept import EventLog
-from master_service.leadership.candidate import Candidate
-from master_service.leadership.election import stand
+from master_service.leadership.election import Candidate, stand
 from master_service.leadership.master import Master
 from master_service.storage.job_storage import FileStorage, JobStorage, remove_files
 from master_service.storage.series_files import SeriesReader, StoredMetrics
@@ -322,3 +321,7 @@ class ClusterMaster:
         answer = await term.writer.decide(once.decide(decision) if once is not None else decision)
         term.look_again()
         return answer
+
+
+#: What a process leads, and REST serves: one job, or those of a cluster.
+JobsLed = Master | ClusterMaster

@@ -30,8 +30,7 @@ from master_service.core.decisions.queue_at_checkpoint import (
 from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
 from master_service.storage.job_storage import JobStorage
-from master_service.store.leader_writer import read_checkpoints
-from master_service.store.writer import Writer
+from master_service.store.writer import Writer, read_checkpoints
 from trireme_shared.platform.etcd import Etcd, Get
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.runtime import clock, ids, telemetry

@@ -1,11 +1,12 @@
-"""How the job is stored in etcd, both ways: changes -> operations of one txn, and keys -> job.
+"""What the changes of a job are in etcd: the keys and values that they write, the job that keys restore, and how many writes fit together.
 
-[change, change, …] --the last one of a key wins--> [Put | Delete, …]
+etcd refuses a transaction with more operations or bytes, and then no master could go on:
+decisions' writes --takes?--> add --one transaction--> etcd          too large alone --> TooLarge, for its caller only
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from master_service.core.changes import (
@@ -37,10 +38,9 @@ from master_service.core.changes import (
 )
 from master_service.core.state.job import Job
 from master_service.core.state.kept import EventLog
-from master_service.store.batch import merge
 from trireme_shared.platform.etcd import Compare, Delete, Etcd, KeyValue, Put, WatchEvent
 from trireme_shared.platform.etcd.reading import must_read, read_below, read_number, read_record, understood
-from trireme_shared.protocol.errors import Conflict
+from trireme_shared.protocol.errors import Conflict, TooLarge
 from trireme_shared.protocol.evaluations import Evaluation, EvaluationStatus
 from trireme_shared.protocol.events import EventChunk
 from trireme_shared.protocol.keys import Keys
@@ -60,6 +60,11 @@ from trireme_shared.protocol.records.assignments import GivenNumbers, Migration
 from trireme_shared.protocol.records.operations import CheckpointRequest, KeptAnswer, Operation, OperationKind
 from trireme_shared.protocol.records.pauses import Losses
 from trireme_shared.protocol.records.queue import FailureCounts
+
+MAX_OPERATIONS = 100  # etcd takes 128
+MAX_BYTES = 512 * 1024  # of keys and values; etcd takes 1.5 MiB
+
+Write = Put | Delete
 
 
 def operations(keys: Keys, job: Job | None, changes: Iterable[Change]) -> list[Put | Delete]:
@@ -293,3 +298,50 @@ def chunk_of(key: str, value: bytes) -> PutEvents | None:
     """None: it holds no events (this is logged)."""
     told = read_record(EventChunk, key, value)
     return PutEvents(told.events[0].event_id, told.events[-1].event_id, value) if told and told.events else None
+
+
+class Batch:
+    """No key is written twice. `writes` in order."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[str, Write] = {}
+        self._bytes = 0
+
+    @property
+    def writes(self) -> list[Write]:
+        return list(self._by_key.values())
+
+    def takes(self, writes: Sequence[Write]) -> bool:
+        """Whether there is room for these too. An empty batch takes whatever `check_fits` takes."""
+        added = sum(write.key not in self._by_key for write in writes)
+        return len(self._by_key) + added <= MAX_OPERATIONS and self._bytes + _size(writes) <= MAX_BYTES
+
+    def add(self, writes: Sequence[Write]) -> None:
+        """In place. The sizes of writes that these replace are still counted."""
+        merge(self._by_key, writes)
+        self._bytes += _size(writes)
+
+
+def merge(by_key: dict[str, Write], writes: Iterable[Write]) -> None:
+    """In place: the last write of a key wins, and a deleted range takes the writes before it along."""
+    for write in writes:
+        if isinstance(write, Delete) and write.end is not None:
+            for key in [key for key in by_key if write.key <= key < write.end]:
+                del by_key[key]
+        by_key.pop(write.key, None)
+        by_key[write.key] = write
+
+
+def check_fits(writes: Sequence[Write]) -> None:
+    """Raises TooLarge if no transaction takes them."""
+    if len(writes) > MAX_OPERATIONS:
+        msg = f"the request changes {len(writes)} keys of the job's state, at most {MAX_OPERATIONS} are taken"
+        raise TooLarge(msg, hint="send less at once")
+    if (size := _size(writes)) > MAX_BYTES:
+        msg = f"the request changes the job's state by {size} bytes, at most {MAX_BYTES} are taken"
+        raise TooLarge(msg, hint="send shorter texts, or fewer values")
+
+
+def _size(writes: Sequence[Write]) -> int:
+    """Bytes of keys and values; a key's characters count as bytes."""
+    return sum(len(write.key) + (len(write.value) if isinstance(write, Put) else 0) for write in writes)

@@ -1,11 +1,14 @@
 """A new leader takes the job over: write under the lock -> read every key -> the job as etcd holds it.
 
 lock held --> first write under it (a master's address) --> all keys read --> spec agreed --> dataset loaded or counted --> Job
+
+The first writes of a term land once each, right after the last write of the term before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from master_service.core.changes import Event
@@ -15,17 +18,26 @@ from master_service.core.queue.streams import news_of
 from master_service.core.state.job import Job
 from master_service.storage.job_storage import JobStorage
 from master_service.store import schema
-from master_service.store.first_write import write_first
-from master_service.store.writer import HeldLock
+from master_service.store.writer import HeldLock, LockLost
 from trireme_shared.checkpoints.stored import ELASTIC
-from trireme_shared.platform.etcd import Etcd, KeyValue, Put
+from trireme_shared.platform.etcd import Compare, Etcd, Get, KeyValue, Put, TxnResult
+from trireme_shared.platform.etcd.fenced_write import FencedWrite
 from trireme_shared.platform.etcd.reading import must_read, read_below
-from trireme_shared.platform.runtime import clock, telemetry
-from trireme_shared.protocol.errors import Conflict, DatasetError, NotFound, ResourceExhausted, StorageUnreachable
+from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.protocol.errors import (
+    Conflict,
+    DatasetError,
+    NotFound,
+    PeerError,
+    ResourceExhausted,
+    StorageUnreachable,
+)
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import FailureCause, JobSpec, JobState, TaskMeta, UserFailure
 from trireme_shared.protocol.records.assignments import GivenNumbers
 from trireme_shared.protocol.records.datasets import Dataset
+
+PAUSE_S = 0.1
 
 log = telemetry.logger("takeover")
 
@@ -160,3 +172,48 @@ async def _table(storage: JobStorage, source: Dataset, sizes: TaskSizes, digest:
         urls = ", ".join(source.urls)
         raise DatasetError(f"the dataset has no records: {urls}", hint="check the path or glob")
     return table
+
+
+async def write_first(etcd: Etcd, lock: HeldLock, commit: str, writes: Sequence[Put]) -> int:
+    """Write under the lock, exactly once; the revision. `commit`: the key where each write of the lock's holders leaves its name.
+    Raises LockLost.
+
+    An attempt without an answer may land long after the term has begun. So each attempt compares `commit` and writes it: of
+    several attempts one lands, and none after a later write. The last write of the term before may come in between: then the
+    next attempt compares what that one wrote.
+    """
+    name = ids.new_id("takeover").encode()
+    reads = [Get(lock.key), Get(commit)]
+
+    def check() -> None:
+        if not lock.lease.alive:
+            raise LockLost(f"{lock.key} of term {lock.term} was lost during the takeover")
+
+    async def landed(found: TxnResult) -> int:
+        holder, marker = found.range(0).first, found.range(1).first
+        if holder is None or holder.create_revision != lock.term:
+            raise LockLost(f"{lock.key} of term {lock.term} was lost during the takeover")
+        return marker.mod_revision if marker is not None and marker.value == name else 0
+
+    found_at = await _revision_of(etcd, commit, check)
+    while True:
+        fence = [lock.compare(), Compare.mod(commit, "==", found_at)]
+        write = FencedWrite(etcd, fence, [*writes, Put(commit, name)], reads, landed)
+        outcome = await write.until_answered(check, PAUSE_S)
+        if isinstance(outcome, int):
+            return outcome
+        marker = outcome.range(1).first
+        found_at = marker.mod_revision if marker else 0
+
+
+async def _revision_of(etcd: Etcd, commit: str, check: Callable[[], None]) -> int:
+    """0 if the key does not exist. Repeated until etcd answers; `check` raises when it is too late."""
+    while True:
+        check()
+        try:
+            marker = await etcd.get(commit)
+        except PeerError as error:
+            log.warning("takeover_unanswered", cause=str(error))
+            await asyncio.sleep(ids.jitter(PAUSE_S))
+        else:
+            return marker.mod_revision if marker else 0

@@ -8,6 +8,10 @@ Two compares fence each txn: the lock's create_revision (the term), and the valu
 name there, so the commits of a master form a chain: each lands right after the one that it was decided on. An attempt that
 lands late, after it was given up, is refused; so repeating a txn after the read-back cannot apply it twice. This allows a
 second txn while the first is under way (`MAX_UNDER_WAY`), once it carries as much as the first. Answers come in order.
+
+The leader's own decisions (LeaderWriter) are taken also when too many requests wait, and the irreversible ones on what etcd has:
+decide --reversible--> written
+   `-- ends the job, or starts it over --> checkpoints read from etcd --> decided again; written only if none became the newest since
 """
 
 from __future__ import annotations
@@ -16,21 +20,32 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from master_service.core.changes import Change, Decision, Event, Fields, NextEpoch, RestartQueue
+from master_service.core.changes import (
+    Change,
+    Decision,
+    Event,
+    Fields,
+    ForgetParameters,
+    NextEpoch,
+    RequireLatest,
+    RestartQueue,
+)
 from master_service.core.decisions.lifecycle import with_counts
 from master_service.core.state.job import Job
-from master_service.store.batch import Batch, check_fits
-from master_service.store.schema import compares, operations
+from master_service.store.schema import Batch, check_fits, compares, operations
 from trireme_shared.platform.etcd import Compare, Delete, Etcd, Get, Lease, NoSpace, Put, TxnResult
 from trireme_shared.platform.etcd.fenced import FencedWrite
+from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.runtime.clock import Notices
 from trireme_shared.protocol.errors import NotLeader, NotReady, PeerError, TriremeError
 from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records import JobState, Phase
+from trireme_shared.protocol.records.checkpoints import CheckpointLatest, OwnCheckpoints
 
 MAX_WAITING = 10_000
 ATTEMPT_S = 2.0
@@ -40,6 +55,7 @@ MAX_EVENTS = 100  # of one transaction: with MOST_BYTES each they fit beside the
 MAX_TOLD = 1000
 
 A = TypeVar("A")
+
 log = telemetry.logger("writer")
 
 
@@ -396,3 +412,71 @@ class MasterWriter(GroupCommit):
         later = list(self._under_way)[self._under_way.index(commit) :]
         landed = marker is not None and any(marker.value == each.name for each in later)
         return marker.mod_revision if marker is not None and landed else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """As etcd has them; `revision`: of `checkpoints/latest`, 0 if it does not exist."""
+
+    latest: CheckpointLatest | None
+    own: dict[int, OwnCheckpoints]
+    revision: int
+
+
+async def read_checkpoints(etcd: Etcd, keys: Keys) -> Checkpoints:
+    """Raises PeerError."""
+    found = await etcd.txn([], [Get(keys.latest), Get(keys.own_prefix, prefix=True)])
+    newest = found.range(0).first
+    latest = read_record(CheckpointLatest, newest.key, newest.value) if newest else None
+    own = [read_record(OwnCheckpoints, kv.key, kv.value) for kv in found.range(1).kvs]
+    return Checkpoints(latest, {each.pserver: each for each in own if each}, newest.mod_revision if newest else 0)
+
+
+class LeaderWriter:
+    """A Writer. With `lock` its decisions are written only while that lock is held."""
+
+    def __init__(self, etcd: Etcd, keys: Keys, writer: GroupCommit, lock: HeldLock | None = None) -> None:
+        self._etcd, self._keys, self._writer, self._lock = etcd, keys, writer, lock
+
+    @property
+    def job(self) -> Job:
+        return self._writer.job
+
+    async def decide(self, decision: Callable[[Job, float], Decision[A]]) -> A:
+        """The decision sees the newest checkpoints if it cannot be taken back: the watches may be late. Raises PeerError."""
+        unsure = False
+
+        def tentative(job: Job, now: float) -> Decision[A | None]:
+            nonlocal unsure
+            decided = decision(job, now)
+            unsure = is_irreversible(decided)
+            return Decision(None) if unsure else decided
+
+        answer = await self._writer.decide_as_leader(tentative, self._lock)
+        if not unsure:
+            return answer  # type: ignore[return-value]
+        there = await read_checkpoints(self._etcd, self._keys)
+
+        def sure(job: Job, now: float) -> Decision[A]:
+            newer = there.revision >= job.members.latest_revision
+            seen = replace(job.members, latest=there.latest, latest_revision=there.revision) if newer else job.members
+            members = replace(seen, own={**seen.own, **there.own})
+            decided = decision(replace(job, members=members), now)
+            if is_irreversible(decided):
+                return decided + Decision(None, (RequireLatest(members.latest_revision),))
+            return decided
+
+        return await self._writer.decide_as_leader(sure, self._lock)
+
+
+def is_irreversible(decision: Decision[object]) -> bool:
+    """Whether it ends the job, or starts it over: no checkpoint is used after it."""
+    return any(
+        isinstance(change, ForgetParameters) or (isinstance(change, JobState) and _gives_up(change))
+        for change in decision.changes
+    )
+
+
+def _gives_up(state: JobState) -> bool:
+    """FAILED, or all pservers drop their parameters and load nothing."""
+    return state.phase is Phase.FAILED or (state.phase is Phase.ROLLING_BACK and not state.checkpoint)

@@ -17,6 +17,7 @@ from tests.equipment.replaced import replaced
 from trireme.launch import processes
 from trireme.launch.cluster import LocalCluster
 from trireme.launch.processes import ForkServer, inherited_environment
+from trireme.launch.supervision import ClusterSettings
 from trireme.view.job_address import client_of
 from trireme_shared.protocol.errors import DeadlineExceeded, PeerError
 from trireme_shared.protocol.evaluations import Evaluation
@@ -79,17 +80,18 @@ def fork_server_for(_: frozenset[tuple[str, str]]) -> ForkServer:
 
 
 @asynccontextmanager
-async def cluster_of(spec: JobSpec, folder: Path, **options):
-    """A running job; `cluster.deaths` counts its children's deaths by name."""
+async def cluster_of(spec: JobSpec, folder: Path, spare_pservers: int = 0, **settings):
+    """A running job, with these ClusterSettings; `cluster.deaths` counts its children's deaths by name."""
     deaths: Counter[str] = Counter()
     with pytest.MonkeyPatch.context() as changed:
         changed.delenv("PYTEST_CURRENT_TEST", raising=False)  # one fork server serves one environment
         cluster = LocalCluster(
             spec,
             folder / "run",
+            ClusterSettings(**settings),
+            spare_pservers=spare_pservers,
             forks=fork_server_for(frozenset(inherited_environment().items())),
             on_event=lambda event: deaths.update([event.child] if event.what in ("died", "lost_lease") else []),
-            **options,
         )
         cluster.deaths = deaths
         async with cluster:

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from tests.end_to_end.local_cluster import END_S, STEPS, cluster_of, completed, reach_step, same_bits, spec_of
-from trireme.launch.child import ClusterError
+from trireme.launch.processes import ClusterError
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.records import Phase, Strategy
 

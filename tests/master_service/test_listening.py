@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from master_service.listening import listen
+from master_service.__main__ import listen
 from master_service.settings import Settings
 from trireme_shared.protocol.errors import InvalidArgument
 

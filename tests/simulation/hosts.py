@@ -19,10 +19,8 @@ from pserver_service.own_index import OwnIndex, own_number
 from tests.equipment.virtual_loop import Process
 from tests.simulation.many_jobs import SimulatedJobs
 from trainer_agent.membership.lease import Membership
-from trireme.pool.host_folder import HostFolder
 from trireme.pool.place import Host as PlacesOfHost
-from trireme.pool.place import Place
-from trireme.pool.place_keys import PlaceKeys
+from trireme.pool.place import HostFolder, Place, PlaceKeys
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership.directory import Directory

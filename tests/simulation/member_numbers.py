@@ -1,4 +1,4 @@
-"""The simulated launcher follows a resize, as trireme/launch/member_numbers.py does."""
+"""The simulated launcher follows a resize, as trireme/launch/cluster.py does."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from master_service.masterless.dispatcher import Dispatcher
 from tests.equipment.virtual_loop import Process
-from trireme.launch.restarts import RestartPolicy
+from trireme.launch.processes import RestartPolicy
 from trireme_shared.protocol.errors import TriremeError
 from trireme_shared.protocol.records.operations import Operation
 

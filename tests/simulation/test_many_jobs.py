@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from master_service.cluster import writer
+from master_service.cluster import store
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
@@ -152,7 +152,7 @@ def test_the_write_of_a_dead_leader_that_arrives_late_is_refused():
 
 
 def test_without_the_clusters_fence_two_leaders_assign_one_place():
-    with replaced(writer, "fence_of", lambda *_: []):
+    with replaced(store, "fence_of", lambda *_: []):
         broken = late_write()
     assert any("t0 is given to a while it runs b" in line for line in broken), broken
     assert any("job a went from CANCELLED to ACTIVE" in line for line in broken), broken

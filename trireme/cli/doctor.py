@@ -15,8 +15,8 @@ from pathlib import Path
 from master_service.control.pause_runner import seconds_between
 from trireme.cli.version import version_of
 from trireme.launch import run_folder
-from trireme.launch.cluster import HOST
 from trireme.launch.run_folder import DATA_DIR
+from trireme.launch.supervision import HOST
 from trireme_shared.platform.etcd import NoSpace, Space
 from trireme_shared.platform.etcd.embedded import READY_TIMEOUT_S, find_binary
 from trireme_shared.platform.membership.etcd_access import EtcdAccess

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 
-from trireme.launch.child import ClusterError
-from trireme.launch.disk_space import DiskFull
+from trireme.launch.processes import ClusterError
+from trireme.launch.run_folder import DiskFull
 from trireme.view.report import failure_lines
 from trireme_shared.protocol.errors import (
     CallerError,

@@ -7,7 +7,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,13 @@ from trireme.cli.history.script_output import ScriptOutput
 from trireme.cli.history.trackers import check_trackers, finish_trackers
 from trireme.cli.start_file import with_start_file
 from trireme.cli.tables.memory import memory_bytes, memory_of_tables
-from trireme.existing_etcd import access_of
-from trireme.launch import resume, run_folder, run_storage
-from trireme.launch.cluster import HOST, LocalCluster
-from trireme.launch.disk_space import told_if_full
+from trireme.launch import resume, run_folder
+from trireme.launch.cluster import LocalCluster, pservers_for
 from trireme.launch.interrupt import InterruptHandler, resume_command
-from trireme.launch.member_numbers import cores, pservers_for
-from trireme.launch.model_facts import Facts
-from trireme.launch.processes import ForkServer
+from trireme.launch.processes import ForkServer, cores
+from trireme.launch.resume import Facts
+from trireme.launch.run_folder import told_if_full
+from trireme.launch.supervision import HOST, ClusterSettings
 from trireme.preflight import ScriptError, check_path, inspect
 from trireme.script_source import digests_of
 from trireme.settings import (
@@ -49,17 +49,19 @@ from trireme.view.live_progress import ProgressReporter
 from trireme.view.progress import Display, display
 from trireme.view.report import failure_text, result_document, summary_text
 from trireme_shared.platform.membership.etcd_access import EtcdAccess
-from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.security import private_files
 from trireme_shared.platform.security.access import is_loopback
 from trireme_shared.platform.security.tls import Tls
 from trireme_shared.platform.security.tokens import TokenFolder
-from trireme_shared.protocol.errors import PeerError, TriremeError
+from trireme_shared.platform.storage import files
+from trireme_shared.platform.storage.object_store import REQUEST_S, endpoint, is_s3
+from trireme_shared.protocol.errors import PeerError, TriremeError, Unauthorized
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Dispatch, FailureCause, JobSpec, JobState, Phase, Strategy
 
-PUBLISH_S = 5.0
 REQUEST_TIMEOUT_S = 5.0
+REPORT_AFTER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +104,12 @@ async def run_job(request: RunRequest) -> int:
         check_fields(
             {name: setting for name, setting in outer.items() if not name.startswith("init_")}
         )  # first: importing torch takes seconds, and a wrong flag should be told at once
-        access, options = access_of(outer), _options(outer, insecure=request.insecure)
+        common, spares = common_settings(outer, insecure=request.insecure), number_in(outer, "spare_pservers", 16)
         if not request.dry_run:
-            if options["port"]:
-                run_folder.check_port(options["host"], options["port"])
-            if access is not None:
-                await existing_etcd.check(access, Keys(job_named(outer, request.script, quietly=True)))
+            if common.port:
+                run_folder.check_port(common.host, common.port)
+            if common.etcd is not None:
+                await existing_etcd.check(common.etcd, Keys(job_named(outer, request.script, quietly=True)))
         data_dir = Path(str(outer["data_dir"].value)) if "data_dir" in outer else run_folder.DATA_DIR
         outer = await asyncio.to_thread(with_start_file, outer, data_dir)
         check_fields(outer)
@@ -128,7 +130,7 @@ async def run_job(request: RunRequest) -> int:
             script=str(request.script.absolute()),
             dataset=inspection.dataset,
             evaluation_dataset=inspection.evaluation_dataset,
-            storage=run_storage.place_of(base, job, (data_dir / job).absolute()),
+            storage=storage_of(base, job, (data_dir / job).absolute()),
         )
         own_code = [*inspection.readers, *(each.kind.partition(":")[0] for each in spec.trackers if each.is_own)]
         spec = spec.with_fields(sources=await asyncio.to_thread(digests_of, request.script, own_code))
@@ -140,14 +142,14 @@ async def run_job(request: RunRequest) -> int:
         if spec.min_members > spec.trainers:
             msg = f"min_members is {spec.min_members} and trainers is {spec.trainers}: the job would never begin; use at most {spec.trainers}"
             raise UsageError(msg)
-        if spec.strategy is Strategy.COLLECTIVE and options["spare_pservers"]:
+        if spec.strategy is Strategy.COLLECTIVE and spares:
             msg = f"{outer['spare_pservers'].origin}: jobs with strategy collective have no parameter servers; leave it out"
             raise UsageError(msg)
         if inspection.nccl is False:
             msg = f"{settings['backend'].origin} is nccl, but this host, where the trainers run, has no GPU, or its torch has no NCCL"
             raise UsageError(msg, hint="use backend gloo, or auto")
-        if spec.dispatch is Dispatch.ETCD and (options["port"] or options["standbys"]):
-            named = "port" if options["port"] else "standbys"
+        if spec.dispatch is Dispatch.ETCD and (common.port or common.standbys):
+            named = "port" if common.port else "standbys"
             msg = f"{outer[named].origin} is a setting of masters, and with dispatch etcd there is no master; leave it out"
             raise UsageError(msg)
         if request.dry_run:
@@ -155,7 +157,7 @@ async def run_job(request: RunRequest) -> int:
             return exit_codes.OK
         with run_folder.opened(data_dir, job) as folder, told_if_full(folder):
             previous, script = resume.read_previous_run(folder), resume.script_digest(request.script)
-            last = run_storage.place_of(base, job, folder, previous.spec.storage if previous.spec else "")
+            last = storage_of(base, job, folder, previous.spec.storage if previous.spec else "")
             resumed = spec.with_fields(storage=last)
             if counted and previous.spec and previous.spec.pservers:
                 resumed = resumed.with_fields(pservers=previous.spec.pservers)
@@ -169,20 +171,20 @@ async def run_job(request: RunRequest) -> int:
             spec = spec if plan.start is resume.Start.NEW else resumed
             for line in memory_of_tables(inspection.model, spec, memory_bytes()):
                 print(line, file=sys.stderr)  # noqa: T201
-            await run_storage.check(spec.storage, lambda sentence: print(sentence, file=sys.stderr))  # noqa: T201
+            await check_storage(spec.storage, lambda sentence: print(sentence, file=sys.stderr))  # noqa: T201
             resumes = plan.start is resume.Start.RESUME
-            if access is not None:
+            if common.etcd is not None:
                 wanted = existing_etcd.Claim(folder, previous.spec, resumes=resumes, fresh=request.fresh)
-                await existing_etcd.claim(access, Keys(job), wanted)
+                await existing_etcd.claim(common.etcd, Keys(job), wanted)
             elif resumes:
                 existing_etcd.check_same_kind(previous.etcd, folder, job)
-            _prepare(folder, plan.start, script, inspection.model, access)
-            tokens = tokens_of(folder, insecure=request.insecure)
-            options |= {"etcd": access, "tokens": tokens}
-            return await _train(spec, folder, options, interrupt, forks, request)
+            _prepare(folder, plan.start, script, inspection.model, common.etcd)
+            common = replace(common, tokens=tokens_of(folder, insecure=request.insecure))
+            make = partial(LocalCluster, spec, folder, common, spare_pservers=spares, forks=forks)
+            return await _train(make, spec, folder, interrupt, request)
 
 
-def host_in(settings: Mapping[str, Setting], *, insecure: bool) -> str:
+def _host_in(settings: Mapping[str, Setting], *, insecure: bool) -> str:
     """Where members listen. Raises UsageError if others reach it and no token shall protect it."""
     host = str(settings["host"].value) if "host" in settings else HOST
     if insecure and not is_loopback(host):
@@ -202,15 +204,15 @@ def tokens_of(folder: Path, *, insecure: bool) -> TokenFolder | None:
     return tokens
 
 
-def _options(settings: Mapping[str, Setting], *, insecure: bool) -> dict[str, Any]:
-    """What the command line says of the cluster beside the job. Raises UsageError."""
-    host = host_in(settings, insecure=insecure)
-    return {
-        "host": host,
-        "advertise": str(settings["advertise"].value) if "advertise" in settings else "",
-        "port": number_in(settings, "port", 65535),
-        **{name: number_in(settings, name, 16) for name in ("standbys", "spare_pservers")},
-    }
+def common_settings(settings: Mapping[str, Setting], *, insecure: bool) -> ClusterSettings:
+    """What the command line says of the processes of a run or a cluster; tokens are made once its folder is known. Raises UsageError."""
+    return ClusterSettings(
+        etcd=existing_etcd.access_of(settings),
+        host=_host_in(settings, insecure=insecure),
+        advertise=str(settings["advertise"].value) if "advertise" in settings else "",
+        port=number_in(settings, "port", 65535),
+        standbys=number_in(settings, "standbys", 16),
+    )
 
 
 def job_named(settings: Mapping[str, Setting], script: Path, *, quietly: bool = False) -> str:
@@ -253,20 +255,15 @@ def number_in(settings: Mapping[str, Setting], name: str, highest: int) -> int:
 
 
 async def _train(
-    spec: JobSpec,
-    folder: Path,
-    options: Mapping[str, Any],
-    interrupt: InterruptHandler,
-    forks: ForkServer,
-    request: RunRequest,
+    make: Callable[..., LocalCluster], spec: JobSpec, folder: Path, interrupt: InterruptHandler, request: RunRequest
 ) -> int:
-    """`options`: of LocalCluster."""
+    """`make(on_event=...)` makes the cluster."""
     screen = request.open_display(spec, folder)
     spent = run_folder.TimeSpent(folder)
     output = ScriptOutput(folder / "logs", screen.output)
     try:
         reporter = ProgressReporter(spec, screen, restarts_in(folder))
-        cluster = LocalCluster(spec, folder, **options, forks=forks, on_event=reporter.on_child)
+        cluster = make(on_event=reporter.on_child)
         interrupt.cluster, interrupt.say = cluster, screen.event
         async with cluster:
             interrupt.ready = True
@@ -299,8 +296,8 @@ async def _train(
 
 async def _run_to_the_end(cluster: LocalCluster, reporter: ProgressReporter, folder: Path, screen: Display) -> JobState:
     who = f"no master, queue in {cluster.url}" if cluster.masterless else f"master {await cluster.master_url()}"
-    cluster.run_beside(_publish(cluster, folder))
-    if cluster.has_existing_etcd:
+    cluster.run_beside(cluster.publish(partial(_publish, cluster)))
+    if cluster.settings.etcd is not None:
         who += f", existing etcd at {cluster.etcd_access}"
     screen.event(f"job {cluster.spec.job}: {who}, logs in {folder / 'logs'}")
     if not cluster.masterless:
@@ -320,13 +317,44 @@ async def _is_saved(cluster: LocalCluster) -> bool:
         return True
 
 
-async def _publish(cluster: LocalCluster, folder: Path) -> None:
-    """Other commands find the leading master by the run file, also after another master took over."""
-    published = ""
-    while True:
-        url = cluster.url or published
-        if url != published:
-            facts = {"job": cluster.spec.job, "url": url, **cluster.etcd_access.facts()}
-            run_folder.write_json(folder / run_folder.RUN_FILE, facts)
-            published = url
-        await cluster.directory.changed(cluster.directory.revision, PUBLISH_S)
+def _publish(cluster: LocalCluster, url: str) -> None:
+    """Other commands find the leading master by the run file."""
+    facts = {"job": cluster.spec.job, "url": url, **cluster.etcd_access.facts()}
+    run_folder.write_json(cluster.folder / run_folder.RUN_FILE, facts)
+
+
+def storage_of(base: str | None, job: str, folder: Path, last: str = "") -> str:
+    """The storage of a run. `base`: value of --storage. `last`: storage of the run that is resumed."""
+    if base is None:
+        return str(folder)
+    home = files.join(files.absolute(base), job)
+    return last if last.startswith(f"{home}/") else files.join(home, ids.new_id("run"))
+
+
+async def check_storage(url: str, report: Callable[[str], None]) -> None:
+    """Try a write and a read there, and delete unfinished files of a killed run: no other run uses this place.
+
+    Raises UsageError, Unauthorized, PeerError (not reachable); the message says what to do.
+    """
+    work = asyncio.get_running_loop().run_in_executor(None, _check, url)
+    done, _ = await asyncio.wait([work], timeout=REPORT_AFTER_S)
+    if not done and is_s3(url):
+        report(f"waiting for {url} at {endpoint() or 'Amazon S3'}, at most {REQUEST_S:g} s a request")
+    try:
+        await work
+    except TriremeError:
+        raise
+    except (OSError, ValueError, NotImplementedError) as error:
+        message = f"the job's storage cannot be used: {error}"
+        match error:
+            case ConnectionError():
+                raise PeerError(message) from error
+            case PermissionError() if is_s3(url):
+                raise Unauthorized(message) from error
+            case _:
+                raise UsageError(message, hint="give another --storage") from error
+
+
+def _check(url: str) -> None:
+    files.check_writable(url)
+    files.sweep(url)

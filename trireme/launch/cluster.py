@@ -1,69 +1,65 @@
 """A whole job on this machine: etcd, master(s), parameter servers and trainers as supervised child processes.
 
-    async with LocalCluster(spec, run_dir) as cluster:       starts everything
+    async with LocalCluster(spec, folder) as cluster:        starts everything
         state = await cluster.wait()                         COMPLETED or FAILED; dead children are started again meanwhile
                                                              leaving stops everything: trainers first, etcd last
 
-No child outlives the cluster, however it ends.
+No child outlives the cluster, however it ends. How many members and threads it has changes no bit of the result:
+
+min(cores / 2, bytes of the parameters / 32 MiB) --> parameter servers        cores / members on this host --> threads of each
+
+Both are at least 1. A resize changes the numbers:
+ps_desired, trainers of job/spec --more--> children started      --fewer--> trainers get SIGTERM; parameter servers without a place end
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import glob
-import json
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from master_service.store.between_runs import renew, start_again
-from trireme.launch.child import Child, Exit
-from trireme.launch.leases import LostLease, LostLeases, Vouching, revoke_all_leases, revoke_leases_of
-from trireme.launch.member_numbers import MemberNumbers, cores, threads_for
-from trireme.launch.processes import ForkServer
-from trireme.launch.restarts import RestartPolicy
+from trireme.launch.leases import LostLease, LostLeases, Vouching, revoke_leases_of
+from trireme.launch.processes import Child, Exit, ForkServer, RestartPolicy, cores
+from trireme.launch.resume import Facts, parameter_bytes
 from trireme.launch.run_folder import sockets
-from trireme.launch.supervision import GRACE_S, SupervisedProcesses
+from trireme.launch.supervision import GRACE_S, ClusterSettings, SupervisedProcesses
 from trireme.view.child_events import ChildEvent
 from trireme.view.job_address import OpenJob, client_of, masterless_address
 from trireme.view.masterless_client import MasterlessClient
-from trireme_shared.platform import etcd as etcd_client
-from trireme_shared.platform.etcd.reading import must_read
+from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.etcd.reading import must_read, read_record
 from trireme_shared.platform.membership.directory import Directory
-from trireme_shared.platform.membership.etcd_access import EtcdAccess
-from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.runtime import clock, ids
 from trireme_shared.platform.security import private_files
-from trireme_shared.platform.security.tls import VARIABLES
-from trireme_shared.platform.security.tokens import Role, TokenFolder
-from trireme_shared.protocol.errors import DeadlineExceeded, TriremeError
+from trireme_shared.platform.security.tokens import TokenFolder
+from trireme_shared.protocol.errors import DeadlineExceeded, PeerError, TriremeError
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Dispatch, JobSpec, JobState
+from trireme_shared.protocol.records.assignments import GivenNumbers
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest
 
-HOST = "127.0.0.1"
-MODULES = {"trainer": "trainer_agent", "master": "master_service", "pserver": "pserver_service"}
+MODULES = {"trainer": "trainer_agent", "pserver": "pserver_service"}
 MASTERLESS_TRAINER = "trireme.masterless"
 PSERVER_GRACE_S = 15.0  # it may be writing its part of a checkpoint
 LEAVING_GRACE_S = 60.0  # of a member that a resize makes leave: a trainer ends its minibatch first
 START_TIMEOUT_S = 60.0
 FINAL_TIMEOUT_S = 1.0
 FOLLOW_S = 5.0
-PASSED_ON = (
-    "TRIREME_TRANSPORT",
-    "TRIREME_ALLOWED_HOSTS",
-    *VARIABLES,
-)  # from our own environment; all other settings are in the spec
 SPARE_WAIT_S = 365 * 24 * 3600.0  # a parameter server that finds no free index waits as a spare
+LOOK_S = 5.0
+PAUSE_S = 0.5
+BYTES_EACH = 32 << 20
+MOST = 128
 
 
 class LocalCluster(SupervisedProcesses[JobState]):
-    """`run_dir` gets spec.json, logs/<child>.log, children.jsonl and etcd/ (an earlier run's etcd data is used again).
-    `port`: the first master's (0: any free port). Spare parameter servers are loaded and wait; the first that sees a free index
-    takes it. `etcd`: one that is there already; None: the cluster starts its own. Members listen at `host`, and tell others `advertise`
-    (default: `host`). `tokens`: of admins, members and viewers (None: nobody is asked for one). `forks` starts the children (None: the cluster makes its own fork server and ends it).
+    """`folder` gets spec.json, logs/<child>.log, children.jsonl and etcd/ (an earlier run's etcd data is used again).
+    Spare parameter servers are loaded and wait; the first that sees a free index takes it. `forks` starts the children (None: the
+    cluster makes its own fork server and ends it).
 
     `on_event` gets every start and death. Children by name: `trainer-0`, `pserver-0`, `master-0`, `etcd`.
     """
@@ -74,31 +70,18 @@ class LocalCluster(SupervisedProcesses[JobState]):
     def __init__(
         self,
         spec: JobSpec,
-        run_dir: Path,
+        folder: Path,
+        settings: ClusterSettings | None = None,
         *,
-        port: int = 0,
-        standbys: int = 0,
         spare_pservers: int = 0,
-        etcd: EtcdAccess | None = None,
-        tokens: TokenFolder | None = None,
-        host: str = HOST,
-        advertise: str = "",
-        environment: Mapping[str, str] | None = None,
         forks: ForkServer | None = None,
         on_event: Callable[[ChildEvent], None] = lambda _: None,
     ) -> None:
         self._forks = forks or ForkServer()
         self._own_forks = forks is None
-        super().__init__(run_dir, self._forks.start, on_event)
+        super().__init__(folder, settings or ClusterSettings(), self._forks.start, on_event)
         self.spec = spec
-        self.run_dir = run_dir
-        self._existing_etcd = etcd
-        self._tokens = tokens
-        self._where = {"TRIREME_HOST": host, "TRIREME_ADVERTISE": advertise}
-        self._port = port
-        self._standbys = standbys
         self._spare_pservers = spare_pservers
-        self._extra = dict(environment or {})
         self._keys = Keys(spec.job)
         self._pserver_settings: dict[str, str] = {}
         self._uds = ""
@@ -106,7 +89,6 @@ class LocalCluster(SupervisedProcesses[JobState]):
         self.lost_leases = LostLeases(spec.lease_ttl_s)
         self._masterless_client: MasterlessClient | None = None
         self.masterless = spec.dispatch is Dispatch.ETCD
-        self.etcd: etcd_client.Etcd
         self.directory: Directory
 
     def __repr__(self) -> str:
@@ -122,16 +104,6 @@ class LocalCluster(SupervisedProcesses[JobState]):
         )
 
     @property
-    def etcd_access(self) -> EtcdAccess:
-        """How the job's etcd is reached."""
-        return self._existing_etcd or self.own_etcd
-
-    @property
-    def has_existing_etcd(self) -> bool:
-        """Whether it did not start its etcd."""
-        return self._existing_etcd is not None
-
-    @property
     def url(self) -> str:
         """The leading master's, "" while there is none; for a masterless job its address in etcd."""
         if self.masterless:
@@ -144,8 +116,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
         if self._masterless_client is not None:
             yield self._masterless_client, self.spec.job
             return
-        token = self._tokens.token(Role.ADMIN) if self._tokens is not None else ""
-        async with client_of(await self.master_url(timeout_s), token, timeout_s) as client:
+        async with client_of(await self.master_url(timeout_s), self.settings.token, timeout_s) as client:
             yield client, self.spec.job
 
     async def master_url(self, timeout_s: float = START_TIMEOUT_S) -> str:
@@ -153,17 +124,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
         deadline = clock.monotonic() + timeout_s
         while self.directory.master is None:  # also after the wait: it may be gone again by then
             left_s = deadline - clock.monotonic()
-            waiting = asyncio.ensure_future(
-                self.directory.wait_for(lambda view: view.master is not None, left_s, "a master")
-            )
-            try:
-                either: list[asyncio.Future[Any]] = [waiting, self.final]
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-                if self.final.done() and not waiting.done():
-                    self.final.result()
-                await waiting
-            finally:
-                waiting.cancel()
+            await self._unless_over(self.directory.wait_for(lambda view: view.master is not None, left_s, "a master"))
         return self.directory.master.url
 
     async def saved_step(self) -> int | None:
@@ -174,24 +135,18 @@ class LocalCluster(SupervisedProcesses[JobState]):
         return 0 if (await self.etcd.range(self._keys.own_prefix, prefix=True, keys_only=True)).kvs else None
 
     async def add_trainer(self) -> Child:
-        return await self._add("trainer")
+        return await self._add_member("trainer")
 
     # ------------------------------------------------------------ children
 
-    async def _add(self, role: str, settings: Mapping[str, str] | None = None) -> Child:
+    def _common(self) -> dict[str, str]:
+        return {**super()._common(), "TRIREME_JOB": self.spec.job, "TRIREME_SPEC": str(self.folder / "spec.json")}
+
+    async def _add_member(self, role: str) -> Child:
+        """A trainer or a parameter server."""
         module = MASTERLESS_TRAINER if self.masterless and role == "trainer" else MODULES[role]
-        given = {
-            "TRIREME_JOB": self.spec.job,
-            **self.etcd_access.environment(),
-            **self._where,
-            "TRIREME_SPEC": str(self.run_dir / "spec.json"),
-            **{name: os.environ[name] for name in PASSED_ON if name in os.environ},
-            **(self._tokens.environment() if self._tokens is not None else {}),
-            **({"TRIREME_UDS": self._uds} if role != "master" else {}),
-            **self._extra,
-            **(settings or {}),
-        }
-        return await self._add_child(role, module, given)
+        own = self._pserver_settings if role == "pserver" else {}
+        return await self._add(role, module, {"TRIREME_UDS": self._uds, **own})
 
     def _lost_lease(self, end: Exit) -> LostLease | None:
         return self.lost_leases.ended(end.pid)
@@ -224,7 +179,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
         """One more of a kind: one that left before, or a new one."""
         child = self.numbers.comes_back(role, self._supervised)
         if child is None:
-            await self._add(role, self._pserver_settings if role == "pserver" else None)
+            await self._add_member(role)
             return
         await child.start()
         self._record(ChildEvent(child.name, "started", pid=child.pid))
@@ -269,15 +224,10 @@ class LocalCluster(SupervisedProcesses[JobState]):
     async def _start(self) -> None:
         if self._own_forks:
             self._opened.enter_context(self._forks)
-        if self._existing_etcd is None:
-            await self._start_etcd()
-        self.etcd = self.etcd_access.connect()
-        self._opened.push_async_callback(self.etcd.close)
-        if self._existing_etcd is None:  # leases in another one are not all of this run's members
-            await revoke_all_leases(self.etcd, self._keys.prefix)
+        await self._connect(self._keys.prefix)
         await start_again(self.etcd, self._keys)
         await renew(self.etcd, self._keys, self.spec)
-        private_files.write_text(self.run_dir / "spec.json", self.spec.to_bytes().decode())  # masters read it
+        private_files.write_text(self.folder / "spec.json", self.spec.to_bytes().decode())  # masters read it
         self.directory = Directory(self.etcd, self._keys)
         self.run_beside(self.directory.run())
         self.run_beside(self._follow_state())
@@ -285,21 +235,22 @@ class LocalCluster(SupervisedProcesses[JobState]):
         if self.masterless:
             self._masterless_client = MasterlessClient(self.etcd, self._keys)
             self.run_beside(self._masterless_client.run())
-        logs = json.dumps([glob.escape(str(self.run_dir.absolute() / "logs"))])
-        for index in range(0 if self.masterless else 1 + self._standbys):
-            port = str(self._port if index == 0 else 0)
-            await self._add("master", {"TRIREME_PORT": port, "TRIREME_LOGS": logs, **self._port_file(index)})
+        if not self.masterless:
+            await self._add_masters({}, "logs")
         threads = os.environ.get("TRIREME_THREADS") or str(threads_for(self.spec, cores()))
-        self._uds = str(self._opened.enter_context(sockets(self.run_dir)))
+        self._uds = str(self._opened.enter_context(sockets(self.folder)))
         self._pserver_settings = {"TRIREME_THREADS": threads}
         if self._spare_pservers:
             self._pserver_settings["TRIREME_CLAIM_WAIT_S"] = str(SPARE_WAIT_S)
         for _ in range(self.spec.pservers + self._spare_pservers):
-            await self._add("pserver", self._pserver_settings)
+            await self._add_member("pserver")
         for _ in range(self.spec.trainers):
-            await self._add("trainer")
+            await self._add_member("trainer")
         if not self.masterless:  # only now, or it would start members that are about to be started here
             self.run_beside(self.numbers.follow(self.etcd, self.directory, self._grow, self._leave))
+
+    async def _news(self) -> None:
+        await self.directory.changed(self.directory.revision, FOLLOW_S)
 
     async def _follow_state(self) -> None:
         revision = 0
@@ -314,3 +265,115 @@ class LocalCluster(SupervisedProcesses[JobState]):
 
 def _is_final(state: JobState | None) -> bool:
     return state is not None and state.phase.final
+
+
+def pservers_for(model: Facts | None, cores: int) -> int:
+    """`model` None (--no-check): 1."""
+    size = 0 if model is None else parameter_bytes(model)
+    return max(1, min(cores // 2, size // BYTES_EACH, MOST))
+
+
+def threads_for(spec: JobSpec, cores: int) -> int:
+    """Of each parameter server, if all members are on this host: so many that together they have no more threads than cores."""
+    return max(1, cores // (spec.pservers + spec.trainers * spec.threads_per_trainer))
+
+
+class MemberNumbers:
+    """`children`: all of the run, by name. A child that left stays among them and may be started again."""
+
+    def __init__(self, spec: JobSpec, children: Mapping[str, Child], spare_pservers: int = 0) -> None:
+        self._spec, self._children, self._spares = spec, children, spare_pservers
+        self._left: set[str] = set()
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"<MemberNumbers: {len(self.kept('pserver'))} pservers, {len(self.kept('trainer'))} trainers>"
+
+    def kept(self, role: str) -> list[Child]:
+        """Those that have not left, in the order of their numbers."""
+        found = [child for name, child in self._children.items() if name.startswith(f"{role}-")]
+        return [child for child in found if child.name not in self._left]
+
+    def has_left(self, child: Child) -> bool:
+        return child.name in self._left
+
+    def comes_back(self, role: str, supervised: Collection[str]) -> Child | None:
+        """One that left and has ended, unless its end is still being seen to: who is `supervised` may be about to be started. It counts again."""
+        for name in sorted(self._left):
+            child = self._children[name]
+            if name.startswith(f"{role}-") and not child.alive and name not in supervised:
+                self._left.discard(name)
+                return child
+        return None
+
+    def is_surplus(self, child: Child, directory: Directory) -> bool:
+        """A child has ended: whether it is not started again, because the job wants fewer."""
+        if child.name in self._left:
+            return True
+        wanted = self._pservers_wanted(directory)
+        surplus = child.name.startswith("pserver-") and wanted is not None and len(self.kept("pserver")) > wanted
+        if surplus and child.pid not in _pids(directory):
+            self._left.add(child.name)
+            return True
+        return False
+
+    async def follow(
+        self,
+        etcd: Etcd,
+        directory: Directory,
+        grow: Callable[[str], Awaitable[None]],
+        leave: Callable[[Child], Awaitable[None]],
+    ) -> None:
+        """Until cancelled. `grow(role)` starts one more child, `leave(child)` ends one."""
+        await self._own_numbers(etcd, directory)
+        trainers = self._spec.trainers
+        while True:
+            revision = directory.revision
+            wanted = self._pservers_wanted(directory)
+            for _ in range(len(self.kept("pserver")), wanted or 0):
+                await grow("pserver")
+            if directory.spec is not None and directory.spec.trainers != trainers:
+                trainers = directory.spec.trainers
+                for _ in range(len(self.kept("trainer")), trainers):
+                    await grow("trainer")
+                for child in self.kept("trainer")[trainers:]:
+                    self.end(child, leave)
+            placed = _pids(directory)
+            surplus = [child for child in self.kept("pserver") if child.alive and child.pid not in placed]
+            for child in surplus[: max(0, len(self.kept("pserver")) - wanted)] if wanted is not None else ():
+                self.end(child, leave)
+            await directory.changed(revision, LOOK_S)
+
+    def end(self, child: Child, leave: Callable[[Child], Awaitable[None]]) -> None:
+        """It is not needed any more; `leave` ends it."""
+        self._left.add(child.name)
+        ending = asyncio.ensure_future(leave(child))
+        self._leaving.add(ending)
+        ending.add_done_callback(self._leaving.discard)
+
+    def _pservers_wanted(self, directory: Directory) -> int | None:
+        desired = directory.pservers_desired
+        return None if desired is None else desired + self._spares
+
+    async def _own_numbers(self, etcd: Etcd, directory: Directory) -> None:
+        """Wait until the numbers in etcd are this run's, or follow from them by a resize; before, they are an earlier run's."""
+        mine = self._spec.trainers, self._spec.pservers
+        while True:
+            revision, spec = directory.revision, directory.spec
+            if directory.master is not None and spec is not None:
+                if (spec.trainers, spec.pservers) == mine:
+                    return
+                try:
+                    found = await etcd.get(directory.keys.given)
+                except PeerError:
+                    await asyncio.sleep(ids.jitter(PAUSE_S))
+                    continue
+                given = read_record(GivenNumbers, directory.keys.given, found.value if found else None)
+                if given is not None and (given.trainers, given.pservers) == mine:
+                    return
+            await directory.changed(revision, PAUSE_S)
+
+
+def _pids(directory: Directory) -> set[int]:
+    """Of the parameter servers that have a place."""
+    return {member.pid for member in directory.pservers.values()}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trireme.launch.child import Child
+from trireme.launch.processes import Child
 from trireme_shared.platform.etcd import Etcd, Get
 from trireme_shared.platform.etcd.client import TIMEOUT_S
 from trireme_shared.platform.etcd.reading import read_record
@@ -92,6 +92,15 @@ async def revoke_leases_of(etcd: Etcd, keys: Keys, child: str, pid: int, named: 
     async with asyncio.timeout(REVOKE_TIMEOUT_S):
         for lease in (await held_leases(etcd, keys, named=named)).of(child, pid):
             await etcd.revoke(lease, timeout_s=REVOKE_TIMEOUT_S)
+
+
+async def revoke_lock_of(etcd: Etcd, key: str, child: str) -> None:
+    """The lease of the lock `key`, if a process of that child held it. Raises TriremeError, TimeoutError, as revoke_leases_of."""
+    async with asyncio.timeout(REVOKE_TIMEOUT_S):
+        found = await etcd.get(key)
+        lock = read_record(MasterLock, key, found.value) if found is not None else None
+        for lease in _lease_of(child, lock):
+            await etcd.revoke(lease)
 
 
 async def revoke_all_leases(etcd: Etcd, prefix: str) -> None:

@@ -1,26 +1,42 @@
-"""How the launcher starts Python processes: forked from a fork server that has imported torch already, or spawned.
+"""Python processes of a launcher: how they start, live and end, and when a dead one is started again. None outlives the launcher.
 
     ForkServer.start ─► forked        saves tenths of a second of processor time, and shares memory
                   `──► spawned        if forking is impossible, switched off, or failed
 
-Both are children of this process, lead a session of their own and die with it.
+Both are children of this process, lead a session of their own (a Ctrl-C in the terminal reaches the launcher only) and die with it:
+PDEATHSIG kills them if the launcher itself is killed. A Child is started, ends, and may be started again, with the same log file.
+
+A child that was killed or told to stop from outside (SIGKILL, SIGTERM: preemption, out of memory, chaos) is always started
+again. So is one that had started up and later lost its lease: its host froze or was cut off. A child that ends by itself right
+after its start MAX_EARLY_ENDS times is given up: one more start would not help.
+A child that was never ready is given up after MAX_FAILED_STARTS such ends: it cannot start here (a missing package, say).
+A job's restart_policy and restart_delay_s say otherwise for its trainers and parameter servers: fewer starts, and later ones.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Protocol, Self
 
 from trireme.launch.fork_server import GO, Request
-from trireme_shared.platform.runtime import process_setup, telemetry
+from trireme.view.child_events import ChildEvent
+from trireme_shared.platform.runtime import begun, clock, process_setup, telemetry
 from trireme_shared.platform.runtime.process_setup import adopting, die_with_parent, memory_tunables
+from trireme_shared.platform.runtime.service import EXIT_CODES, LEASE_LOST, READY_FILE, health_url
+from trireme_shared.platform.security import private_files
 from trireme_shared.protocol.errors import PeerError, TriremeError
+from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.begun import BegunWork
+from trireme_shared.protocol.records.job_spec import RestartPolicy as Kind
 
 PYTHON_MODULE = (sys.executable, "-P", "-m")  # -P: the user's working directory must not shadow our packages
 MODULE = "trireme.launch.fork_server"
@@ -29,6 +45,14 @@ START_TIMEOUT_S = 60.0  # imports included
 ATTEMPTS = 2  # a fork server that died is replaced once
 PID_BYTES = 32
 UNKNOWN_CODE = 255  # what asyncio uses
+TAIL_BYTES = 16 << 10
+TAIL_LINES = 15
+EARLY_S = 30.0
+MAX_EARLY_ENDS = 5
+MAX_FAILED_STARTS = 2
+FIRST_DELAY_S = 0.1
+MAX_DELAY_S = 3.0
+_FROM_OUTSIDE = {0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}  # 0: it was told to stop
 
 log = telemetry.logger("processes")
 
@@ -42,6 +66,11 @@ class Process(Protocol):
     def returncode(self) -> int | None: ...
     async def wait(self) -> int: ...
     def send_signal(self, signal: int, /) -> None: ...
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def inherited_environment() -> dict[str, str]:
@@ -200,3 +229,184 @@ class ForkServer:
             self.server.send_signal(signal.SIGKILL)
             self.server.wait()
         self._control = self.server = None
+
+
+class ClusterError(TriremeError):
+    """The cluster cannot go on: a child ends again and again. `details`: child, log, tail."""
+
+    code = "CLUSTER_FAILED"
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a process ended. `code`: as subprocess gives it (negative: the signal's number)."""
+
+    pid: int
+    code: int
+    lived_s: float
+
+    def __str__(self) -> str:
+        if self.code == EXIT_CODES["SCRIPT_CHANGED"]:
+            return "its script or a module has changed since the job was created: restore it, or stop the job and start it again"
+        return signal.Signals(-self.code).name if self.code < 0 else f"exit code {self.code}"
+
+
+class Child:
+    """A process that can be started again after its end; `starts` counts the starts. `group`: signals go to all processes of the group
+    that it leads."""
+
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        start: Start = spawn,
+        *,
+        group: bool = False,
+    ) -> None:
+        self.name = name
+        self.argv = tuple(argv)
+        self.environment = dict(environment)
+        self.log = log
+        self.starts = 0
+        self._start, self._group = start, group
+        self.process: Process | None = None
+        self._since = 0.0
+        self._last_end: Exit | None = None
+
+    def __repr__(self) -> str:
+        state = f"pid {self.pid}" if self.alive else "not running"
+        return f"<Child {self.name}: {state}, started {self.starts} times>"
+
+    @property
+    def pid(self) -> int:
+        """0 if it was never started."""
+        return self.process.pid if self.process else 0
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.returncode is None
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether one of its processes has created the file that READY_FILE names; members do once they have started up."""
+        return Path(self.environment.get(READY_FILE, "")).is_file()
+
+    @property
+    def health_url(self) -> str:
+        """Where its present process answers for its health; "": it has not said so yet."""
+        return health_url(Path(self.environment.get(READY_FILE, "")), self.pid)
+
+    @property
+    def left(self) -> begun.Left | None:
+        """What its process had begun when it ended; None: nothing, or it keeps no record of that."""
+        return begun.left_by(Path(self.environment[begun.FILE])) if begun.FILE in self.environment else None
+
+    def pardon(self) -> None:
+        """Its process was ended from outside, whatever it had begun."""
+        if begun.FILE in self.environment:
+            begun.pardon(Path(self.environment[begun.FILE]))
+
+    async def start(self) -> None:
+        """Start the process; its output is appended to `log`."""
+        assert not self.alive, f"{self!r} is started twice"
+        last_end = {begun.LAST_END: str(self._last_end)} if self._last_end is not None else {}
+        with self._open_log() as out:
+            self.process = await self._start(self.argv, self.environment | last_end, out, out)
+        self.starts += 1
+        self._since = clock.monotonic()
+
+    def _open_log(self) -> IO[bytes]:
+        private_files.make_missing(self.log.parent)
+        return private_files.open_private(self.log, "ab")
+
+    async def wait(self) -> Exit:
+        """Wait for the end of the current process."""
+        assert self.process is not None, f"{self!r} was never started"
+        code = await self.process.wait()
+        self._last_end = Exit(self.process.pid, code, clock.monotonic() - self._since)
+        return self._last_end
+
+    def send(self, number: signal.Signals) -> None:
+        """Does nothing if it has ended."""
+        if self.process is None or not self.alive:
+            return
+        if self._group:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+        else:
+            self.process.send_signal(number)
+
+    async def end(self, grace_s: float) -> None:
+        """SIGTERM, then SIGKILL after `grace_s` seconds."""
+        if not self.alive:
+            return
+        self.send(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.wait()
+        except TimeoutError:
+            self.send(signal.SIGKILL)
+            await self.wait()
+
+
+def tail_of(log: Path, lines: int = TAIL_LINES) -> str:
+    """The last lines of a log."""
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+@dataclass(slots=True)
+class RestartPolicy:
+    """Counts the deaths of one child; a life of `EARLY_S` seconds clears the counts. `when`, `least_s`: the job's restart_policy and
+    restart_delay_s."""
+
+    when: Kind = "always"
+    least_s: float = 0.0
+    deaths: int = 0
+    own_ends: int = 0
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> RestartPolicy:
+        """Of the job's trainers and parameter servers."""
+        return cls(spec.restart_policy, spec.restart_delay_s)
+
+    def starts_again(self, code: int) -> bool:
+        """Whether the job wants a child that ended with `code` to be started again at all."""
+        return self.when == "always" or (self.when == "on_failure" and code != 0)
+
+    def delay_s(self, code: int, lived_s: float, *, was_ready: bool = True, at_work: bool = False) -> float | None:
+        """Seconds until the next start after an end with `code` (as of subprocess); None: give up.
+
+        `was_ready`: whether the child has ever finished its start-up. `at_work`: it has ended in the middle of a minibatch, so that is what
+        its death counts against, and not its start.
+        """
+        if lived_s >= EARLY_S:
+            self.deaths = self.own_ends = 0
+        self.deaths += 1
+        by_itself = code not in _FROM_OUTSIDE and not at_work
+        self.own_ends += by_itself and not (was_ready and code == LEASE_LOST)
+        if self.own_ends >= (MAX_EARLY_ENDS if was_ready else MAX_FAILED_STARTS):
+            return None
+        return max(self.least_s, min(FIRST_DELAY_S * 2.0 ** (self.deaths - 1), MAX_DELAY_S))
+
+
+def death_event(name: str, end: Exit, lost: str = "", *, given_up: bool, left: begun.Left | None = None) -> ChildEvent:
+    """`lost`: the lease that it had lost, as text; "": none. `left`: what it had begun."""
+    cause, what = f"{end}{_at_work(left)}", "given_up" if given_up else "died"
+    if end.code == LEASE_LOST or (lost and end.code == -signal.SIGKILL):
+        what = what if given_up else "lost_lease"
+        cause = lost or cause
+    return ChildEvent(name, what, cause, end.pid)
+
+
+def _at_work(left: begun.Left | None) -> str:
+    works = [] if left is None else list(filter(None, map(BegunWork.from_bytes, left.works)))
+    return f" while it {' and '.join(map(str, works))}" if works else ""

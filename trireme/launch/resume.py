@@ -8,32 +8,42 @@ COMPLETED           say so, train nothing; with more epochs: go on from the last
 --fresh             start from the beginning
 A start from the beginning moves all files of the earlier run to `previous/`, which keeps one run. Trained models are never deleted
 unless the user asks for it.
+
+The facts about the script's model and optimizer that an unfinished job depends on are kept in the folder, too, and compared:
+{"tensors": [[kind, name, shape, dtype, group], ...], "optimizer": {"name", "defaults", "groups"}, "tables": [TableSpec, ...]}   (trainer_agent.script.inspect)
+Tensors that are not contiguous have their strides after the group.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import shutil
 from dataclasses import dataclass
 from enum import Enum
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from master_service.core.decisions.lifecycle import stopped_early
-from trireme.launch import model_facts
 from trireme.launch.run_folder import read_json, write_json
 from trireme_shared.platform.security import private_files
 from trireme_shared.protocol.between_runs import FIXED, GROWS
 from trireme_shared.protocol.errors import Conflict
 from trireme_shared.protocol.records import JobSpec, Phase
+from trireme_shared.protocol.records.layout import ELEMENT_BYTES, TableSpec
 
 SPEC_FILE, SCRIPT_FILE = "spec.json", "script.sha256"
 RESULT_FILE = "result.json"  # what --json prints; it exists once the run is over
 ETCD_FILE = "etcd.json"  # of a run with an etcd that it did not start: how to reach it
 PREVIOUS = "previous"
 NOT_MOVED = ("lock", PREVIOUS)
+MODEL_FILE = "model.json"  # does not exist if the run was started with --no-check
+KINDS = {"param": "parameter", "buffer": "buffer"}
+
+Facts = dict[str, Any]
 
 
 class Start(Enum):
@@ -48,7 +58,7 @@ class PreviousRun:
 
     spec: JobSpec | None = None
     script: str = ""
-    model: model_facts.Facts | None = None
+    model: Facts | None = None
     result: dict[str, Any] | None = None
     etcd: dict[str, Any] | None = None  # facts of an etcd that it did not start
 
@@ -81,7 +91,7 @@ def read_previous_run(folder: Path) -> PreviousRun:
         return PreviousRun()
     script = folder / SCRIPT_FILE
     text = script.read_text(encoding="utf-8") if script.exists() else ""
-    return PreviousRun(spec, text, read_json(folder / model_facts.FILE), result, read_json(folder / ETCD_FILE))
+    return PreviousRun(spec, text, read_json(folder / MODEL_FILE), result, read_json(folder / ETCD_FILE))
 
 
 def decide(
@@ -91,7 +101,7 @@ def decide(
     folder: Path,
     *,
     fresh: bool,
-    model: model_facts.Facts | None = None,
+    model: Facts | None = None,
 ) -> Plan:
     """Raises Conflict if the earlier run differs from what is asked for now."""
     old = previous.spec
@@ -123,10 +133,10 @@ def decide(
             "independent checkpoints load only with as many"
         )
         raise Conflict(msg, hint=f"use --pservers {old.pservers}, or --fresh to start from the beginning")
-    if different_model := model_facts.difference(previous.model, model):
+    if different_model := difference(previous.model, model):
         msg = f"job {spec.job} in {folder} {what} and its model has changed: {different_model}"
         hint = "its checkpoints hold the old model: restore the script, use another name (--job NAME), or --fresh to start from the beginning"
-        if model_facts.is_reordered(previous.model, model):
+        if is_reordered(previous.model, model):
             hint = (
                 "modules that are made from a set of names change their order with PYTHONHASHSEED: sort the names in the old order, start with the "
                 "PYTHONHASHSEED that the job began with, or use --fresh to start from the beginning"
@@ -205,7 +215,89 @@ def set_aside(folder: Path) -> None:
         path.rename(previous / path.name)
 
 
-def write_start(folder: Path, script: str, model: model_facts.Facts | None = None) -> None:
+def write_start(folder: Path, script: str, model: Facts | None = None) -> None:
     if model is not None:
-        write_json(folder / model_facts.FILE, model)
+        write_json(folder / MODEL_FILE, model)
     private_files.write_text(folder / SCRIPT_FILE, script)
+
+
+def parameter_bytes(facts: Facts) -> int:
+    """Of the parameters that the optimizer steps, in bytes."""
+    trained = [tensor for tensor in facts["tensors"] if tensor[0] == "param" and tensor[4] >= 0]
+    return sum(math.prod(shape) * ELEMENT_BYTES[dtype.removeprefix("torch.")] for _, _, shape, dtype, *_ in trained)
+
+
+def difference(then: Facts | None, now: Facts | None) -> str:
+    """The first difference, with both values; "" if there is none or one side is not known."""
+    if then is None or now is None:
+        return ""
+    if is_reordered(then, now):
+        old, new = next((a[1], b[1]) for a, b in zip(then["tensors"], now["tensors"], strict=True) if a != b)
+        return f"the same parameters and buffers are in another order ({new} is where {old} was)"
+    for old, new in zip_longest(then["tensors"], now["tensors"]):
+        if old != new:
+            return _tensors(old, new)
+    return _optimizers(then["optimizer"], now["optimizer"]) or _tables(then, now)
+
+
+def is_reordered(then: Facts | None, now: Facts | None) -> bool:
+    """Whether both have the same parameters and buffers, in another order."""
+    if then is None or now is None or then["tensors"] == now["tensors"]:
+        return False
+    return sorted(map(str, then["tensors"])) == sorted(map(str, now["tensors"]))
+
+
+def tables_in(facts: Facts) -> dict[str, TableSpec]:
+    """By name; none in the file of an earlier version, which did not tell of them."""
+    return {table["name"]: TableSpec.model_validate(table) for table in facts.get("tables", ())}
+
+
+def _tables(then: Facts, now: Facts) -> str:
+    if "tables" not in then or "tables" not in now:
+        return ""
+    old, new = tables_in(then), tables_in(now)
+    gone = [f"embedding table {name} does not exist any more" for name in old if name not in new]
+    gone += [f"embedding table {name} is new" for name in new if name not in old]
+    if gone:
+        return " and ".join(gone[:2])
+    changed = [(name, *one) for name, table in old.items() for one in table.differences(new[name])]
+    return "".join(
+        f"{what} of embedding table {name} was {was!r}, now it is {now!r}" for name, what, was, now in changed[:1]
+    )
+
+
+def _tensors(old: list[Any] | None, new: list[Any] | None) -> str:
+    if old is None or new is None:
+        there, when = (new, "is new") if old is None else (old, "does not exist any more")
+        assert there is not None
+        return f"{KINDS[there[0]]} {there[1]} {_text(there)} {when}"
+    if old[1] != new[1]:
+        return f"{KINDS[old[0]]} {old[1]} {_text(old)} was in the place of {KINDS[new[0]]} {new[1]} {_text(new)}"
+    if old[2:4] != new[2:4]:
+        return f"{KINDS[old[0]]} {old[1]} was {_text(old)}, now it is {_text(new)}"
+    if old[5:] != new[5:]:
+        return f"{KINDS[old[0]]} {old[1]} was {_order(old)}, now it is {_order(new)}"
+    return f"{KINDS[old[0]]} {old[1]} was in optimizer group {old[4]}, now it is in {new[4]}"
+
+
+def _text(tensor: list[Any]) -> str:
+    return f"{str(tensor[3]).removeprefix('torch.')} {tensor[2]}"
+
+
+def _order(tensor: list[Any]) -> str:
+    return f"laid out with strides {tensor[5]}" if tensor[5:] else "contiguous"
+
+
+def _optimizers(old: Facts, new: Facts) -> str:
+    if old["name"] != new["name"]:
+        return f"the optimizer was {old['name']}, now it is {new['name']}"
+    if len(old["groups"]) != len(new["groups"]):
+        return f"the optimizer had {len(old['groups'])} groups, now it has {len(new['groups'])}"
+    for number, (before, after) in enumerate(zip(old["groups"], new["groups"], strict=True)):
+        for option in before.keys() & after.keys():
+            if before[option] != after[option]:
+                return f"the optimizer's {option} was {before[option]!r}, now it is {after[option]!r} (group {number})"
+    for option in old["defaults"].keys() & new["defaults"].keys():  # another torch may know more of them
+        if old["defaults"][option] != new["defaults"][option]:
+            return f"the optimizer's {option} was {old['defaults'][option]!r}, now it is {new['defaults'][option]!r}"
+    return ""

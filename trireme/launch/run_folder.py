@@ -1,27 +1,34 @@
 """The folder of one job's runs: DATA_DIR/JOB/{spec.json, run.json, lock, etcd/, logs/, checkpoints/, export/, ...}.
 
-One run at a time: the launcher holds a flock on the lock file while it lives, so a crash needs no cleaning up.
+One run at a time: the launcher holds a flock on the lock file while it lives, so a crash needs no cleaning up. On a full disk the
+job's etcd cannot go on there, so the run ends with one message (DiskFull) and can be resumed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trireme.launch.disk_space import told_if_full
 from trireme.settings import UsageError
 from trireme.validation import allowed_name
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.security import private_files
 from trireme_shared.platform.security.private_files import SocketFolder, sweep_socket_folders
-from trireme_shared.protocol.errors import NotFound
+from trireme_shared.protocol.errors import NotFound, TriremeError
+
+if TYPE_CHECKING:
+    from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
+
 
 DATA_DIR = Path(".trireme")
 RUN_FILE = "run.json"  # what other commands need to find the run
@@ -29,6 +36,10 @@ TIME_FILE = "time.json"
 KEEP_S = 2.0
 SOCKETS = "sockets"
 PREFIX = "trireme-run-"
+NEEDED_BYTES = 256 << 20  # etcd's log has two files of 64 MB, its data and their snapshots grow besides
+LEAST_BYTES = 64 << 20  # below this etcd cannot begin the next file of its log
+FULL = (errno.ENOSPC, errno.EDQUOT)
+_WORDS = tuple(os.strerror(number).lower() for number in FULL)
 
 
 @contextlib.contextmanager
@@ -193,3 +204,41 @@ def check_port(host: str, port: int) -> None:
         except OSError as error:
             msg = f"port {port} of {host} is not free: {error.strerror}; choose another --port, or 0 for any free one"
             raise UsageError(msg) from error
+
+
+class DiskFull(TriremeError):
+    """No space is left under the run's folder. The job is unfinished and resumes once there is space."""
+
+    code, status = "DISK_FULL", 507
+
+    @classmethod
+    def under(cls, folder: Path, cause: str) -> DiskFull:
+        free = shutil.disk_usage(folder).free
+        return cls(
+            f"the disk of {folder} is full ({free >> 20} MiB are free): {cause}",
+            hint=f"free at least {NEEDED_BYTES >> 20} MiB there, then the same command resumes the job",
+            folder=str(folder),
+            free_bytes=free,
+            needed_bytes=NEEDED_BYTES,
+        )
+
+
+@contextmanager
+def told_if_full(folder: Path) -> Iterator[None]:
+    """Raises DiskFull for the errors of our own writes that mean a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise DiskFull.under(folder, str(error)) from error
+
+
+def is_full(folder: Path) -> bool:
+    """Whether an etcd cannot go on there now."""
+    return shutil.disk_usage(folder).free < LEAST_BYTES
+
+
+def etcd_lacks_space(embedded: EmbeddedEtcd) -> bool:
+    """Whether an etcd that ended by itself did so because its disk is full, or a quota used up."""
+    return is_full(embedded.data_dir) or any(words in embedded.last_words().lower() for words in _WORDS)

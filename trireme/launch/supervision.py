@@ -11,31 +11,76 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import glob
+import json
+import os
 import signal
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
-from trireme.launch.child import Child, ClusterError, Exit, tail_of
-from trireme.launch.disk_space import DiskFull, etcd_lacks_space, is_full
-from trireme.launch.leases import LostLease
-from trireme.launch.processes import PYTHON_MODULE, Start, inherited_environment
-from trireme.launch.restarts import RestartPolicy, death_event
+from trireme.launch.leases import LostLease, revoke_all_leases
+from trireme.launch.processes import (
+    PYTHON_MODULE,
+    Child,
+    ClusterError,
+    Exit,
+    RestartPolicy,
+    Start,
+    death_event,
+    inherited_environment,
+    tail_of,
+)
+from trireme.launch.run_folder import DiskFull, etcd_lacks_space, is_full
 from trireme.view.child_events import ChildEvent, EventFile
-from trireme_shared.platform.etcd import Fatal
+from trireme_shared.platform.etcd import Etcd, Fatal
 from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
 from trireme_shared.platform.membership import life_sign
 from trireme_shared.platform.membership.etcd_access import EtcdAccess
 from trireme_shared.platform.runtime import begun, clock
 from trireme_shared.platform.runtime.service import READY_FILE
 from trireme_shared.platform.security import private_files
+from trireme_shared.platform.security.tls import VARIABLES
+from trireme_shared.platform.security.token_folder import TokenFolder
+from trireme_shared.platform.security.tokens import Role
 from trireme_shared.protocol.errors import DeadlineExceeded
 
+HOST = "127.0.0.1"
 GRACE_S = 5.0
+LOOK_S = 0.1
+# from our own environment to all processes
+PASSED_ON = ("TRIREME_TRANSPORT", "TRIREME_ALLOWED_HOSTS", *VARIABLES)
 
 Ended = TypeVar("Ended")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """What all processes of a run or a cluster have in common, and how many masters there are."""
+
+    #: Of the first master; 0: any free port.
+    port: int = 0
+    #: Masters beside the first.
+    standbys: int = 0
+    #: Where members and masters listen.
+    host: str = HOST
+    #: What they tell others instead of `host`, if it is given.
+    advertise: str = ""
+    #: An etcd that is there already; None: one of its own is started.
+    etcd: EtcdAccess | None = None
+    #: Of admins, members and viewers; None: nobody is asked for one.
+    tokens: TokenFolder | None = None
+    #: Variables for all processes, over the rest.
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def token(self) -> str:
+        """An admin's, as it is now. Raises InvalidArgument."""
+        return self.tokens.token(Role.ADMIN) if self.tokens is not None else ""
 
 
 class SupervisedProcesses(ABC, Generic[Ended]):
@@ -43,14 +88,17 @@ class SupervisedProcesses(ABC, Generic[Ended]):
     `on_event` gets every start and death. Children by name: `trainer-0`, `etcd`, ..."""
 
     grace_s: Mapping[str, float]  # by role, in stopping order
+    passed_on: Sequence[str] = PASSED_ON
 
     def __init__(
         self,
         folder: Path,
+        settings: ClusterSettings,
         start: Start,
         on_event: Callable[[ChildEvent], None] = lambda _: None,
     ) -> None:
-        self.folder = folder
+        self.folder, self.settings = folder, settings
+        self.etcd: Etcd
         self.children: dict[str, Child] = {}
         self.embedded = EmbeddedEtcd(folder / "etcd", log_path=folder / "logs" / "etcd.log")
         self._start_child = start
@@ -67,6 +115,11 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         self.final: asyncio.Future[Ended]
 
     # ------------------------------------------------------------ what differs
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """Of the leading master; "" while there is none."""
 
     @abstractmethod
     async def _start(self) -> None:
@@ -110,8 +163,8 @@ class SupervisedProcesses(ABC, Generic[Ended]):
     def _of(self, role: str) -> list[Child]:
         return [child for child in self.children.values() if child.name.startswith(f"{role}-")]
 
-    async def _add_child(self, role: str, module: str, settings: Mapping[str, str]) -> Child:
-        """`settings`: TRIREME_* variables beside its name."""
+    async def _add(self, role: str, module: str, settings: Mapping[str, str]) -> Child:
+        """Start a child. `settings`: TRIREME_* variables beside those that all have."""
         name = f"{role}-{self._numbers[role]}"
         self._numbers[role] += 1
         ready = (self.folder / "logs" / f"{name}.ready").absolute()
@@ -119,7 +172,7 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         for file in (ready, journal, life):
             file.unlink(missing_ok=True)  # of an earlier run
         told = {"TRIREME_NAME": name, READY_FILE: str(ready), begun.FILE: str(journal), life_sign.FILE: str(life)}
-        variables = {**inherited_environment(), **told, **settings}
+        variables = {**inherited_environment(), **told, **self._common(), **settings, **self.settings.environment}
         log = self.folder / "logs" / f"{name}.log"
         child = self.children[name] = Child(name, [*PYTHON_MODULE, module], variables, log, self._start_child)
         await child.start()
@@ -127,9 +180,53 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         self.run_beside(self._supervise(child))
         return child
 
-    def _port_file(self, number: int) -> dict[str, str]:
-        """A setting of the master with that number: started again, it listens where it did before."""
-        return {"TRIREME_PORT_FILE": str((self.folder / "logs" / f"master-{number}.port").absolute())}
+    def _common(self) -> dict[str, str]:
+        """The settings that all processes share."""
+        return {
+            **self.etcd_access.environment(),
+            "TRIREME_HOST": self.settings.host,
+            "TRIREME_ADVERTISE": self.settings.advertise,
+            **self._token_settings(),
+            **{name: os.environ[name] for name in self.passed_on if name in os.environ},
+        }
+
+    def _token_settings(self) -> dict[str, str]:
+        return self.settings.tokens.environment() if self.settings.tokens is not None else {}
+
+    async def _add_masters(self, settings: Mapping[str, str], *logs: str) -> None:
+        """`logs`: patterns of the folders, below this one, where members' logs are. A master that is started again listens where it
+        did before."""
+        place = self.folder.absolute()
+        folders = json.dumps([f"{glob.escape(str(place))}/{pattern}" for pattern in logs])
+        for number in range(1 + self.settings.standbys):
+            listens = {"TRIREME_PORT": str(self.settings.port if number == 0 else 0)}
+            listens["TRIREME_PORT_FILE"] = str(place / "logs" / f"master-{number}.port")
+            await self._add("master", "master_service", {**settings, **listens, "TRIREME_LOGS": folders})
+
+    async def publish(self, write: Callable[[str], None]) -> None:
+        """Until cancelled: `write(url)` whenever another master leads, so that other commands find it."""
+        published = ""
+        while True:
+            if (url := self.url or published) != published:
+                write(url)
+                published = url
+            await self._news()
+
+    async def _news(self) -> None:
+        """Wait until another master may lead."""
+        await asyncio.sleep(LOOK_S)
+
+    async def _unless_over(self, waiting: Coroutine[Any, Any, T]) -> T:
+        """What `waiting` gives. Raises the error of `final` if that comes first."""
+        answer = asyncio.ensure_future(waiting)
+        try:
+            either: list[asyncio.Future[Any]] = [answer, self.final]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if self.final.done() and not answer.done():
+                self.final.result()
+            return await answer
+        finally:
+            answer.cancel()
 
     async def _remove_child(self, name: str, grace_s: float) -> None:
         """It is not needed any more: SIGTERM, SIGKILL after the grace."""
@@ -184,7 +281,8 @@ class SupervisedProcesses(ABC, Generic[Ended]):
                 child.pardon()
             left, again = child.left, policy.starts_again(end.code)
             delay_s = policy.delay_s(end.code, end.lived_s, was_ready=child.was_ready, at_work=left is not None)
-            self._record(death_event(child.name, end, lost, given_up=delay_s is None or not again, left=left))
+            gone = str(lost) if lost is not None else ""
+            self._record(death_event(child.name, end, gone, given_up=delay_s is None or not again, left=left))
             await self._mourn(child, end)
             if not again:
                 self._not_again.add(child.name)
@@ -207,11 +305,23 @@ class SupervisedProcesses(ABC, Generic[Ended]):
     # ------------------------------------------------------------ etcd
 
     @property
-    def own_etcd(self) -> EtcdAccess:
-        """Of the etcd that was started here."""
+    def etcd_access(self) -> EtcdAccess:
+        """How etcd is reached."""
+        if self.settings.etcd is not None:
+            return self.settings.etcd
         etcd = self.embedded
         file = str(etcd.password_file) if etcd.user else ""
         return EtcdAccess((etcd.url,), user=etcd.user, password=etcd.password, password_file=file)
+
+    async def _connect(self, prefix: str) -> None:
+        """Start etcd, if it is our own, and connect to it. What an earlier start left below `prefix` in our own is dead.
+        Raises DiskFull, Fatal, PeerError."""
+        if self.settings.etcd is None:
+            await self._start_etcd()
+        self.etcd = self.etcd_access.connect()
+        self._opened.push_async_callback(self.etcd.close)
+        if self.settings.etcd is None:  # leases in another one are not all of processes that were started here
+            await revoke_all_leases(self.etcd, prefix)
 
     async def _start_etcd(self) -> None:
         """Raises DiskFull, Fatal."""

@@ -25,9 +25,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from trireme.launch.child import Exit
-from trireme.launch.processes import PYTHON_MODULE, Process, inherited_environment, spawn
-from trireme.launch.restarts import RestartPolicy
+from trireme.launch.processes import PYTHON_MODULE, Exit, Process, RestartPolicy, inherited_environment, spawn
 from trireme.launchers.launcher import MODULES, ROLES, Launched, OnEvent, Resources, Role
 from trireme.view.child_events import ChildEvent
 from trireme_shared.platform.runtime import clock

@@ -1,9 +1,11 @@
 """A host of the pool: registers its places, follows what the leader assigns to them, and runs the processes.
 
-    pool/<kind>/<name>-<kind>-<n>              written here: what the place runs (place_keys.py)
-    pool/<kind>/<name>-<kind>-<n>/assignment   followed here: what it shall run (place.py)
+    pool/<kind>/<name>-<kind>-<n>              written here: what the place runs (PlaceKeys in place.py)
+    pool/<kind>/<name>-<kind>-<n>/assignment   followed here: what it shall run (Place)
 
 All children are forked from one process that has loaded torch, and die with this one, which has not. While etcd is silent they go on.
+A child that lives on without its lease for too long is ended, and its place starts another process: one watch for each job that has
+children here (trireme/launch/leases.py says what counts).
 """
 
 from __future__ import annotations
@@ -11,31 +13,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import aiohttp
 import psutil
 
-from trireme.launch.child import Child
-from trireme.launch.leases import Vouching
-from trireme.launch.member_numbers import cores
-from trireme.launch.processes import ForkServer, inherited_environment
+from trireme.launch.leases import LostLeases, Vouching
+from trireme.launch.processes import Child, ForkServer, cores, inherited_environment
 from trireme.launch.run_folder import sockets
-from trireme.pool.host_folder import HostFolder, opened
-from trireme.pool.host_metrics import HostMetrics
-from trireme.pool.lost_leases import FrozenChildren
-from trireme.pool.place import Host, Place
-from trireme.pool.place_keys import PlaceKeys
-from trireme.pool.process_health import ProcessHealth
+from trireme.pool.host_status import HostMetrics, ProcessHealth
+from trireme.pool.place import Host, HostFolder, Place, PlaceKeys, opened_folder
 from trireme.pool.settings import Settings, gpus, passed_on
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership.status_server import StatusServer
 from trireme_shared.platform.runtime import http, ids, service, telemetry
-from trireme_shared.protocol.errors import InvalidArgument, PeerError
-from trireme_shared.protocol.keys import ClusterKeys
+from trireme_shared.protocol.errors import InvalidArgument, PeerError, TriremeError
+from trireme_shared.protocol.keys import ClusterKeys, Keys
+from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.cluster import Assignment, Kind, PoolMember
 
 if TYPE_CHECKING:
@@ -46,6 +45,7 @@ KINDS: tuple[Kind, ...] = (
     "pserver",
     "trainer",
 )  # in the order in which they leave: trainers make the checkpoint that pservers wait for
+LOOK_S = 1.0
 
 log = telemetry.logger("host_agent")
 
@@ -81,7 +81,7 @@ class HostAgent:
 
     async def _offer(self, stopping: asyncio.Event) -> int:
         with contextlib.ExitStack() as opens:
-            folder = opens.enter_context(opened(self.settings.data_dir))
+            folder = opens.enter_context(opened_folder(self.settings.data_dir))
             forks = opens.enter_context(ForkServer())
             uds = str(opens.enter_context(sockets(folder.place)))
             await self._revoke(folder.last_lease)
@@ -202,3 +202,61 @@ class HostAgent:
 
 def _assignment(kv: KeyValue) -> Assignment | None:
     return read_record(Assignment, kv.key, kv.value)
+
+
+class FrozenChildren:
+    """`places`: all of the host."""
+
+    def __init__(self, host: Host, places: Sequence[Place]) -> None:
+        self._host, self._places = host, places
+
+    def __repr__(self) -> str:
+        return f"<FrozenChildren of {self._host.name}>"
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        watches: dict[str, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as group:
+            while True:
+                jobs = {place.job for place in self._places if place.child is not None}
+                for job in watches.keys() - jobs:
+                    watches.pop(job).cancel()
+                for job in jobs - watches.keys():
+                    watches[job] = group.create_task(self._watch(job))
+                await asyncio.sleep(LOOK_S)
+
+    async def _watch(self, job: str) -> None:
+        keys = Keys(job, self._host.keys.root)
+        lost = LostLeases(await self._lease_ttl_s(keys))
+        await lost.follow(self._host.etcd, keys, self._alive_in(job), partial(self._end, lost), f"{self._host.name}-")
+
+    async def _lease_ttl_s(self, keys: Keys) -> float:
+        """Of the job's members, from its spec."""
+        while True:
+            try:
+                found = await self._host.etcd.get(keys.spec)
+                spec = read_record(JobSpec, found.key, found.value) if found is not None else None
+                if spec is not None:
+                    return spec.lease_ttl_s
+            except TriremeError as error:
+                log.debug("etcd_away", key=keys.spec, cause=str(error))
+            await asyncio.sleep(LOOK_S)
+
+    def _alive_in(self, job: str) -> Callable[[], dict[str, int]]:
+        def alive() -> dict[str, int]:
+            return {
+                place.short_name: place.child.pid
+                for place in self._places
+                if place.job == job and place.child is not None and place.child.alive
+            }
+
+        return alive
+
+    def _end(self, lost: LostLeases, name: str) -> None:
+        for place in self._places:
+            if place.short_name == name and place.child is not None:
+                pid, loss = place.child.pid, lost.ended(place.child.pid)
+                log.warning("child_lost_its_lease", member=place.member, pid=pid, cause=str(loss))
+                if loss is not None and loss.stopped:
+                    place.child.pardon()
+                place.child.send(signal.SIGKILL)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trireme.launch.child import ClusterError
+from trireme.launch.processes import ClusterError
 from trireme.launchers.launcher import ROLES, Resources, Role
 from trireme.launchers.ray_launcher import RayLauncher, connected
 from trireme.pool.local_pool import DRAIN_S, LocalPool, PoolRequest
@@ -63,9 +63,9 @@ class RayPool(LocalPool):
 
     async def _start_masters(self) -> None:
         grace_s = dict.fromkeys(ROLES, DRAIN_S + 10.0)
-        launcher = RayLauncher(self._settings, self._ray.resources, grace_s, self._on_launcher_event)
+        launcher = RayLauncher(self._settings_of, self._ray.resources, grace_s, self._on_launcher_event)
         self._launcher = await self._opened.enter_async_context(launcher)
-        await launcher.start("master", 1 + self.request.standbys)
+        await launcher.start("master", 1 + self.settings.standbys)
 
     async def _start_hosts(self) -> None:
         assert self._launcher is not None
@@ -75,7 +75,7 @@ class RayPool(LocalPool):
                 await self._launcher.start(role, count)
         self._size_with(self._launcher, beside=False)
 
-    def _settings(self, role: Role, name: str) -> dict[str, str]:
+    def _settings_of(self, role: Role, name: str) -> dict[str, str]:
         folder = self._ray.node_dir / name
         own = {
             "TRIREME_NAME": name,
@@ -83,9 +83,9 @@ class RayPool(LocalPool):
             "TRIREME_SOURCES": str(folder / "sources"),
             "TRIREME_DRAIN_SECONDS": str(DRAIN_S),
         }
-        common = self._common_settings()
+        common = self._common()
         if role == "master":
-            port = self.request.port if name == "master-0" else 0
+            port = self.settings.port if name == "master-0" else 0
             logs = json.dumps([f"{glob.escape(str(self._ray.node_dir))}/*/logs"])  # of members on the master's node
             served = {"TRIREME_STORAGE": self.request.storage, "TRIREME_PORT": str(port), "TRIREME_LOGS": logs}
             return {**common, **own, **served}
@@ -95,7 +95,7 @@ class RayPool(LocalPool):
 
     def _token_settings(self) -> dict[str, str]:
         """The nodes do not see the files here: they get the token of members, and the table, which is no secret, by value."""
-        tokens = self.request.tokens
+        tokens = self.settings.tokens
         if tokens is None:
             return {}
         table = TokenTable(tokens=tuple(tokens.records())).model_dump_json()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from trireme.launch.member_numbers import cores
+from trireme.launch.processes import cores
 from trireme_shared.platform.membership.settings import MemberSettings
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.]+")

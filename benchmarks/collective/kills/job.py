@@ -24,8 +24,9 @@ from pathlib import Path
 from benchmarks.collective.endless import endless
 from benchmarks.collective.exchange import progress
 from benchmarks.collective.kills.told import History, all_saved, equal_at_the_end, lines_of
-from trireme.launch.child import Child
 from trireme.launch.cluster import LocalCluster
+from trireme.launch.processes import Child
+from trireme.launch.supervision import ClusterSettings
 from trireme_shared.platform.runtime import clock
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "told_versions.py"
@@ -72,7 +73,7 @@ async def measure(
     spec = endless(SCRIPT, folder / "run", MEMBERS + spares, MEMBERS, **more)
     chance, faults, ended = random.Random(seed), list[Fault](), ""
     environment = {"TOLD": str(told), "TOLD_PAUSE_S": str(MINIBATCH_S)}
-    async with LocalCluster(spec, folder / "run", environment=environment) as cluster:
+    async with LocalCluster(spec, folder / "run", ClusterSettings(environment=environment)) as cluster:
         await _until(lambda: _whole(cluster, 0), "all trainers")
         await asyncio.sleep(PAUSE_S)
         try:
@@ -89,7 +90,7 @@ async def measure(
             owners, end = [child.pid for child in _owners(cluster)], clock.monotonic()
             await _until(lambda: bool(all_saved(told, owners, end)), "parameters that all have saved", PAUSE_S)
         except TimeoutError as error:  # what was told until then still counts
-            logs = shutil.copytree(cluster.run_dir / "logs", Path(tempfile.mkdtemp(prefix="kills-")) / "logs")
+            logs = shutil.copytree(cluster.folder / "logs", Path(tempfile.mkdtemp(prefix="kills-")) / "logs")
             ended = f"ended after {len(faults)} of {count}: {error}; {cluster!r}; logs: {logs}"
         took = clock.monotonic() - began
     lines = lines_of(told)
@@ -173,7 +174,7 @@ async def _left_alone(folder: Path, last: str, most: int) -> list[str]:
         found = digests()
         return last in found or len(found) > most + MEMBERS
 
-    async with LocalCluster(spec, folder / "run", environment={"TOLD": str(told)}):
+    async with LocalCluster(spec, folder / "run", ClusterSettings(environment={"TOLD": str(told)})):
         limit_s = LIMIT_S + most * MINIBATCH_S
         await _until(there, f"the version with digest {last} of the job that is left alone", PAUSE_S, limit_s)
         return digests()

@@ -13,8 +13,8 @@ from fastapi import Depends, Header, Path, Query, Request, Response
 from starlette.types import Receive
 
 from master_service.api.render import TOKEN_PATTERN
+from master_service.cluster.leader import JobsLed
 from master_service.core.decisions.requests import ANY, AnsweredBefore, Expected, Keyed, Once
-from master_service.leadership.jobs_led import JobsLed
 from master_service.leadership.master import Master
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.errors import DeadlineExceeded, InvalidArgument, PeerError

@@ -11,8 +11,7 @@ from master_service.api import render
 from master_service.api.routes.dependencies import JobsOf, PageSize, answered
 from master_service.api.routes.jobs import ClusterOf
 from master_service.api.server_sent import Messages, ServerSent
-from master_service.cluster.leader import ClusterMaster
-from master_service.leadership.jobs_led import JobsLed
+from master_service.cluster.leader import ClusterMaster, JobsLed
 from master_service.leadership.master import Master
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.errors import Conflict, NotReady

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from master_service.api.app import make_app
-from master_service.leadership.jobs_led import JobsLed
+from master_service.cluster.leader import JobsLed
 from trireme_shared.platform.security.access import Access
 from trireme_shared.platform.security.tokens import Tokens
 

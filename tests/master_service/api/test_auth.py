@@ -13,7 +13,7 @@ import pytest
 from master_service.api.app import make_api, make_app
 from master_service.api.middleware import role_needed
 from master_service.api.openapi.documentation import PATHS
-from master_service.leadership.jobs_led import JobsLed
+from master_service.cluster.leader import JobsLed
 from tests.equipment.tokens import access_by_role
 from tests.equipment.virtual_loop import run_virtually
 from tests.master_service.api.client import check_problem

@@ -13,8 +13,8 @@ from clients.build_dashboard import build
 from clients.tools import DASHBOARD
 from master_service.api.app import make_app
 from master_service.api.openapi.documentation import FILES as PAGES
+from master_service.cluster.leader import JobsLed
 from master_service.dashboard import BUILT, FILES, POLICY
-from master_service.leadership.jobs_led import JobsLed
 from tests.equipment.tokens import access_by_role
 from tests.equipment.virtual_loop import run_virtually
 from tests.master_service.api.client import client_of

@@ -16,7 +16,7 @@ from tests.equipment.waiting import until
 from tests.master_service.api.client import client_of
 from tests.master_service.api.requests_by_key import WANTED, World, post
 from trainer_agent.process import COUNTERS as OF_TRAINERS
-from trireme.pool.host_metrics import HostMetrics
+from trireme.pool.host_status import HostMetrics
 from trireme_shared.protocol.records.cluster import PoolMember
 from trireme_shared.protocol.records.pauses import Losses
 from trireme_shared.serving.core.calls import Counters

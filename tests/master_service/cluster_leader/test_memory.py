@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 
 import pytest
 
-from master_service.cluster.job_term import JobTerm
 from master_service.cluster.leader import ClusterMaster
+from master_service.cluster.term import JobTerm
 from master_service.core.state import kept as event_log
 from tests.equipment.etcd.real import embedded_etcd  # noqa: F401  a fixture
 from tests.equipment.replaced import replaced

@@ -10,7 +10,7 @@ import pytest
 from master_service.core.decisions import lifecycle
 from master_service.leadership.election import run_under_lease
 from master_service.leadership.master import Master
-from master_service.store.batch import MAX_OPERATIONS
+from master_service.store.schema import MAX_OPERATIONS
 from master_service.store.writer import MasterWriter
 from tests.equipment.queue_violations import violations
 from tests.equipment.virtual_loop import run_virtually

@@ -10,8 +10,7 @@ from master_service.core.changes import Decision
 from master_service.core.decisions import lifecycle
 from master_service.masterless.dispatcher import REMEMBERED_S, Dispatcher
 from master_service.masterless.shared_job import SharedWriter
-from master_service.store.leader_writer import LeaderWriter
-from master_service.store.writer import HeldLock
+from master_service.store.writer import HeldLock, LeaderWriter
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, Storage, done, spec_of, take

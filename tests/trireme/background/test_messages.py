@@ -10,7 +10,7 @@ import pytest
 from trireme.background.errors import InvalidSetting, JobFailed, JobStopped
 from trireme.background.process import MOST_WAITING, Lines, Messages
 from trireme.background.supervised import End, end_of, end_of_dead
-from trireme.launch.child import ClusterError
+from trireme.launch.processes import ClusterError
 from trireme.settings import UsageError
 from trireme_shared.protocol.errors import CheckpointUnusable, Conflict, PeerError, TriremeError, UserCodeError
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trireme.launch.child import Child, Exit, tail_of
+from trireme.launch.processes import Child, Exit, tail_of
 from trireme_shared.platform.membership.local_script import ScriptChanged
 from trireme_shared.platform.runtime import begun
 from trireme_shared.platform.runtime.service import EXIT_CODES
@@ -90,7 +90,7 @@ def test_no_child_outlives_a_launcher_that_is_killed(tmp_path):
     launcher = (
         "import asyncio, os, sys\n"
         "from pathlib import Path\n"
-        "from trireme.launch.child import Child\n"
+        "from trireme.launch.processes import Child\n"
         "async def main():\n"
         f"    child = Child('x', [sys.executable, '-c', 'import time; time.sleep(60)'], dict(os.environ), Path({str(tmp_path)!r}) / 'x.log')\n"
         "    await child.start()\n"

@@ -17,8 +17,7 @@ import psutil
 import pytest
 
 from tests.equipment.command_lines import command_line
-from trireme.launch.child import Child, tail_of
-from trireme.launch.processes import PYTHON_MODULE, Forked, ForkServer, inherited_environment
+from trireme.launch.processes import PYTHON_MODULE, Child, Forked, ForkServer, inherited_environment, tail_of
 
 pytestmark = [
     pytest.mark.processes,
@@ -175,7 +174,7 @@ def test_nobody_outlives_a_launcher_that_is_killed(tmp_path, modules, when):
     launcher = f"""
         import asyncio, os
         from pathlib import Path
-        from trireme.launch.child import Child
+        from trireme.launch.processes import Child
         from trireme.launch.processes import PYTHON_MODULE, ForkServer, inherited_environment
         async def main():
             with ForkServer() as forks:

@@ -11,9 +11,8 @@ from tests.end_to_end.local_cluster import cluster_of, spec_of
 from tests.end_to_end.scripts import write_script
 from trireme.cli.run import RunRequest, run_command
 from trireme.config import Config, ConfigError
-from trireme.launch.child import Child
-from trireme.launch.member_numbers import MemberNumbers, pservers_for, threads_for
-from trireme.launch.processes import spawn
+from trireme.launch.cluster import MemberNumbers, pservers_for, threads_for
+from trireme.launch.processes import Child, spawn
 from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.datasets import TextLines
 
@@ -99,7 +98,7 @@ async def test_a_slow_start_is_not_taken_for_a_resize(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("asked", "found"), [(None, 3), ("2", 2)])
 def test_a_run_counts_the_parameters_of_the_model(tmp_path, monkeypatch, capsys, asked, found):
     monkeypatch.setattr("trireme.cli.run.cores", lambda: 16)
-    monkeypatch.setattr("trireme.launch.member_numbers.BYTES_EACH", 12)
+    monkeypatch.setattr("trireme.launch.cluster.BYTES_EACH", 12)
     model = "def model():\n    return nn.Linear(8, 1)\n"  # 36 bytes
     script = write_script(tmp_path, model=model)
     flags = {"data_dir": str(tmp_path / "runs"), "pservers": asked, "global_batch_size": 8}

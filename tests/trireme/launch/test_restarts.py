@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import signal
 
-from trireme.launch.child import Exit
 from trireme.launch.leases import LostLease
-from trireme.launch.restarts import EARLY_S, MAX_DELAY_S, MAX_EARLY_ENDS, MAX_FAILED_STARTS, RestartPolicy, death_event
+from trireme.launch.processes import (
+    EARLY_S,
+    MAX_DELAY_S,
+    MAX_EARLY_ENDS,
+    MAX_FAILED_STARTS,
+    Exit,
+    RestartPolicy,
+    death_event,
+)
 from trireme_shared.platform.runtime.begun import Left
 from trireme_shared.platform.runtime.service import LEASE_LOST
 from trireme_shared.protocol.records import JobSpec
@@ -55,7 +62,7 @@ def test_a_child_that_never_started_up_is_given_up_whatever_its_exit_code():
 
 def test_a_death_says_whether_the_lease_was_lost_and_for_how_long_nobody_heard_of_it():
     told = [
-        death_event("trainer-1", Exit(7, code, 9.0), lost, given_up=False)
+        death_event("trainer-1", Exit(7, code, 9.0), str(lost or ""), given_up=False)
         for code, lost in (
             (LEASE_LOST, LostLease(9.2)),
             (-signal.SIGKILL, LostLease(9.2)),
@@ -93,5 +100,5 @@ def test_an_end_in_the_middle_of_a_minibatch_is_no_failed_start():
 
 def test_a_death_says_at_what_the_process_was():
     work = BegunWork("7", 0, 3, "train.csv", 512, 64).to_bytes()
-    event = death_event("trainer-0", Exit(1, -11, 2.0), None, given_up=False, left=Left("trainer-0-1", (work, b"?")))
+    event = death_event("trainer-0", Exit(1, -11, 2.0), given_up=False, left=Left("trainer-0-1", (work, b"?")))
     assert event.cause == "SIGSEGV while it computed minibatch 3 of task 7 (train.csv records 512-575)"

@@ -8,8 +8,7 @@ import socket
 import pytest
 
 from tests.equipment.s3 import BUCKET, S3Server, refusal, s3
-from trireme.cli import exit_codes
-from trireme.launch import run_storage
+from trireme.cli import exit_codes, run
 from trireme.settings import UsageError
 from trireme_shared.platform.storage import files, object_store
 from trireme_shared.protocol.errors import InvalidArgument, PeerError, Unauthorized
@@ -20,29 +19,27 @@ __all__ = ["s3"]
 def checked(url: str) -> list[str]:
     """The messages while it waits."""
     told: list[str] = []
-    asyncio.run(run_storage.check(url, told.append))
+    asyncio.run(run.check_storage(url, told.append))
     return told
 
 
 def test_without_storage_a_run_keeps_everything_in_its_folder(tmp_path):
-    assert run_storage.place_of(None, "job", tmp_path) == str(tmp_path)
+    assert run.storage_of(None, "job", tmp_path) == str(tmp_path)
 
 
 def test_each_new_run_has_a_place_of_its_own_and_goes_on_in_it(tmp_path):
-    one = run_storage.place_of("s3://bucket/runs/", "job", tmp_path)
-    other = run_storage.place_of("s3://bucket/runs", "job", tmp_path)
+    one = run.storage_of("s3://bucket/runs/", "job", tmp_path)
+    other = run.storage_of("s3://bucket/runs", "job", tmp_path)
     assert one.startswith("s3://bucket/runs/job/run-")
     assert one != other
-    assert run_storage.place_of("s3://bucket/runs", "job", tmp_path, last=one) == one
-    assert run_storage.place_of("s3://bucket/else", "job", tmp_path, last=one) not in {one, other}
-    assert run_storage.place_of("s3://bucket/runs", "job-2", tmp_path, last=one).startswith(
-        "s3://bucket/runs/job-2/run-"
-    )
+    assert run.storage_of("s3://bucket/runs", "job", tmp_path, last=one) == one
+    assert run.storage_of("s3://bucket/else", "job", tmp_path, last=one) not in {one, other}
+    assert run.storage_of("s3://bucket/runs", "job-2", tmp_path, last=one).startswith("s3://bucket/runs/job-2/run-")
 
 
 def test_a_local_path_means_the_same_in_every_process(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert run_storage.place_of("store", "job", tmp_path).startswith(f"{tmp_path}/store/job/run-")
+    assert run.storage_of("store", "job", tmp_path).startswith(f"{tmp_path}/store/job/run-")
 
 
 def test_a_place_that_works_is_silent_and_left_without_what_a_killed_run_began(s3: S3Server):
@@ -75,14 +72,14 @@ def test_access_that_is_denied(s3):
 
 
 def test_a_store_that_is_not_reached_is_waited_for_with_a_limit_and_told(s3, monkeypatch):
-    monkeypatch.setattr(run_storage, "REPORT_AFTER_S", 0.1)
+    monkeypatch.setattr(run, "REPORT_AFTER_S", 0.1)
     monkeypatch.setattr(object_store, "REQUEST_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
         told: list[str] = []
         with pytest.raises(PeerError, match=f"no answer from {address} within 0.5 s") as caught:
-            asyncio.run(run_storage.check("s3://bucket/runs", told.append))
+            asyncio.run(run.check_storage("s3://bucket/runs", told.append))
     assert told[0].startswith(f"waiting for s3://bucket/runs at {address}, at most ")
     assert exit_codes.code_of(caught.value) == exit_codes.UNREACHABLE
 

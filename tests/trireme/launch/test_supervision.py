@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from trireme.launch.child import Child, ClusterError, Exit
-from trireme.launch.processes import spawn
-from trireme.launch.restarts import RestartPolicy
-from trireme.launch.supervision import SupervisedProcesses
+from trireme.launch.processes import Child, ClusterError, Exit, RestartPolicy, spawn
+from trireme.launch.supervision import ClusterSettings, SupervisedProcesses
 from trireme.view.child_events import ChildEvent
+from trireme_shared.platform.membership.etcd_access import EtcdAccess
 from trireme_shared.platform.runtime import clock
 
 DELAY_S = 0.4
+NO_ETCD = ClusterSettings(etcd=EtcdAccess(("http://127.0.0.1:1",)))
 
 
 class Processes(SupervisedProcesses[None]):
@@ -24,12 +24,16 @@ class Processes(SupervisedProcesses[None]):
 
     def __init__(self, folder: Path, module: str, policy: RestartPolicy, needed: str = "") -> None:
         self.events: list[tuple[float, ChildEvent]] = []
-        super().__init__(folder, spawn, lambda event: self.events.append((clock.monotonic(), event)))
+        super().__init__(folder, NO_ETCD, spawn, lambda event: self.events.append((clock.monotonic(), event)))
         self._module, self._policy, self._needed = module, policy, needed
         self.left: set[str] = set()
 
+    @property
+    def url(self) -> str:
+        return ""
+
     async def _start(self) -> None:
-        await self._add_child("trainer", self._module, {})
+        await self._add("trainer", self._module, {})
 
     def _restarts(self, child: Child) -> RestartPolicy:
         return self._policy

@@ -14,10 +14,9 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 
-from trireme.launch.child import Child
-from trireme.pool import process_health
-from trireme.pool.host_metrics import HostMetrics
-from trireme.pool.process_health import ProcessHealth
+from trireme.launch.processes import Child
+from trireme.pool import host_status
+from trireme.pool.host_status import HostMetrics, ProcessHealth
 from trireme_shared.platform.membership.status_server import StatusServer
 from trireme_shared.platform.runtime import service
 from trireme_shared.platform.runtime.service import READY_FILE
@@ -90,7 +89,7 @@ async def said(url: str) -> tuple[int, dict]:
 
 
 async def test_a_process_that_loads_is_live_and_not_ready_and_its_agent_stays_ready(tmp_path, monkeypatch):
-    monkeypatch.setattr(process_health, "KEPT_S", 0.0)
+    monkeypatch.setattr(host_status, "KEPT_S", 0.0)
     member = Member(tmp_path, "pserver-0")
     async with agent(member) as url:
         assert await said(url) == (
@@ -121,7 +120,7 @@ async def test_what_an_earlier_process_of_the_place_said_does_not_count(tmp_path
 
 
 async def test_a_frozen_process_is_not_live_and_holds_nobody_up_for_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(process_health, "ANSWER_S", 0.2)
+    monkeypatch.setattr(host_status, "ANSWER_S", 0.2)
     frozen, well = Member(tmp_path, "trainer-0"), Member(tmp_path, "trainer-1")
     await frozen.child.start()
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -134,7 +133,7 @@ async def test_a_frozen_process_is_not_live_and_holds_nobody_up_for_long(tmp_pat
 
 
 async def test_processes_are_asked_once_however_many_ask_the_agent(tmp_path, monkeypatch):
-    monkeypatch.setattr(process_health, "KEPT_S", 3600.0)
+    monkeypatch.setattr(host_status, "KEPT_S", 3600.0)
     member = Member(tmp_path, "pserver-0")
     async with agent(member) as url, member.serving(monkeypatch):
         answers = await asyncio.gather(*(said(url) for _ in range(20)))

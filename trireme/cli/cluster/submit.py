@@ -23,8 +23,8 @@ from trireme.cli.start_file import with_start_file
 from trireme.cli.targets import Target, cluster_target
 from trireme.client import CreateJob, CreateSchedule
 from trireme.client.exchange import body_of
-from trireme.launch.member_numbers import cores, pservers_for
-from trireme.launch.processes import ForkServer
+from trireme.launch.cluster import pservers_for
+from trireme.launch.processes import ForkServer, cores
 from trireme.preflight import Inspection, ScriptError, check_path, inspect
 from trireme.script_source import read_source
 from trireme.settings import (

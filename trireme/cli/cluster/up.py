@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,11 @@ import psutil
 from trireme.cli import exit_codes
 from trireme.cli.cluster.jobs import ENDED, JobLines, job_lines
 from trireme.cli.cluster.launchers import LauncherRequest, check_places, check_settings, pool_of
-from trireme.cli.run import host_in, number_in, tokens_of
-from trireme.existing_etcd import access_of, check
-from trireme.launch.child import tail_of
-from trireme.launch.disk_space import told_if_full
+from trireme.cli.run import common_settings, tokens_of
+from trireme.existing_etcd import check
 from trireme.launch.interrupt import Terminal, hangup
-from trireme.launch.processes import PYTHON_MODULE
-from trireme.launch.run_folder import check_port
+from trireme.launch.processes import PYTHON_MODULE, tail_of
+from trireme.launch.run_folder import check_port, told_if_full
 from trireme.pool import cluster_folder
 from trireme.pool.local_pool import START_TIMEOUT_S, LocalPool, PoolRequest
 from trireme.pool.settings import default_trainers
@@ -78,11 +76,11 @@ async def _up(request: UpRequest) -> int:
     check_settings(request.launcher, settings)
     trainers = default_trainers() if request.trainers is None else request.trainers
     pservers = 1 if request.pservers is None else request.pservers
-    access, host = access_of(settings), host_in(settings, insecure=request.insecure)
-    if port := number_in(settings, "port", 65535):
-        check_port(host, port)
-    if access is not None:
-        await check(access, Keys(cluster_folder.NAME))
+    common = common_settings(settings, insecure=request.insecure)
+    if common.port:
+        check_port(common.host, common.port)
+    if common.etcd is not None:
+        await check(common.etcd, Keys(cluster_folder.NAME))
     else:
         find_binary()
     data_dir = Path(str(settings["data_dir"].value)) if "data_dir" in settings else None
@@ -93,12 +91,7 @@ async def _up(request: UpRequest) -> int:
             trainers,
             pservers,
             storage,
-            tokens_of(folder, insecure=request.insecure),
-            standbys=number_in(settings, "standbys", 16),
-            port=port,
-            host=host,
-            advertise=str(settings["advertise"].value) if "advertise" in settings else "",
-            etcd=access,
+            replace(common, tokens=tokens_of(folder, insecure=request.insecure)),
             max_trainers=request.launcher.max_trainers or 0,
             max_pservers=request.launcher.max_pservers or 0,
             hosts=request.launcher.kind != "none",
@@ -129,12 +122,12 @@ async def _run(pool: LocalPool, screen: JobLines, *, as_json: bool) -> None:
             screen.event(f"cluster at {url} with {places}, logs in {pool.logs}")
             screen.event("submit a job with: trireme submit SCRIPT")
             where = f"TRIREME_URL={url}"
-            if pool.request.tokens is not None:
-                file = pool.request.tokens.file(Role.ADMIN)
+            if pool.settings.tokens is not None:
+                file = pool.settings.tokens.file(Role.ADMIN)
                 where += f" TRIREME_TOKEN_FILE={file}"
                 screen.event(f"in a browser: {url}, with the token in {file}")
             screen.event(f"elsewhere: {where}")
-            pool.run_beside(_publish(pool))
+            pool.run_beside(pool.publish(lambda url: cluster_folder.publish(pool.folder, url, pool.etcd_access)))
             pool.run_beside(_draw(pool, screen, unfinished))
             await pool.wait()
     finally:
@@ -158,16 +151,6 @@ def _tell(screen: JobLines, event: ChildEvent) -> None:
 def _pid(event: ChildEvent) -> str:
     """The pid as it is shown; that of a process on another machine is not known."""
     return f", pid {event.pid}" if event.pid else ""
-
-
-async def _publish(pool: LocalPool) -> None:
-    """Other commands find the leader by the facts in the folder, also after another master took over."""
-    published = ""
-    while True:
-        if pool.url != published:
-            cluster_folder.publish(pool.folder, pool.url, pool.etcd_access)
-            published = pool.url
-        await asyncio.sleep(LOOK_S)
 
 
 async def _draw(pool: LocalPool, screen: JobLines, unfinished: set[str]) -> None:

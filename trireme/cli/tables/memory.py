@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from trireme.cli import exit_codes
-from trireme.launch.model_facts import Facts, tables_in
+from trireme.launch.resume import Facts, tables_in
 from trireme_shared.protocol.records import JobSpec, Mode, Strategy
 from trireme_shared.protocol.records.job_spec import SNAPSHOT_BYTES
 from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from trireme.pool.host_metrics import HostMetrics
+from trireme.pool.host_status import HostMetrics
 from trireme_shared.platform.membership.status_server import StatusServer
 from trireme_shared.platform.security import listening
 from trireme_shared.platform.security.access import Access

@@ -14,7 +14,7 @@ import uvloop
 from master_service.api.server import Connections, Server
 from tests.equipment.uvicorn_server import served
 from tests.pserver_service.jobs import JOB
-from trireme.pool.host_metrics import HostMetrics
+from trireme.pool.host_status import HostMetrics
 from trireme_shared.platform.membership.status_server import StatusServer
 from trireme_shared.platform.security import authority
 from trireme_shared.platform.security import tls as tls_files

@@ -1,4 +1,8 @@
-"""The only writer of a cluster's own keys: decide -> compare-and-set -> answer. One write at a time.
+"""A cluster's own keys in etcd: a new leader reads them all, one writer changes them, and a watch follows the pool's members.
+
+take_over       the address is written under the lock; then every job, schedule, assignment and place is read
+ClusterWriter   decide -> compare-and-set -> answer. One write at a time
+PoolWatch       the registrations of places, which host agents write
 
 Each write compares the cluster's lock (its create_revision is the term) and `cluster/commit`, where the write before has left its
 name. So writes form a chain: a late attempt of an earlier one, or of an earlier leader, is refused.
@@ -8,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import TypeVar
 
 from master_service.core.changes import DropAnswer, DropEvents, Event, PutEvents
@@ -20,6 +26,7 @@ from master_service.core.state.cluster import (
     DropJob,
     DropSchedule,
     DropSource,
+    Place,
     PutAssignment,
     PutDrain,
     PutJob,
@@ -27,12 +34,17 @@ from master_service.core.state.cluster import (
     PutSource,
     PutTaskRun,
 )
+from master_service.store.schema import read_events
+from master_service.store.takeover import write_first
 from master_service.store.writer import MAX_TOLD, HeldLock, LockLost
-from trireme_shared.platform.etcd import Compare, Delete, Etcd, Get, Put, TxnResult
+from trireme_shared.platform.etcd import Compare, Delete, Etcd, Get, KeyValue, Put, TxnResult
 from trireme_shared.platform.etcd.fenced import FencedWrite
-from trireme_shared.platform.runtime import clock, ids
+from trireme_shared.platform.etcd.reading import must_read, read_below, read_record
+from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.protocol.errors import TooLarge
 from trireme_shared.protocol.keys import ClusterKeys
+from trireme_shared.protocol.records import MasterAddress
+from trireme_shared.protocol.records.cluster import Assignment, ClusterJob, Drain, JobSchedule, PoolMember, TaskRun
 from trireme_shared.protocol.records.operations import KeptAnswer
 
 MAX_CHANGES = 90  # of one transaction
@@ -41,6 +53,49 @@ MAX_EVENT_BYTES = 64 << 10
 PAUSE_S = 0.1
 
 A = TypeVar("A")
+
+log = telemetry.logger("cluster.takeover")
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterTakeover:
+    """What a new leader starts from. `pool`: the keys of the pool at `revision`; its watch continues from the next one."""
+
+    commit_revision: int
+    revision: int
+    state: ClusterState
+    pool: tuple[KeyValue, ...]
+
+
+async def take_over(etcd: Etcd, keys: ClusterKeys, lock: HeldLock, url: str) -> ClusterTakeover:
+    """Raises LockLost, StateUnreadable, PeerError."""
+    address = Put(keys.address, MasterAddress(url=url, term=lock.term).to_bytes(), lock.lease.id)
+    commit_revision = await write_first(etcd, lock, keys.commit, [address])
+    jobs, _ = await read_below(etcd, keys.jobs)
+    schedules, _ = await read_below(etcd, keys.schedules)
+    answers, _ = await read_below(etcd, keys.answers)
+    pool, revision = await read_below(etcd, keys.pool)
+    state, now = ClusterState(events=await read_events(etcd, keys.events)), clock.monotonic()
+    state.events.begin(commit_revision)
+    for kv in jobs.values():
+        if keys.is_job(kv.key):
+            state.apply(PutJob(must_read(ClusterJob, kv.key, kv.value)), now)
+        else:
+            state.apply(PutTaskRun(must_read(TaskRun, kv.key, kv.value)), now)
+    for kv in schedules.values():
+        state.apply(PutSchedule(must_read(JobSchedule, kv.key, kv.value)), now)
+    for kv in answers.values():
+        state.apply(must_read(KeptAnswer, kv.key, kv.value), now)
+    for kv in pool.values():
+        found = keys.member_of(kv.key)
+        if found is not None and found[2]:
+            kind, member, _ = found
+            place: Place = (kind, member)  # type: ignore[assignment]
+            state.apply(PutAssignment(place, must_read(Assignment, kv.key, kv.value)), now)
+        if (drained := keys.drained_in(kv.key)) is not None:
+            state.apply(PutDrain(drained, must_read(Drain, kv.key, kv.value)), now)  # type: ignore[arg-type]
+    log.info("took_over", term=lock.term, state=repr(state))
+    return ClusterTakeover(commit_revision, revision, state, tuple(pool.values()))
 
 
 class ClusterWriter:
@@ -175,3 +230,46 @@ def operations(keys: ClusterKeys, changes: Iterable[ClusterChange]) -> Iterable[
             case DropSchedule(name):
                 by_key[keys.schedule(name)] = Delete(keys.schedule(name))
     return by_key.values()
+
+
+class PoolWatch:
+    """`on_change(place, member)` for each change; None: its registration is gone."""
+
+    def __init__(self, etcd: Etcd, keys: ClusterKeys, on_change: Callable[[Place, PoolMember | None], None]) -> None:
+        self._etcd, self._keys, self._on_change = etcd, keys, on_change
+        self._known: set[Place] = set()
+
+    def start(self, found: Iterable[KeyValue]) -> None:
+        """Begin with a first reading of all keys."""
+        for kv in found:
+            self._take(kv.key, kv.value)
+
+    async def run(self, start_revision: int) -> None:
+        """Until cancelled."""
+        pool = self._keys.pool
+        async with aclosing(self._etcd.watch(pool, prefix=True, start_revision=start_revision)) as batches:
+            async for batch in batches:
+                if batch.reset:
+                    gone = self._known - {place for kv in batch.kvs if (place := self._place(kv.key))}
+                    for place in gone:
+                        self._known.discard(place)
+                        self._on_change(place, None)
+                    self.start(batch.kvs)
+                    continue
+                for event in batch.events:
+                    self._take(event.kv.key, event.kv.value if event.type == "put" else None)
+
+    def _place(self, key: str) -> Place | None:
+        found = self._keys.member_of(key) if key.startswith(self._keys.pool) else None
+        if found is None or found[2]:
+            return None  # assignments are the leader's own writes
+        kind, member, _ = found
+        return (kind, member) if kind in ("trainer", "pserver") else None  # type: ignore[return-value]
+
+    def _take(self, key: str, value: bytes | None) -> None:
+        place = self._place(key)
+        if place is None:
+            return
+        member = read_record(PoolMember, key, value)
+        (self._known.discard if member is None else self._known.add)(place)
+        self._on_change(place, member)

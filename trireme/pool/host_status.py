@@ -1,4 +1,4 @@
-"""Whether the processes of a host's places live and are ready, as each says of itself at its own port.
+"""What a host agent tells of itself: Prometheus' metrics of its places, and whether their processes live and are ready.
 
     /readyz of the agent ─► /readyz of each process      200: ready      503: live, and why it is not ready
                                                          nothing, or no answer in time: not live
@@ -10,28 +10,74 @@ this: it says nothing of a job.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import aiohttp
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from pydantic import BaseModel, ValidationError
 
-from trireme.launch.child import Child
+from trireme.launch.processes import Child
+from trireme.pool.place import Place, PlaceKeys
 from trireme_shared.platform.runtime import clock
+from trireme_shared.protocol.records.cluster import PoolMember
 from trireme_shared.protocol.records.record import shortened
 
+STATES = ("idle", "running", "task", "ended", "trouble")
 ANSWER_S = 1.0
 KEPT_S = 1.0  # whoever asks the agent asks its processes no more often
 REASON_CHARACTERS = 300
 
 
-class WithProcess(Protocol):
-    """A place."""
+class HostMetrics:
+    """Reads what it tells when somebody asks."""
 
-    child: Child | None
+    def __init__(self) -> None:
+        #: What etcd is told of the places.
+        self.members: Iterable[PoolMember] = ()
+        self.places: Iterable[Place] = ()
+        #: The keys of the places in etcd; None before etcd has had them for the first time.
+        self.registration: PlaceKeys | None = None
 
-    @property
-    def short_name(self) -> str: ...
+    def missing(self) -> str:
+        """Why the agent is not ready; "" if it is."""
+        if self.registration is None:
+            return "no places registered yet"
+        return "" if self.registration.alive else "etcd does not answer: the lease of the places is over"
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "trireme_host_ready", "1 while its places are registered", value=int(not self.missing())
+        )
+        members = list(self.members)
+        kinds = sorted({member.kind for member in members})
+        found = Counter((member.kind, state_of(member)) for member in members)
+        places = GaugeMetricFamily("trireme_host_places", "places by what they do", labels=("kind", "state"))
+        for kind in kinds:
+            for state in STATES:
+                places.add_metric((kind, state), found[kind, state])
+        yield places
+        died: Counter[str] = Counter()
+        for place in self.places:
+            died[place.kind] += place.deaths
+        deaths = CounterMetricFamily(
+            "trireme_host_deaths", "processes of members that ended before their job", labels=("kind",)
+        )
+        for kind in kinds:
+            deaths.add_metric((kind,), died[kind])
+        yield deaths
+
+
+def state_of(member: PoolMember) -> str:
+    """One of STATES."""
+    if member.trouble:
+        return "trouble"
+    if not member.running:
+        return "idle"
+    if member.ended:
+        return "ended"
+    return "task" if member.task else "running"
 
 
 class _Readiness(BaseModel):
@@ -41,7 +87,7 @@ class _Readiness(BaseModel):
 class ProcessHealth:
     """`places`: all of the host, read when somebody asks."""
 
-    def __init__(self, places: Callable[[], Iterable[WithProcess]], client: aiohttp.ClientSession) -> None:
+    def __init__(self, places: Callable[[], Iterable[Place]], client: aiohttp.ClientSession) -> None:
         self._places, self._client = places, client
         self._asking = asyncio.Lock()
         self._found: dict[str, dict[str, Any]] = {}
