@@ -20,11 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from master_service.core.queue.epoch_order import EpochOrder
-from master_service.core.queue.epoch_plan import news_of, plan_of
-from master_service.core.queue.file_table import FileTable
-from master_service.core.queue.streams import Streams
-from master_service.core.queue.task_sizes import TaskSizes
+from master_service.core.queue.file_table import FileTable, TaskSizes
+from master_service.core.queue.streams import EpochOrder, Streams, news_of, plan_of
 from master_service.core.state.series import Series, Value
 from master_service.storage.counting import count_records
 from trainer_agent.data import (
@@ -36,7 +33,7 @@ from trainer_agent.data import (
     minibatches_in,
     open_dataset,
 )
-from trainer_agent.data.drawing import reading
+from trainer_agent.data.in_code import reading
 from trainer_agent.data.reader import blaming
 from trainer_agent.model import optimizer as optimizer_spec
 from trainer_agent.model.compute import BeforeStep
@@ -46,8 +43,7 @@ from trainer_agent.model.gradient_tree import GradientClipper, LeftOutError, Non
 from trainer_agent.model.minibatch import checked_loss, means_of, sums_of
 from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.torch_compute import write_model
-from trainer_agent.model.watch.minibatch_rules import BackwardGuard, Modes
-from trainer_agent.model.watch.modes import evaluating
+from trainer_agent.model.watch.minibatch_rules import BackwardGuard, Modes, evaluating
 from trainer_agent.model.watch.own_state import Watch
 from trainer_agent.model.watch.unshared_state import UnsharedState
 from trainer_agent.own_loop.changes import BUFFERS

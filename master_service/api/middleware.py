@@ -24,7 +24,7 @@ from yarl import URL
 from master_service.api.openapi.documentation import DocumentedPaths
 from master_service.api.problems import invalid, problem_of, problem_of_bug, problem_response, request_id_of
 from master_service.api.server_sent import until_gone
-from master_service.leadership.jobs_led import JobsLed
+from master_service.cluster.leader import JobsLed
 from trireme_shared.platform.runtime import http, telemetry
 from trireme_shared.platform.security.access import CHALLENGE, READING, Access, Asked
 from trireme_shared.platform.security.tokens import Role

@@ -20,8 +20,7 @@ from master_service.core.decisions.cluster_jobs import finish, follow_resize
 from master_service.core.decisions.scheduling.pool_view import lost_places
 from master_service.core.decisions.scheduling.schedule import Portions, schedule
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
-from master_service.core.state.job import Job, started_by
-from master_service.core.state.members import Members
+from master_service.core.state.job import Job, Members, started_by
 from master_service.leadership.master import Master, Term
 from master_service.store.writer import HeldLock
 from trireme_shared.platform.etcd import Compare, Delete, Etcd, Lease, LeaseLost

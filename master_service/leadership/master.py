@@ -14,20 +14,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from master_service.control.evictions import Evictions
-from master_service.control.observation import Observer
+from master_service.control.observation import Observer, StallWatch
 from master_service.control.series_keeper import Origin, SeriesKeeper
-from master_service.control.stall import StallWatch
 from master_service.control.supervisor import Supervisor
-from master_service.control.task_service import TaskService
+from master_service.control.task_service import TaskService, WaitingAsks
 from master_service.control.tracking import Tracking, result_of
-from master_service.control.waiting_asks import WaitingAsks
 from master_service.core.changes import Change, Event
 from master_service.core.decisions.membership import storage_events
-from master_service.core.decisions.recovery.rollback import ref_of
+from master_service.core.decisions.recovery import ref_of
 from master_service.core.decisions.requests import Once
 from master_service.core.decisions.tasks import current_metrics, freed_by
-from master_service.core.state.job import Job
-from master_service.core.state.members import Members
+from master_service.core.state.job import Job, Members
 from master_service.leadership.election import Candidate, stand
 from master_service.store.members_watch import MembersWatch
 from master_service.store.takeover import Takeover, take_over

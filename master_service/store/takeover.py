@@ -21,7 +21,7 @@ from master_service.store import schema
 from master_service.store.writer import HeldLock, LockLost
 from trireme_shared.checkpoints.stored import ELASTIC
 from trireme_shared.platform.etcd import Compare, Etcd, Get, KeyValue, Put, TxnResult
-from trireme_shared.platform.etcd.fenced_write import FencedWrite
+from trireme_shared.platform.etcd.fenced import FencedWrite
 from trireme_shared.platform.etcd.reading import must_read, read_below
 from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.protocol.errors import (

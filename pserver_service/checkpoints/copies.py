@@ -26,7 +26,7 @@ from trireme_shared.blocks.snapshot import Snapshot
 from trireme_shared.checkpoints.parts import Checkpointer, Copied, Copies
 from trireme_shared.checkpoints.saving_context import Cut, SavingContext, read_cut
 from trireme_shared.checkpoints.tables import tables_of
-from trireme_shared.checkpoints.writer import DeltaBase
+from trireme_shared.checkpoints.writer import DeltaBase, narrow_to_changes
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.records import JobState, Phase, SlotMap
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointPart, PartLink

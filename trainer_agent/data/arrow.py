@@ -17,7 +17,7 @@ from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Column, Shard, as_column
 from trireme_shared.datasets.csv_columns import CsvColumns
 from trireme_shared.datasets.line_scan import refuse_archive
-from trireme_shared.platform.security.tokens import read_table
+from trireme_shared.datasets.mapped_files import read_arrow
 from trireme_shared.platform.storage import files
 from trireme_shared.platform.storage.compressed import Decompressed
 from trireme_shared.platform.storage.trouble import kept_open
@@ -115,7 +115,7 @@ class HuggingFaceReader:
 
     def _table(self, file: str) -> pa.Table:
         if file not in self._tables:
-            table = read_table(file)
+            table = read_arrow(file)
             missing = [name for name in self._dataset.columns or () if name not in table.column_names]
             if missing:
                 msg = f"{file} has no column {missing[0]!r}; it has {', '.join(table.column_names)}"

@@ -24,7 +24,6 @@ from typing import IO, Any, Protocol
 
 from trireme.background.errors import InvalidSetting, JobFailed, JobStopped, in_python
 from trireme.background.series import losses_in
-from trireme.launch import child, disk_space  # noqa: F401  from_map knows the errors of modules that are loaded
 from trireme.launch.processes import PYTHON_MODULE
 from trireme.settings import UsageError
 from trireme.view.progress import Progress

@@ -17,7 +17,6 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from master_service.api.resources import JobView, ResizeView
 from trireme_shared.platform.runtime import ids
 from trireme_shared.platform.runtime.telemetry import without_user
 from trireme_shared.protocol.errors import (
@@ -35,6 +34,7 @@ from trireme_shared.protocol.errors import (
 from trireme_shared.protocol.records import Phase, Record
 from trireme_shared.protocol.records.cluster import Standing
 from trireme_shared.protocol.records.operations import Operation, OperationState
+from trireme_shared.protocol.rest import JobView, ResizeView
 
 MASTERLESS = "etcd+"  # etcd+http://HOST:PORT/JOB is the address of a job without a master
 #: Stands for the job's name in calls to a master that has one job only. No job can have this name.

@@ -35,7 +35,7 @@ from trireme_shared.collective.records import CANONICAL, GLOO, NATIVE, NCCL, PRO
 from trireme_shared.collective.session import STATE, Session
 from trireme_shared.platform.membership.etcd_access import PASSWORD, EtcdAccess, split
 from trireme_shared.platform.runtime import clock, telemetry
-from trireme_shared.platform.security.hidden import hidden
+from trireme_shared.platform.runtime.telemetry import hidden
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.keys import Keys
 

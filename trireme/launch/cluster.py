@@ -35,7 +35,6 @@ from trireme_shared.platform.etcd.reading import must_read, read_record
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import clock, ids
 from trireme_shared.platform.security import private_files
-from trireme_shared.platform.security.tokens import TokenFolder
 from trireme_shared.protocol.errors import DeadlineExceeded, PeerError, TriremeError
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Dispatch, JobSpec, JobState

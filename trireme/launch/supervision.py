@@ -44,8 +44,7 @@ from trireme_shared.platform.runtime import begun, clock
 from trireme_shared.platform.runtime.service import READY_FILE
 from trireme_shared.platform.security import private_files
 from trireme_shared.platform.security.tls import VARIABLES
-from trireme_shared.platform.security.token_folder import TokenFolder
-from trireme_shared.platform.security.tokens import Role
+from trireme_shared.platform.security.tokens import Role, TokenFolder
 from trireme_shared.protocol.errors import DeadlineExceeded
 
 HOST = "127.0.0.1"

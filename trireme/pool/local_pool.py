@@ -25,7 +25,6 @@ from trireme.view.child_events import ChildEvent
 from trireme.view.job_address import client_of
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.runtime.clock import event_within
-from trireme_shared.platform.security.tokens import TokenFolder
 from trireme_shared.protocol.errors import DeadlineExceeded, PeerError, TriremeError
 from trireme_shared.protocol.keys import ClusterKeys
 from trireme_shared.protocol.records import MasterAddress

@@ -21,10 +21,9 @@ from master_service.api.routes.dependencies import (
     committed,
     empty,
 )
-from master_service.cluster.leader import ClusterMaster
+from master_service.cluster.leader import ClusterMaster, JobsLed
 from master_service.core.decisions.evaluation import in_force
 from master_service.leadership.explanation import explain_job as explain_master
-from master_service.leadership.jobs_led import JobsLed
 from master_service.leadership.master import Master
 from trireme_shared.protocol.errors import Conflict
 from trireme_shared.protocol.evaluations import Evaluation

@@ -21,8 +21,7 @@ from fastapi import Path as InPath
 from master_service.api.render import offset_of, page_of
 from master_service.api.routes.dependencies import JobsOf, PageSize, PageToken
 from master_service.api.server_sent import Messages, ServerSent
-from master_service.cluster.leader import ClusterMaster
-from master_service.leadership.jobs_led import JobsLed
+from master_service.cluster.leader import ClusterMaster, JobsLed
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.runtime.log_files import Line, LogFile
 from trireme_shared.protocol.errors import (

@@ -15,11 +15,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from master_service.api.routes.dependencies import JobsOf
-from master_service.cluster.leader import ClusterMaster
+from master_service.cluster.leader import ClusterMaster, JobsLed
 from master_service.core.state.cluster import ClusterState, Place
-from master_service.leadership.jobs_led import JobsLed
-from master_service.leadership.master import Master
-from master_service.leadership.term import Term
+from master_service.leadership.master import Master, Term
 from trireme_shared import __version__
 from trireme_shared.platform.security.tokens import Role
 from trireme_shared.protocol.errors import TriremeError

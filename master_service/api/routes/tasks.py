@@ -32,7 +32,7 @@ from master_service.api.routes.dependencies import (
     empty,
     unless_gone,
 )
-from master_service.leadership.jobs_led import JobsLed
+from master_service.cluster.leader import JobsLed
 from master_service.leadership.master import Master
 from trireme_shared.platform.runtime import telemetry
 from trireme_shared.protocol.errors import InvalidArgument, TriremeError

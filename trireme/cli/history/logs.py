@@ -20,7 +20,6 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
-from master_service.api.resources import LogLines, LogView
 from trireme.cli import exit_codes
 from trireme.cli.targets import Target, checked_name, job_target, local_run, target_in_cluster
 from trireme.client import ONLY_JOB, AsyncClient
@@ -31,6 +30,7 @@ from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.platform.runtime.log_files import Line, Logs, is_of
 from trireme_shared.protocol.errors import CursorExpired, InvalidArgument, NotFound, PeerError, TriremeError
 from trireme_shared.protocol.events import EventRecord
+from trireme_shared.protocol.rest import LogLines, LogView
 from trireme_shared.protocol.times import instant, rfc3339
 
 LOOK_S = 0.2
