@@ -18,17 +18,28 @@ import torch
 
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records.layout import TableSpec
-from trireme_shared.tables.first_touch import soon_touched
 from trireme_shared.tables.grouping import Pieces
 from trireme_shared.tables.hashing import slots_of
 from trireme_shared.tables.kernels import cells as cell_loops
 from trireme_shared.tables.kernels import parts
 from trireme_shared.tables.kernels import rows as row_loops
-from trireme_shared.tables.leaving import Counts, Oldest, forget_counts, shared_out, swept, without_room
-from trireme_shared.tables.memory import HASHES, Cells, Floats, Numbers, Rows, Words, places_of, with_places
+from trireme_shared.tables.leaving import Counts, Oldest, RemovedIds, forget_counts, shared_out, swept, without_room
+from trireme_shared.tables.memory import (
+    COUNTED_AT_ONCE,
+    HASHES,
+    TOLD_AT_ONCE,
+    Cells,
+    Floats,
+    Numbers,
+    Rows,
+    Words,
+    places_of,
+    portions,
+    rows_at_once,
+    soon_touched,
+    with_places,
+)
 from trireme_shared.tables.needs import SKETCH_CELLS, SKETCH_DEPTH
-from trireme_shared.tables.removed import RemovedIds
-from trireme_shared.tables.turns import COUNTED_AT_ONCE, TOLD_AT_ONCE, portions, rows_at_once
 from trireme_shared.tables.updates import INITS, first_state, init_scale, initial_values, kind_of, scalars_of
 
 Flags = npt.NDArray[np.bool_]
@@ -101,7 +112,7 @@ def by_slot(rows: RowsOfIds, seed: int, slot_count: int, together: int = 1) -> I
 
 class Table:
     """`version`: steps made. `updates`: steps that had data (Adam counts them). Not for several threads at once. Each of `leaving` is called with rows
-    that a step has changed or removed, as they were (see saving/snapshot.py). Raises InvalidArgument for a `max_rows` below `slot_count`."""
+    that a step has changed or removed, as they were (see snapshot.py). Raises InvalidArgument for a `max_rows` below `slot_count`."""
 
     def __init__(self, spec: TableSpec, slot_count: int, version: int = 0) -> None:
         if spec.max_rows is not None and spec.max_rows < slot_count:

@@ -22,7 +22,7 @@ from trireme_shared.checkpoints.tables import read_rows
 from trireme_shared.protocol.records import JobSpec, Phase, SlotMap, Strategy
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest
 from trireme_shared.protocol.slots import spread
-from trireme_shared.tables.saving import snapshot
+from trireme_shared.tables import snapshot
 from trireme_shared.tables.table import RowsOfIds
 
 COLLECTIVE = {"strategy": Strategy.COLLECTIVE, "pservers": 0}

@@ -21,7 +21,7 @@ from trireme_shared.protocol.errors import InvalidArgument, NotReady
 from trireme_shared.protocol.records.layout import ROWS
 from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.tables.memory import Numbers
-from trireme_shared.tables.saving.snapshot import TableSnapshot
+from trireme_shared.tables.snapshot import TableSnapshot
 
 IDLE_S = 20.0
 MARGIN_S = 0.1  # clocks of event loops may be a moment ahead

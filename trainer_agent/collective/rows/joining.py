@@ -22,7 +22,7 @@ from trireme_shared.platform.runtime import ids, telemetry
 from trireme_shared.protocol.errors import BadFrame, Gone, NotReady, PeerError, StaleGeneration
 from trireme_shared.protocol.records.layout import Layout
 from trireme_shared.protocol.records.step import LaneZero, StepRecord
-from trireme_shared.tables.saving.snapshot import from_records, record_words
+from trireme_shared.tables.snapshot import from_records, record_words
 
 KEPT_BYTES = 1 << 30  # of mean gradients of rows
 PAUSE_S = 0.2

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records.job_spec import SNAPSHOT_BYTES
-from trireme_shared.tables.saving.snapshot import TableSnapshot
+from trireme_shared.tables.snapshot import TableSnapshot
 
 LIMIT_S = 30.0
 
