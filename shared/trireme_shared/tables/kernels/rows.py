@@ -22,7 +22,6 @@ from trireme_shared.tables.kernels.parts import (
     touch_page,
 )
 
-
 CONSTANT, UNIFORM, NORMAL = 0, 1, 2
 SGD, ADAGRAD, ADAGRAD_ROW, ADAM, FTRL = 0, 1, 2, 3, 4
 NORMAL_MEAN = np.float32(8 * 65535 / 2)
