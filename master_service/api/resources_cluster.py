@@ -21,7 +21,8 @@ from trireme_shared.protocol.records.cluster import (
     Standing,
     TaskState,
 )
-from trireme_shared.protocol.records.job_spec import JOB_NAME, JobSettings
+from trireme_shared.protocol.records.job_choices import JOB_NAME
+from trireme_shared.protocol.records.job_spec import JobSettings
 
 
 class CreateJob(Record):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from trireme_shared.protocol.trackers import Tracker as Wanted
+from trireme_shared.protocol.records.job_choices import Tracker as Wanted
 
 
 class Point(NamedTuple):

@@ -21,7 +21,7 @@ from master_service.trackers.tracker import Point, Run, Tracker
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.runtime.telemetry import hidden
 from trireme_shared.protocol.errors import TriremeError
-from trireme_shared.protocol.trackers import Tracker as Wanted
+from trireme_shared.protocol.records.job_choices import Tracker as Wanted
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 MOST_TEXT = 500

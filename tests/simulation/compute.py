@@ -32,7 +32,7 @@ from trireme_shared.blocks.narrow import DTYPES
 from trireme_shared.protocol.lanes import Interval, combine
 from trireme_shared.protocol.logged_metrics import Logged
 from trireme_shared.protocol.records import Mode
-from trireme_shared.protocol.records.job_spec import Narrow, Transported
+from trireme_shared.protocol.records.job_choices import Narrow, Transported
 from trireme_shared.protocol.records.layout import Block, Layout, OptimizerSpec, Segment
 from trireme_shared.protocol.records.step import LaneZero
 from trireme_shared.tables.grouping import grouped

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from trainer_agent.data_plane.routing import Routes
 from trainer_agent.data_plane.row_lookups import RowPart
 from trireme_shared.protocol.lanes import Interval
-from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.job_choices import Narrow
 from trireme_shared.protocol.records.layout import ROWS
 from trireme_shared.protocol.records.step import NodeResult
 from trireme_shared.protocol.wire.messages import PushBlock

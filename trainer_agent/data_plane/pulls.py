@@ -19,7 +19,7 @@ from trainer_agent.data_plane.step_norm import StepNormFinder
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import Backoff, SingleErrorGroup
 from trireme_shared.protocol.errors import BadFrame, Gone, InvalidArgument, PeerError, StaleGeneration, WrongOwner
-from trireme_shared.protocol.records.job_spec import Narrow, Nonfinite, Transported
+from trireme_shared.protocol.records.job_choices import Narrow, Nonfinite, Transported
 from trireme_shared.protocol.records.layout import ELEMENT_BYTES
 from trireme_shared.protocol.records.step import StepRecord, StepResult
 from trireme_shared.protocol.wire.messages import PulledBlock, PullEnd, PullRequest, RowMeansPart, StalenessBound

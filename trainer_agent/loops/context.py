@@ -14,7 +14,7 @@ from trainer_agent.tasks.source import TaskSource
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.protocol.records import JobSpec
-from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.job_choices import Narrow
 
 
 @dataclass(frozen=True, slots=True)

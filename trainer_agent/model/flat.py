@@ -27,7 +27,7 @@ from trainer_agent.model.optimizer_spec import spec_of
 from trainer_agent.model.watch.shared_storage import check_storage
 from trireme_shared.blocks.narrow import DTYPES
 from trireme_shared.protocol.errors import InvalidArgument
-from trireme_shared.protocol.records.job_spec import Transported
+from trireme_shared.protocol.records.job_choices import Transported
 from trireme_shared.protocol.records.layout import ALIGNMENT_BYTES, ELEMENT_BYTES, Block, Layout, OptimizerSpec, Segment
 from trireme_shared.serving.optimizers.parameter_parts import rounds_by_parameter
 from trireme_shared.serving.transport.region_allocator import new_region

@@ -25,7 +25,7 @@ from trainer_agent.model.send_buffers import SendBuffers, overflow
 from trireme_shared.blocks.buffer_mean import add_changes, bits_of, combine_buffers
 from trireme_shared.blocks.narrow import DTYPES, round_to
 from trireme_shared.protocol.lanes import Interval, combine
-from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.job_choices import Narrow
 from trireme_shared.protocol.records.layout import Block
 
 WATCHED_STEPS = 8  # a slot that none of these steps took is freed; one step is not enough, a task's last may be short

@@ -16,7 +16,7 @@ import torch
 from trainer_agent.model.devices import HOST
 from trainer_agent.model.flat import Plan, Vector
 from trireme_shared.blocks.narrow import cast_into
-from trireme_shared.protocol.records.job_spec import Narrow, Transported
+from trireme_shared.protocol.records.job_choices import Narrow, Transported
 
 
 class SendBuffers:

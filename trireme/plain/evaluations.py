@@ -29,7 +29,7 @@ from trireme_shared.protocol.evaluations import (
     why_unreported,
 )
 from trireme_shared.protocol.records import EvaluationSums, JobSpec
-from trireme_shared.protocol.records.job_spec import Precision
+from trireme_shared.protocol.records.job_choices import Precision
 
 
 def _sums(

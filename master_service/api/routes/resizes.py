@@ -15,7 +15,7 @@ from master_service.api.resources import CreateResize, ResizePage, ResizeView
 from master_service.api.routes.asking import Asking
 from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, WaitS, committed
 from master_service.api.routes.keyed import AnsweringInJob
-from trireme_shared.protocol.records.job_spec import MAX_MEMBERS
+from trireme_shared.protocol.records.job_choices import MAX_MEMBERS
 from trireme_shared.protocol.records.operations import ResizePrediction, Strategy
 
 router = APIRouter(tags=["resizes"])

@@ -23,7 +23,7 @@ from trireme_shared.blocks.buffers import bytes_of, tensor_over
 from trireme_shared.blocks.narrow import DTYPES, cast_into, round_to
 from trireme_shared.collective.group import Group
 from trireme_shared.protocol.lanes import Interval, combine
-from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.job_choices import Narrow
 from trireme_shared.protocol.records.layout import Block, Layout
 
 Payloads = Mapping[Interval, Sequence[memoryview]]

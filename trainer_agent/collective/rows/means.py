@@ -13,7 +13,7 @@ import numpy as np
 
 from trainer_agent.tables.files import in_order
 from trireme_shared.protocol.errors import Gone, InvalidArgument, NotReady
-from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.job_choices import Narrow
 from trireme_shared.protocol.records.layout import Layout
 from trireme_shared.protocol.wire.messages import RowMeansPart, TableEnd, TableRequest
 from trireme_shared.protocol.wire.verdict import Verdict

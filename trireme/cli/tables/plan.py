@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 
 from trireme.cli import exit_codes
-from trireme_shared.protocol.records.job_spec import SNAPSHOT_BYTES
+from trireme_shared.protocol.records.job_choices import SNAPSHOT_BYTES
 from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
 from trireme_shared.tables.needs import needs_of
 

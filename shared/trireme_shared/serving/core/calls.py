@@ -13,7 +13,7 @@ from typing import Protocol
 from trireme_shared.blocks.buffers import Buffer
 from trireme_shared.blocks.reused_memory import ReceivedMemory
 from trireme_shared.protocol.records import Mode
-from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.job_choices import Narrow
 from trireme_shared.protocol.records.layout import ROWS
 from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.protocol.wire.messages import PullEnd, PullRequest

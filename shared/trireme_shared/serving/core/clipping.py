@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trireme_shared.blocks.gradient_norm import clip_factor
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records import JobSpec, Mode
-from trireme_shared.protocol.records.job_spec import Nonfinite
+from trireme_shared.protocol.records.job_choices import Nonfinite
 
 
 @dataclass(frozen=True, slots=True)

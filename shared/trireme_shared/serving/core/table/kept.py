@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trireme_shared.protocol.errors import InvalidArgument
-from trireme_shared.protocol.records.job_spec import SNAPSHOT_BYTES
+from trireme_shared.protocol.records.job_choices import SNAPSHOT_BYTES
 from trireme_shared.tables.snapshot import TableSnapshot
 
 LIMIT_S = 30.0

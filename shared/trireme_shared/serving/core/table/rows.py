@@ -20,7 +20,7 @@ import numpy as np
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.lanes import Interval
 from trireme_shared.protocol.records import SlotMap
-from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.job_choices import Narrow
 from trireme_shared.protocol.records.layout import Layout, schedule_factor
 from trireme_shared.protocol.records.step import LaneZero
 from trireme_shared.protocol.wire.verdict import Verdict

@@ -10,18 +10,20 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from trireme_shared.protocol.criteria import METRIC_NAME, Criterion
 from trireme_shared.protocol.records.datasets import Dataset
-from trireme_shared.protocol.records.job_spec.choices import (
+from trireme_shared.protocol.records.job_choices import (
     INITIAL_FILES,
     JOB_NAME,
     LANES_ARE_FIXED,
     MAX_MEMBERS,
     MAX_TASKS,
+    MAX_TRACKERS,
+    METRIC_NAME,
     RENAMED,
     SNAPSHOT_BYTES,
     Backend,
     ChangedFiles,
+    Criterion,
     Dispatch,
     EvaluateEvery,
     JobTask,
@@ -32,10 +34,10 @@ from trireme_shared.protocol.records.job_spec.choices import (
     RestartPolicy,
     StopEarly,
     Strategy,
+    Tracker,
     Transported,
 )
 from trireme_shared.protocol.records.record import Record
-from trireme_shared.protocol.trackers import MAX_TRACKERS, Tracker
 
 OF_NATIVE = ("backend", "reduction", "bucket_bytes")
 """Settings that only native exchange has."""
