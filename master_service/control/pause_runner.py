@@ -25,8 +25,8 @@ from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Phase, Stage
+from trireme_shared.protocol.records.job import Saving
 from trireme_shared.protocol.records.members import pserver_names
-from trireme_shared.protocol.records.pauses import Saving
 
 LOOK_S = 0.25
 ANSWER_S = 1.0  # trainers that have not paused by then are left out of the pause

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from master_service.core.state.series import Series, SeriesTable
 from master_service.trackers.tracker import Point
-from trireme_shared.protocol.metric_names import EVALUATION, LOSS
+from trireme_shared.protocol.metrics import EVALUATION, LOSS
 
 LAST_STEP = 2**62
 

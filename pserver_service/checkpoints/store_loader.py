@@ -14,9 +14,9 @@ from trireme_shared.checkpoints.schedule import Schedule
 from trireme_shared.platform.storage.tensor_file import Summary
 from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.records import Mode, SlotMap
+from trireme_shared.protocol.records.assignments import slot_of
 from trireme_shared.protocol.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
 from trireme_shared.protocol.records.layout import Block
-from trireme_shared.protocol.slots import slot_of
 from trireme_shared.protocol.wire.messages import InitHeader
 from trireme_shared.serving.core.asynchronous.ledger import Ledger
 from trireme_shared.serving.core.asynchronous.saved_ledger import SavedLedger

@@ -30,7 +30,7 @@ from trainer_agent.waiting import to_its_end
 from trireme_shared.blocks.buffer_mean import add_changes, combine_buffers
 from trireme_shared.blocks.narrow import DTYPES
 from trireme_shared.protocol.lanes import Interval, combine
-from trireme_shared.protocol.logged_metrics import Logged
+from trireme_shared.protocol.metrics import Logged
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.job_choices import Narrow, Transported
 from trireme_shared.protocol.records.layout import Block, Layout, OptimizerSpec, Segment

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trireme_shared.datasets.random_state import Generators
-from trireme_shared.protocol.logged_metrics import Logged, collected
+from trireme_shared.protocol.metrics import Logged, collected
 
 
 @dataclass(frozen=True, slots=True)

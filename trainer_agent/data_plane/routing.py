@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trireme_shared.protocol.records import SlotMap
+from trireme_shared.protocol.records.assignments import slot_of
 from trireme_shared.protocol.records.layout import Layout
-from trireme_shared.protocol.slots import slot_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.errors import DeadlineExceeded, Gone, StaleGeneration, TriremeError, UserCodeError
 from trireme_shared.protocol.lanes import step_seed
 from trireme_shared.protocol.records import Mode, Task, TaskKind
-from trireme_shared.protocol.records.pauses import Paused
+from trireme_shared.protocol.records.job import Paused
 from trireme_shared.protocol.records.step import LaneZero
 from trireme_shared.protocol.wire.messages import LedgerQuery, PushHeader
 from trireme_shared.tables.hashing import Ids

@@ -17,7 +17,7 @@ from trireme_shared.platform.membership.life_sign import WORKS_FROM, LifeFile
 from trireme_shared.platform.runtime import begun, clock, telemetry
 from trireme_shared.protocol.errors import TriremeError
 from trireme_shared.protocol.records import FailTask, UserFailure
-from trireme_shared.protocol.records.begun import BegunWork
+from trireme_shared.protocol.records.tasks import BegunWork
 
 BEAT_S = 0.25
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trireme_shared.protocol.logged_metrics import loss_in
+from trireme_shared.protocol.metrics import loss_in
 from trireme_shared.serving.optimizers.own_step import check_step
 
 FUNCTIONS = "collate", "ids", "evaluate", "metrics"

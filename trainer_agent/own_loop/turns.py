@@ -34,7 +34,7 @@ from trainer_agent.own_loop.places import GOES_ON, Place
 from trainer_agent.own_loop.prepared import Prepared, check, check_loss, is_function
 from trainer_agent.own_loop.threads import use_threads
 from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
-from trireme_shared.protocol.logged_metrics import Logged, collect_in, collector, loss_in
+from trireme_shared.protocol.metrics import Logged, collect_in, collector, loss_in
 
 CLOSE_S = 5.0
 

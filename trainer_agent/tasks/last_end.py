@@ -17,7 +17,7 @@ from trainer_agent.waiting import retry
 from trireme_shared.platform.runtime import begun, telemetry
 from trireme_shared.protocol.errors import TriremeError
 from trireme_shared.protocol.records import FailTask, JobSpec, UserFailure
-from trireme_shared.protocol.records.begun import READING, BegunWork
+from trireme_shared.protocol.records.tasks import READING, BegunWork
 
 DIED = "ProcessDied"
 REPORT_S = 30.0

@@ -40,10 +40,9 @@ from trireme_shared.protocol.records import (
     TaskAnswer,
     TaskProgress,
 )
-from trireme_shared.protocol.records.begun import BegunWork
 from trireme_shared.protocol.records.datasets import IterableStyle, MapStyle
 from trireme_shared.protocol.records.step import LanePosition
-from trireme_shared.protocol.records.tasks import WAITS_FOR_CHARACTERS
+from trireme_shared.protocol.records.tasks import WAITS_FOR_CHARACTERS, BegunWork
 
 WAIT_S = 10.0  # the master answers as soon as there is a task
 READ_LIMIT_S = 120.0

@@ -18,7 +18,7 @@ from trireme.cli.history.runs import outcome
 from trireme.view.chart import last_chart
 from trireme.view.progress import LineDisplay
 from trireme_shared.platform.runtime import clock
-from trireme_shared.protocol.metric_names import LOSS
+from trireme_shared.protocol.metrics import LOSS
 
 REDRAW_S = 0.25
 

@@ -18,8 +18,8 @@ from trireme.view.child_events import ChildEvent
 from trireme_shared.platform.runtime import begun
 from trireme_shared.platform.runtime.service import LEASE_LOST
 from trireme_shared.protocol.records import JobSpec
-from trireme_shared.protocol.records.begun import BegunWork
 from trireme_shared.protocol.records.job_choices import RestartPolicy as Kind
+from trireme_shared.protocol.records.tasks import BegunWork
 
 EARLY_S = 30.0
 MAX_EARLY_ENDS = 5

@@ -53,8 +53,7 @@ from trireme_shared.platform.runtime.service import allow_open_files
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument, TriremeError, UserCodeError
 from trireme_shared.protocol.lanes import step_seed
-from trireme_shared.protocol.logged_metrics import Logged, add, collected, metrics_beside
-from trireme_shared.protocol.metric_names import LOSS
+from trireme_shared.protocol.metrics import LOSS, Logged, add, collected, metrics_beside
 from trireme_shared.protocol.records import JobSpec
 
 REPORT_SECONDS = 2.0

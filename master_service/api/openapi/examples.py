@@ -35,6 +35,7 @@ from trireme_shared.protocol.records import (
 )
 from trireme_shared.protocol.records.cluster import Scheduling, Source, Standing, TaskState
 from trireme_shared.protocol.records.datasets import Parquet
+from trireme_shared.protocol.records.job import Losses
 from trireme_shared.protocol.records.job_spec import JobSettings
 from trireme_shared.protocol.records.operations import (
     MovedBytes,
@@ -45,7 +46,6 @@ from trireme_shared.protocol.records.operations import (
     ResizePhase,
     ResizePrediction,
 )
-from trireme_shared.protocol.records.pauses import Losses
 
 _BEGIN, _END = "2026-11-23T12:00:00.000Z", "2026-11-23T12:00:04.000Z"
 _CHECKPOINT = "0c0ffee0c0ffee0c0ffee0c0ffee0c0f"

@@ -10,8 +10,8 @@ from master_service.core.placement import slot_moves as moves
 from master_service.core.state.job import Job
 from trireme_shared.protocol.records import SlotMap
 from trireme_shared.protocol.records.assignments import Group, Handed, Migration
+from trireme_shared.protocol.records.job import Losses
 from trireme_shared.protocol.records.operations import Operation, Resize
-from trireme_shared.protocol.records.pauses import Losses
 
 
 def rows_bytes(job: Job) -> dict[int, int]:

@@ -10,10 +10,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from trireme_shared.protocol.records import Mode, SlotMap
-from trireme_shared.protocol.records.assignments import Group
+from trireme_shared.protocol.records.assignments import Group, rebalanced, slot_of
 from trireme_shared.protocol.records.layout import Layout, OptimizerSpec
 from trireme_shared.protocol.records.operations import MovedBytes
-from trireme_shared.protocol.slots import rebalanced, slot_of
 
 GROUP_BYTES = 32 << 20
 LEAST_GROUP_BYTES = 8 << 20

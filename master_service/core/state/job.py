@@ -54,8 +54,8 @@ from trireme_shared.protocol.records import (
     ValidationSums,
 )
 from trireme_shared.protocol.records.assignments import GivenNumbers, Migration
+from trireme_shared.protocol.records.job import Losses, Paused
 from trireme_shared.protocol.records.operations import KeptAnswer, Operation
-from trireme_shared.protocol.records.pauses import Losses, Paused
 from trireme_shared.protocol.records.queue import FailureCounts
 
 BESIDE = (TaskKind.VALIDATE, TaskKind.METRICS)

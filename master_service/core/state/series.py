@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trireme_shared.protocol.metric_names import is_own
+from trireme_shared.protocol.metrics import is_own
 
 MOST_BUCKETS = 8192  # of a series; half as many remain when buckets become wider
 MOST_SERIES = 64  # of names that scripts choose

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from master_service.core.state.left_steps import LeftSteps, same_until
 from master_service.core.state.series import SeriesTable, Value
-from trireme_shared.protocol.metric_names import GRADIENT_NORM, LOSS, NONFINITE, rate_names
+from trireme_shared.protocol.metrics import GRADIENT_NORM, LOSS, NONFINITE, rate_names
 from trireme_shared.protocol.records import StepMetrics
 from trireme_shared.protocol.records.checkpoints import CheckpointRef
 

@@ -18,7 +18,7 @@ from tests.master_service.api.requests_by_key import WANTED, World, post
 from trainer_agent.status_pages import COUNTERS as OF_TRAINERS
 from trireme.pool.host_metrics import HostMetrics
 from trireme_shared.protocol.records.cluster import PoolMember
-from trireme_shared.protocol.records.pauses import Losses
+from trireme_shared.protocol.records.job import Losses
 from trireme_shared.serving.core.progress import Counters
 from trireme_shared.serving.data_plane.health import COUNTERS, Collector
 from trireme_shared.serving.pserver import Pserver

@@ -30,8 +30,8 @@ from trainer_agent.data_plane.parameter_servers import ParameterServers
 from trainer_agent.data_plane.step_norm import StepNormFinder
 from trireme_shared.protocol.errors import Gone, InvalidArgument, PeerError
 from trireme_shared.protocol.records import SlotMap
+from trireme_shared.protocol.records.assignments import slot_of
 from trireme_shared.protocol.records.step import StepRecord
-from trireme_shared.protocol.slots import slot_of
 from trireme_shared.protocol.wire.messages import InitBlock, StepNorm
 from trireme_shared.serving.core.clipping import Clipping
 from trireme_shared.serving.pserver import Pserver

@@ -10,8 +10,8 @@ from trireme.launch.restarts import EARLY_S, MAX_DELAY_S, MAX_EARLY_ENDS, MAX_FA
 from trireme_shared.platform.runtime.begun import Left
 from trireme_shared.platform.runtime.service import LEASE_LOST
 from trireme_shared.protocol.records import JobSpec
-from trireme_shared.protocol.records.begun import BegunWork
 from trireme_shared.protocol.records.datasets import TextLines
+from trireme_shared.protocol.records.tasks import BegunWork
 
 
 def test_a_child_that_ends_itself_at_once_again_and_again_is_given_up():

@@ -10,9 +10,9 @@ from trireme_shared.checkpoints import stored
 from trireme_shared.checkpoints.block_reader import BlockReader, check_model
 from trireme_shared.protocol.errors import CheckpointUnusable
 from trireme_shared.protocol.records import Mode, SlotMap
+from trireme_shared.protocol.records.assignments import slot_of
 from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest
 from trireme_shared.protocol.records.layout import Block, Layout
-from trireme_shared.protocol.slots import slot_of
 from trireme_shared.serving.table_loader import TableLoader
 
 

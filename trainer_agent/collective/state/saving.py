@@ -29,10 +29,10 @@ from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.membership.own_key import OwnKey
 from trireme_shared.platform.runtime import telemetry
 from trireme_shared.protocol.records import JobSpec, Mode, SlotMap, TrainerList, TrainerMember
+from trireme_shared.protocol.records.assignments import blocks_in, spread
 from trireme_shared.protocol.records.layout import ROWS
 from trireme_shared.protocol.records.operations import CheckpointRequest
 from trireme_shared.protocol.records.step import StepRecord
-from trireme_shared.protocol.slots import blocks_in, spread
 from trireme_shared.tables.hashing import owned_slots
 
 COPY_BYTES = 4 << 20  # at once: a few milliseconds

@@ -34,7 +34,7 @@ from trireme.view.report import number
 from trireme.view.series import MetricSource, OfMaster, OfStorage, Row
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.errors import Conflict, InvalidArgument, NotFound, PeerError, TriremeError
-from trireme_shared.protocol.metric_names import EVALUATION, LOSS, is_own
+from trireme_shared.protocol.metrics import EVALUATION, LOSS, is_own
 from trireme_shared.protocol.records import JobSpec
 
 LOOK_S = 1.0

@@ -44,9 +44,9 @@ from trireme_shared.protocol.records import (
     TaskKind,
     TrainerList,
 )
+from trireme_shared.protocol.records.assignments import spread
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef, history, saved_point
-from trireme_shared.protocol.records.pauses import Losses
-from trireme_shared.protocol.slots import spread
+from trireme_shared.protocol.records.job import Losses
 
 
 def go_back(

@@ -1,4 +1,5 @@
-"""What settings of a job may be: choices by name, and the values of settings that have parts: criteria (`accuracy:max`), tasks, trackers."""
+"""What settings of a job may be: choices by name, and the values of settings that have parts: criteria (`accuracy:max`), tasks, and trackers,
+where metrics go beside the storage ("csv", "mlflow?experiment=digits&run=first", "my_module:Tracker")."""
 
 from __future__ import annotations
 
@@ -163,21 +164,15 @@ class StopEarly(Record):
 CSV, TENSORBOARD, MLFLOW, WANDB = "csv", "tensorboard", "mlflow", "wandb"
 KINDS = (CSV, TENSORBOARD, MLFLOW, WANDB)
 MAX_TRACKERS = 8
-_OWN = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
 _CREDENTIALS = re.compile(r"^[A-Za-z0-9+.-]+://[^/@\s]*@")
 _ELSE = " (mlflow, wandb); empty: as their variables say where the master runs"
 _OPTIONS = ("uri", "experiment", "run")
 
 
 class Tracker(BaseModel):
-    """Where a job's metrics go beside its storage: trackers, as settings name them.
-
-    "csv"  "tensorboard"  "mlflow?experiment=digits&run=first"  "wandb?experiment=digits"  "my_module:Tracker"
-
-    `kind`: csv, tensorboard, mlflow, wandb, or `pkg.mod:Name`, a class or function that gives a tracker of one's own.
+    """`kind`: csv, tensorboard, mlflow, wandb, or `pkg.mod:Name`, a class or function that gives a tracker of one's own.
     Of mlflow and wandb, "" being what their own environment variables say: `uri` of the server, without credentials; `experiment`
-    (wandb: project); `run`, the name of the run. As a text: `mlflow?experiment=digits&run=first`.
-    """
+    (wandb: project); `run`, the name of the run. As a text: `mlflow?experiment=digits&run=first`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -203,7 +198,7 @@ class Tracker(BaseModel):
     @field_validator("kind")
     @classmethod
     def _is_known(cls, value: str) -> str:
-        if value not in KINDS and not _OWN.fullmatch(value):
+        if value not in KINDS and not _FUNCTION.fullmatch(value):
             msg = f"there is no tracker {value!r}; there are {', '.join(KINDS)}, and pkg.mod:Name for one of your own"
             raise ValueError(msg)
         return value

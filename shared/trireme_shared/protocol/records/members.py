@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pydantic import Field
 
 from trireme_shared.protocol.records.assignments import Handed
-from trireme_shared.protocol.records.pauses import Paused, Torn
+from trireme_shared.protocol.records.job import Paused, Torn
 from trireme_shared.protocol.records.record import Id, Message, Name, Record
 
 
