@@ -38,7 +38,7 @@ from trireme_shared.platform import etcd as etcd_client
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.membership.local_script import LocalScripts, ScriptChanged
 from trireme_shared.platform.runtime import begun, http, ids, process_setup, service, telemetry
-from trireme_shared.platform.runtime.network import own_network
+from trireme_shared.platform.runtime.http import own_network
 from trireme_shared.protocol.errors import CallerError, DeadlineExceeded, InvalidArgument, NotReady, TriremeError
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Dispatch, JobSpec, PserverMember, TrainerMember

@@ -25,7 +25,7 @@ from master_service.storage.task_starts import TaskStarts, count_framed
 from trireme_shared.datasets import mapped_files
 from trireme_shared.datasets.dataset_files import files_of, joined_stamps, list_images, stamp_of
 from trireme_shared.datasets.line_scan import Lines, RecordScanner, chunks, data_start, refuse_archive
-from trireme_shared.datasets.user_objects import count_object, load_custom
+from trireme_shared.datasets.user_modules import count_object, load_custom
 from trireme_shared.platform.storage import files
 from trireme_shared.platform.storage.compressed import scanning
 from trireme_shared.protocol.errors import DatasetError, NotFound, StorageUnreachable, TriremeError, is_interrupt

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from master_service.core.queue.file_table import TableFile
 from master_service.core.queue.task_sizes import TaskSizes
-from trireme_shared.datasets import framed_records, tar_records
+from trireme_shared.datasets import record_files
 from trireme_shared.platform.storage import files
 from trireme_shared.platform.storage.compressed import scanning
 from trireme_shared.protocol.records.datasets import RecordIO, TFRecord, WebDataset
@@ -46,13 +46,13 @@ def count_framed(
     with files.reading(file, dataset.kind), scanning(file) as source:
         if isinstance(dataset, RecordIO):  # readers find chunks by their heads
             records = 0
-            for chunk in framed_records.record_io_chunks(source, file):
+            for chunk in record_files.record_io_chunks(source, file):
                 check()
                 records += chunk.records
             return TableFile(file, records)
         if isinstance(dataset, TFRecord):
-            return _counted(file, framed_records.tf_record_starts(source, file), sizes, check)
-        starts = (record.start for record in tar_records.records(source, file))
+            return _counted(file, record_files.tf_record_starts(source, file), sizes, check)
+        starts = (record.start for record in record_files.tar_records(source, file))
         return _counted(file, starts, sizes, check)
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from trainer_agent.data.shard import Shard
 from trireme_shared.datasets.dataset_files import CountedFiles
-from trireme_shared.platform.storage.trouble import trouble_in_user_code
+from trireme_shared.platform.storage.files import trouble_in_user_code
 from trireme_shared.protocol.errors import DatasetError, TriremeError, is_interrupt
 
 

@@ -37,7 +37,7 @@ from trainer_agent.waiting import SingleErrorGroup
 from trireme_shared.collective.group import Broken
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.runtime import clock, telemetry
-from trireme_shared.platform.runtime.network import own_network
+from trireme_shared.platform.runtime.http import own_network
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.layout import Layout

@@ -15,7 +15,7 @@ from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Column, Shard, as_column
 from trireme_shared.datasets.mapped_files import read_arrow
 from trireme_shared.platform.storage import files
-from trireme_shared.platform.storage.trouble import kept_open
+from trireme_shared.platform.storage.files import kept_open
 from trireme_shared.protocol.errors import DatasetError
 from trireme_shared.protocol.records.datasets import HuggingFace
 

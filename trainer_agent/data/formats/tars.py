@@ -15,7 +15,7 @@ from trainer_agent.data.formats import images
 from trainer_agent.data.formats.frames import chosen
 from trainer_agent.data.shard import Record, Shard
 from trireme_shared.datasets.dataset_files import from_first_file
-from trireme_shared.datasets.tar_records import Member, TarRecord, records
+from trireme_shared.datasets.record_files import Member, TarRecord, tar_records
 from trireme_shared.platform.storage import files
 from trireme_shared.platform.storage.compressed import Decompressed, scanning
 from trireme_shared.protocol.errors import DatasetError
@@ -34,7 +34,7 @@ class WebDatasetReader:
 
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:
         with files.reading(file, "a tar file"), self._content.opened(file) as source:
-            found = chosen(records(source, file, offset or 0), file, first, count, offset)
+            found = chosen(tar_records(source, file, offset or 0), file, first, count, offset)
             samples = [self._record(source, file, record) for record in found]
         return self._column_types().shard(samples, file, first)
 
@@ -49,7 +49,7 @@ class WebDatasetReader:
 
     def _sample(self, file: str) -> list[Record]:
         with files.reading(file, "a tar file"), scanning(file) as source:
-            return [self._record(source, file, record) for record in islice(records(source, file), 1)]
+            return [self._record(source, file, record) for record in islice(tar_records(source, file), 1)]
 
     def _record(self, source: BinaryIO, file: str, record: TarRecord) -> Record:
         values = {name: self._value(source, file, name, member) for name, member in record.members.items()}

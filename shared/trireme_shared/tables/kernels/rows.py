@@ -94,7 +94,7 @@ def lookup(cells, capacities, chunks, shift, width, seed, ids, version, ttl, kin
 
 @compiled
 def _update(kind, row, gradient, dim, s):
-    """One step of a row, in place; of Adagrad and Adam only the state. `s`: float32 scalars, see trireme_shared.tables.updates.scalars_of."""
+    """One step of a row, in place; of Adagrad and Adam only the state. `s`: float32 scalars, see trireme_shared.tables.table.scalars_of."""
     if kind == SGD:
         for j in range(dim):
             row[j] = fma(s[0], gradient[j], row[j])
