@@ -23,7 +23,7 @@ def small_set(dataset: Dataset, file: Path) -> Custom:
 
 
 class FirstRecords:
-    """See trireme_shared.datasets.user_objects.CustomReader."""
+    """See trireme_shared.datasets.user_modules.CustomReader."""
 
     def count(self, url: str) -> int:  # noqa: ARG002
         return RECORDS

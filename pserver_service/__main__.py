@@ -49,7 +49,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     from trireme_shared.checkpoints.writer import Background  # noqa: PLC0415
     from trireme_shared.platform.membership.directory import Directory  # noqa: PLC0415
     from trireme_shared.platform.runtime import ids, service  # noqa: PLC0415
-    from trireme_shared.platform.runtime.network import own_network  # noqa: PLC0415
+    from trireme_shared.platform.runtime.http import own_network  # noqa: PLC0415
     from trireme_shared.platform.runtime.process_setup import optimizers_without_compiler  # noqa: PLC0415
     from trireme_shared.protocol.keys import Keys  # noqa: PLC0415
     from trireme_shared.protocol.records import PserverMember  # noqa: PLC0415

@@ -41,7 +41,7 @@ from trireme_shared.protocol.errors import (
     UserCodeError,
 )
 from trireme_shared.protocol.records import JobSpec, Mode, Phase, Task, TrainerMember
-from trireme_shared.protocol.records.pauses import Paused
+from trireme_shared.protocol.records.job import Paused
 
 LOOK_S = 0.5
 FLUSH_S = 5.0

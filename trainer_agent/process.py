@@ -42,7 +42,7 @@ from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.membership.local_script import LocalScripts, ScriptChanged
 from trireme_shared.platform.membership.status_server import StatusServer
 from trireme_shared.platform.runtime import begun, http, ids, process_setup, service, telemetry
-from trireme_shared.platform.runtime.network import own_network
+from trireme_shared.platform.runtime.http import own_network
 from trireme_shared.platform.security.access import Access
 from trireme_shared.protocol.errors import CallerError, DeadlineExceeded, InvalidArgument, NotReady, TriremeError
 from trireme_shared.protocol.keys import Keys

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from trireme.loop import backward as backward
     from trireme.loop import prepare as prepare
     from trireme.plain import train as train
-    from trireme_shared.protocol.logged_metrics import log as log
-    from trireme_shared.protocol.logged_metrics import log_metrics as log_metrics
+    from trireme_shared.protocol.metrics import log as log
+    from trireme_shared.protocol.metrics import log_metrics as log_metrics
 
 __all__ = [
     "FAILED",
@@ -73,8 +73,8 @@ _HOMES = {
     "Status": "trireme.communicator.status",
     "WaitTimedOut": "trireme.background.errors",
     "backward": "trireme.loop",
-    "log": "trireme_shared.protocol.logged_metrics",
-    "log_metrics": "trireme_shared.protocol.logged_metrics",
+    "log": "trireme_shared.protocol.metrics",
+    "log_metrics": "trireme_shared.protocol.metrics",
     "prepare": "trireme.loop",
     "run": "trireme.background.run",
     "steps_per_epoch": "trainer_agent.own_loop.job_steps",

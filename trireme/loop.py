@@ -30,7 +30,7 @@ from trireme.plain import plain_spec, run
 from trireme.settings import SETTINGS
 from trireme.view.chart import show_chart
 from trireme_shared.protocol.errors import TriremeError, UserCodeError
-from trireme_shared.protocol.metric_names import LOSS
+from trireme_shared.protocol.metrics import LOSS
 
 if TYPE_CHECKING:
     import torch

@@ -69,8 +69,7 @@ from trireme_shared.protocol.evaluations import (
     why_unreported,
 )
 from trireme_shared.protocol.lanes import step_seed
-from trireme_shared.protocol.logged_metrics import Logged, add, collected, metrics_beside
-from trireme_shared.protocol.metric_names import LOSS
+from trireme_shared.protocol.metrics import LOSS, Logged, add, collected, metrics_beside
 from trireme_shared.protocol.records import EvaluationSums, JobSpec, TaskKind
 from trireme_shared.protocol.records.job_spec import Precision
 from trireme_shared.protocol.records.tasks import BestEvaluation

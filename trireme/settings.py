@@ -20,7 +20,7 @@ from trireme.validation import allowed_name, field_problems, problems_of, withou
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records import JobSpec, Strategy
-from trireme_shared.protocol.records.job_spec import RENAMED
+from trireme_shared.protocol.records.job_choices import RENAMED
 
 SETTINGS = tuple(field.name for field in fields(Config))
 ETCD_SETTINGS = ("etcd", "etcd_user", "etcd_password_file", "etcd_ca", "etcd_cert", "etcd_key")

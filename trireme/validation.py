@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from trireme_shared.platform.runtime.telemetry import hidden
 from trireme_shared.protocol.records import JobSpec, Strategy
-from trireme_shared.protocol.records.job_spec.strategy import OF_NATIVE
+from trireme_shared.protocol.records.job_spec import OF_NATIVE
 
 AUTO = "auto"
 _DATASET = {"kind": "text_lines", "urls": ("-",)}

@@ -86,7 +86,7 @@ def measure(sizes: Sizes, wanted: Sequence[str]) -> list[Line]:
 
 
 def _initial(data: Minibatches) -> np.ndarray:
-    from trireme_shared.tables.updates import initial_values
+    from trireme_shared.tables.table import initial_values
 
     return initial_values(table_spec(data.dim), data.all)
 

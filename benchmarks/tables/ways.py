@@ -42,7 +42,7 @@ class Torch:
     def __init__(self, data: Minibatches) -> None:
         import torch
 
-        from trireme_shared.tables.updates import initial_values
+        from trireme_shared.tables.table import initial_values
 
         torch.set_num_threads(1)
         self._torch, self._data = torch, data

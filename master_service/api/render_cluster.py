@@ -14,7 +14,7 @@ from master_service.leadership.master import Master
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.records import JobState, Phase
 from trireme_shared.protocol.records.cluster import ClusterJob, JobSchedule, Kind, PoolMember, Standing
-from trireme_shared.protocol.records.job_spec import JobTask
+from trireme_shared.protocol.records.job_choices import JobTask
 from trireme_shared.protocol.rest import JobProgress, JobView, MasterView, MemberCounts
 from trireme_shared.protocol.rest_cluster import (
     ClusterJobPage,

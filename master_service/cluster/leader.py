@@ -31,7 +31,7 @@ from master_service.store.schema import read_events
 from trireme_shared.platform.etcd import Etcd, Get, Lease
 from trireme_shared.platform.etcd.reading import must_read
 from trireme_shared.platform.runtime import clock, http, telemetry
-from trireme_shared.platform.runtime.network import own_network
+from trireme_shared.platform.runtime.http import own_network
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import Conflict, NotFound, NotReady
 from trireme_shared.protocol.evaluations import Evaluation, EvaluationStatus

@@ -24,8 +24,8 @@ from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.errors import TriremeError
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Phase, PserverMember, Stage
+from trireme_shared.protocol.records.job import Saving
 from trireme_shared.protocol.records.members import pserver_names
-from trireme_shared.protocol.records.pauses import Saving
 
 SILENT_S = 1.5  # for so long training stands still at most for a parameter server that gives no sign of life
 AFTER_CUT = 1 / 3  # of that, it has at least after the cut, however late that came

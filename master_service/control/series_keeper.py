@@ -22,7 +22,7 @@ from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.runtime.clock import Notices
 from trireme_shared.protocol.errors import StorageUnreachable
 from trireme_shared.protocol.evaluations import Evaluation
-from trireme_shared.protocol.metric_names import EVALUATION, LOSS, SPEED, TIME
+from trireme_shared.protocol.metrics import EVALUATION, LOSS, SPEED, TIME
 from trireme_shared.protocol.records import MetricBatch, MetricsTaken, StepMetrics
 from trireme_shared.protocol.records.checkpoints import CheckpointRef
 

@@ -30,10 +30,10 @@ from master_service.store.writer import HeldLock, Writer
 from trireme_shared.platform.membership.own_key import may_return_s
 from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.runtime.clock import event_within
-from trireme_shared.platform.runtime.network import tells
+from trireme_shared.platform.runtime.http import tells
 from trireme_shared.protocol.errors import NotLeader, PeerError
 from trireme_shared.protocol.records import Phase, PserverMember, Strategy, TrainerMember
-from trireme_shared.protocol.records.job_spec import without_effect
+from trireme_shared.protocol.records.setting_effects import without_effect
 
 SWEEP_S = 1.0
 PAUSE_S = 0.5

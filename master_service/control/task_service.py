@@ -28,7 +28,7 @@ from master_service.storage.job_storage import FileStorage, JobStorage
 from master_service.store.writer import Writer
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.runtime import clock, http
-from trireme_shared.platform.runtime.network import own_network, tells
+from trireme_shared.platform.runtime.http import own_network, tells
 from trireme_shared.protocol.errors import NotFound
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import (

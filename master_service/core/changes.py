@@ -30,8 +30,8 @@ from trireme_shared.protocol.records import (
 )
 from trireme_shared.protocol.records.assignments import GivenNumbers, Migration
 from trireme_shared.protocol.records.checkpoints import CheckpointCut
+from trireme_shared.protocol.records.job import Losses, Pause
 from trireme_shared.protocol.records.operations import KeptAnswer, Operation
-from trireme_shared.protocol.records.pauses import Losses, Pause
 from trireme_shared.protocol.records.queue import FailureCounts
 
 Fields = EventFields

@@ -19,7 +19,7 @@ from trireme_shared.platform.etcd import Etcd, KeyValue, Lease, LeaseLost
 from trireme_shared.platform.etcd.fenced import acquire
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.runtime import clock, ids, telemetry
-from trireme_shared.platform.runtime.network import tells
+from trireme_shared.platform.runtime.http import tells
 from trireme_shared.protocol.errors import NotLeader, NotReady, PeerError, TriremeError
 from trireme_shared.protocol.records import MasterLock
 

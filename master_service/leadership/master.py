@@ -33,7 +33,7 @@ from trireme_shared.platform.etcd import Lease, LeaseLost, Put
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.errors import NotFound, PeerError
 from trireme_shared.protocol.evaluations import Evaluation
-from trireme_shared.protocol.metric_names import LOSS
+from trireme_shared.protocol.metrics import LOSS
 from trireme_shared.protocol.records import (
     AcquireTask,
     JobState,

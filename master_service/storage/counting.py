@@ -26,10 +26,10 @@ import numpy.typing as npt
 
 from master_service.core.queue.file_table import FileTable, TableFile, TaskSizes
 from master_service.storage.heads import Heads
-from trireme_shared.datasets import framed_records, mapped_files, tar_records
+from trireme_shared.datasets import mapped_files, record_files
 from trireme_shared.datasets.dataset_files import files_of, joined_stamps, list_images, stamp_of
 from trireme_shared.datasets.line_scan import Lines, RecordScanner, chunks, data_start, refuse_archive
-from trireme_shared.datasets.user_objects import count_object, load_custom
+from trireme_shared.datasets.user_modules import count_object, load_custom
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.platform.storage import files
 from trireme_shared.platform.storage.compressed import scanning
@@ -441,13 +441,13 @@ def count_framed(
     with files.reading(file, dataset.kind), scanning(file) as source:
         if isinstance(dataset, RecordIO):  # readers find chunks by their heads
             records = 0
-            for chunk in framed_records.record_io_chunks(source, file):
+            for chunk in record_files.record_io_chunks(source, file):
                 check()
                 records += chunk.records
             return TableFile(file, records)
         if isinstance(dataset, TFRecord):
-            return _counted(file, framed_records.tf_record_starts(source, file), sizes, check)
-        starts = (record.start for record in tar_records.records(source, file))
+            return _counted(file, record_files.tf_record_starts(source, file), sizes, check)
+        starts = (record.start for record in record_files.tar_records(source, file))
         return _counted(file, starts, sizes, check)
 
 

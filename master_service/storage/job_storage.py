@@ -12,7 +12,7 @@ from master_service.storage import counting
 from master_service.storage.counting import CountingStopped, PartialCounts
 from master_service.storage.series_files import SeriesFiles, StoredSeries
 from trireme_shared.checkpoints import stored
-from trireme_shared.datasets.user_objects import find_beside
+from trireme_shared.datasets.user_modules import find_beside
 from trireme_shared.platform.runtime import telemetry
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import DatasetError, InvalidArgument, StorageUnreachable

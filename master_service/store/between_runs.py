@@ -16,12 +16,12 @@ from trireme_shared.checkpoints.writer import Offload
 from trireme_shared.platform.etcd import Compare, Etcd, Put
 from trireme_shared.platform.etcd.reading import must_read
 from trireme_shared.platform.runtime import telemetry
-from trireme_shared.protocol.between_runs import renewed
 from trireme_shared.protocol.errors import CheckpointUnusable, Conflict
 from trireme_shared.protocol.evaluations import evaluation_of
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import JobSpec, JobState
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest
+from trireme_shared.protocol.records.setting_effects import renewed
 
 log = telemetry.logger("start_again")
 
@@ -41,7 +41,7 @@ async def start_again(etcd: Etcd, keys: Keys) -> bool:
 
 
 async def renew(etcd: Etcd, keys: Keys, wanted: JobSpec, offload: Offload = asyncio.to_thread) -> bool:
-    """Give the job what may change of `wanted` (trireme_shared.protocol.between_runs); whether anything did. With more epochs training goes
+    """Give the job what may change of `wanted` (trireme_shared.protocol.records.setting_effects); whether anything did. With more epochs training goes
     on, also if the job was COMPLETED. Raises Conflict if a master runs or stop_early has ended the job; OSError; as `start_again`."""
     found, state = await etcd.get(keys.spec), await etcd.get(keys.state)
     if found is None or state is None:

@@ -57,8 +57,8 @@ from trireme_shared.protocol.records import (
     ValidationSums,
 )
 from trireme_shared.protocol.records.assignments import GivenNumbers, Migration
+from trireme_shared.protocol.records.job import Losses
 from trireme_shared.protocol.records.operations import CheckpointRequest, KeptAnswer, Operation, OperationKind
-from trireme_shared.protocol.records.pauses import Losses
 from trireme_shared.protocol.records.queue import FailureCounts
 
 MAX_OPERATIONS = 100  # etcd takes 128

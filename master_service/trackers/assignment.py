@@ -19,9 +19,9 @@ from trireme_shared.platform.runtime import ids
 from trireme_shared.platform.runtime.telemetry import hidden
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.job_choices import Tracker
 from trireme_shared.protocol.records.job_spec import JobSettings
 from trireme_shared.protocol.records.record import Record
-from trireme_shared.protocol.trackers import Tracker
 
 UNTOLD = {"trackers", "pre_tasks", "post_tasks"}  # commands may have what nobody shall read
 

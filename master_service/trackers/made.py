@@ -13,10 +13,10 @@ from master_service.trackers.event_files import EventFilesTracker
 from master_service.trackers.mlflow_run import MlflowRun
 from master_service.trackers.tracker import Point, Run, Tracker
 from master_service.trackers.wandb_run import WandbRun
-from trireme_shared.datasets.user_objects import load_named
+from trireme_shared.datasets.user_modules import load_named
 from trireme_shared.protocol.errors import DatasetError, InvalidArgument
-from trireme_shared.protocol.trackers import CSV, MLFLOW, TENSORBOARD, WANDB
-from trireme_shared.protocol.trackers import Tracker as Wanted
+from trireme_shared.protocol.records.job_choices import CSV, MLFLOW, TENSORBOARD, WANDB
+from trireme_shared.protocol.records.job_choices import Tracker as Wanted
 
 MAKERS: Mapping[str, Callable[[], Tracker]] = {
     CSV: CsvFile,

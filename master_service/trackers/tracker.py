@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from master_service.core.state.series import Series, SeriesTable
 from trireme_shared.protocol.metric_names import EVALUATION, LOSS
-from trireme_shared.protocol.trackers import Tracker as Wanted
+from trireme_shared.protocol.records.job_choices import Tracker as Wanted
 
 
 class Point(NamedTuple):

@@ -20,10 +20,9 @@ from trireme_shared.blocks.buffers import BufferPool
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.errors import NotReady
 from trireme_shared.protocol.records import JobState, Mode, SlotMap
-from trireme_shared.protocol.records.assignments import Group, Migration
+from trireme_shared.protocol.records.assignments import Group, Migration, blocks_in
 from trireme_shared.protocol.records.layout import ROWS, Block, Layout
 from trireme_shared.protocol.records.step import StepRecord
-from trireme_shared.protocol.slots import blocks_in
 from trireme_shared.protocol.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart, InitHeader
 from trireme_shared.serving.core.calls import Payload
 from trireme_shared.serving.core.geometry import Geometry

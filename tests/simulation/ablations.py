@@ -35,7 +35,7 @@ from trireme_shared.serving.core.table.rows import TableRows
 from trireme_shared.serving.pserver import Pserver
 from trireme_shared.serving.table_loader import TableLoader
 from trireme_shared.tables.memory import Numbers
-from trireme_shared.tables.saving.snapshot import SlotGroup, TableSnapshot, new_lock
+from trireme_shared.tables.snapshot import SlotGroup, TableSnapshot, new_lock
 from trireme_shared.tables.table import Table, joined
 
 

@@ -13,10 +13,10 @@ from tests.simulation.compute import RATE
 from tests.simulation.plans import Job
 from tests.simulation.reference import evaluated
 from tests.simulation.rows import COUNTING, PinnedRows
-from trireme_shared.protocol.criteria import Criterion
 from trireme_shared.protocol.evaluations import Evaluation, EvaluationStatus, patience_after
 from trireme_shared.protocol.records import JobState, Phase
-from trireme_shared.protocol.records.pauses import Losses
+from trireme_shared.protocol.records.job import Losses
+from trireme_shared.protocol.records.job_choices import Criterion
 
 TOLERANCE = 1e-3
 

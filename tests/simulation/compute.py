@@ -30,9 +30,9 @@ from trainer_agent.waiting import to_its_end
 from trireme_shared.blocks.buffer_mean import add_changes, combine_buffers
 from trireme_shared.blocks.buffers import DTYPES
 from trireme_shared.protocol.lanes import Interval, combine
-from trireme_shared.protocol.logged_metrics import Logged
+from trireme_shared.protocol.metrics import Logged
 from trireme_shared.protocol.records import Mode
-from trireme_shared.protocol.records.job_spec import Narrow, Transported
+from trireme_shared.protocol.records.job_choices import Narrow, Transported
 from trireme_shared.protocol.records.layout import Block, Layout, OptimizerSpec, Segment
 from trireme_shared.protocol.records.step import LaneZero
 from trireme_shared.tables.grouping import grouped

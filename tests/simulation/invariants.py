@@ -29,11 +29,11 @@ from tests.simulation.reference import (
     trained_tasks,
 )
 from tests.simulation.rows import COUNTING, SLOTS, counted
-from trireme_shared.protocol.criteria import Criterion
 from trireme_shared.protocol.evaluations import Evaluation, EvaluationStatus, results_count
 from trireme_shared.protocol.records import Dispatch, EvaluationSums, JobResult, Mode, Phase, SlotMap, TaskMeta
 from trireme_shared.protocol.records.checkpoints import history
-from trireme_shared.protocol.records.pauses import Losses
+from trireme_shared.protocol.records.job import Losses
+from trireme_shared.protocol.records.job_choices import Criterion
 from trireme_shared.tables.hashing import slots_of
 
 

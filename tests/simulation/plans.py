@@ -13,7 +13,7 @@ from tests.equipment.cluster.network import STEADY, Conditions, conditions_of
 from tests.simulation.compute import Speed
 from tests.simulation.failing_storage import StorageFault
 from trireme_shared.protocol.records import Dispatch, Mode, Strategy
-from trireme_shared.protocol.records.job_spec import Transported
+from trireme_shared.protocol.records.job_choices import Transported
 from trireme_shared.protocol.records.operations import ResizePhase
 
 SLOWEST_STORAGE_S = 6.0  # of a trainer of a collective job

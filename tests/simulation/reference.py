@@ -33,10 +33,9 @@ from tests.simulation.rows import PinnedRows, ReferenceRows, lane_rows, no_rows,
 from trainer_agent.data.shard import minibatch_indices, minibatches_in
 from trainer_agent.model.compute import LaneResult
 from trireme_shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
-from trireme_shared.protocol.criteria import Criterion
 from trireme_shared.protocol.lanes import step_seed
 from trireme_shared.protocol.records import Mode, TaskKind
-from trireme_shared.protocol.records.job_spec import StopEarly
+from trireme_shared.protocol.records.job_choices import Criterion, StopEarly
 
 
 def tasks_of(job: Job) -> list[list[int]]:

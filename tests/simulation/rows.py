@@ -17,10 +17,10 @@ import torch
 from trainer_agent.tables.files import StoredTable, StoredTables
 from trireme_shared.blocks.buffers import DTYPES
 from trireme_shared.protocol.records import Mode
-from trireme_shared.protocol.records.job_spec import Transported
+from trireme_shared.protocol.records.job_choices import Transported
 from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
 from trireme_shared.tables.lanes import LaneRows, mean_over_lanes
-from trireme_shared.tables.saving.snapshot import to_records
+from trireme_shared.tables.snapshot import to_records
 from trireme_shared.tables.table import Table, joined
 
 SLOTS = 128

@@ -19,8 +19,8 @@ from tests.simulation.plans import Fault, FaultKind, Peer, Plan, plan_of
 from tests.simulation.processes import MAINS
 from tests.simulation.resize_kills import kill_in
 from trireme_shared.protocol.records import Dispatch, Mode, Strategy
+from trireme_shared.protocol.records.job import Losses
 from trireme_shared.protocol.records.operations import Operation
-from trireme_shared.protocol.records.pauses import Losses
 
 MAX_CALLBACKS = 1_500_000
 

@@ -22,7 +22,7 @@ from trainer_agent.data_plane.pulls import Pulls
 from trainer_agent.tasks.source import TaskSource
 from trireme_shared.protocol.errors import UserCodeError
 from trireme_shared.protocol.records import CompleteTask, Dispatch, Mode, TakeNext, Task, TaskKind
-from trireme_shared.protocol.records.job_spec import StopEarly
+from trireme_shared.protocol.records.job_choices import StopEarly
 
 SEEDS = [pytest.param(seed, marks=[pytest.mark.soak] if seed >= 4 else []) for seed in range(8)]
 FEW = range(3)

@@ -13,7 +13,7 @@ from tests.master_service.many_jobs import Place, create_once, job_of
 from tests.simulation.many_jobs import SimulatedJobs
 from trireme_shared.protocol.errors import NotFound
 from trireme_shared.protocol.records.cluster import Kind, Standing, TaskRun, TaskState
-from trireme_shared.protocol.records.job_spec import JobTask
+from trireme_shared.protocol.records.job_choices import JobTask
 
 TASKS = {
     "pre_tasks": (JobTask(command="fetch"), JobTask(command="prepare", retries=2)),

@@ -21,7 +21,7 @@ from tests.simulation.plans import plan_of
 from tests.simulation.reference import series_of
 from tests.simulation.run import simulate
 from trireme_shared.protocol.records import Mode
-from trireme_shared.protocol.trackers import Tracker as Wanted
+from trireme_shared.protocol.records.job_choices import Tracker as Wanted
 
 
 class Followers:

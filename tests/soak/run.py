@@ -32,7 +32,7 @@ from trireme.view.job_address import client_of
 from trireme_shared.platform.runtime.process_setup import die_with_parent
 from trireme_shared.platform.security.tokens import admin_token
 from trireme_shared.protocol.errors import DeadlineExceeded, NotReady, PeerError
-from trireme_shared.protocol.metric_names import LOSS
+from trireme_shared.protocol.metrics import LOSS
 from trireme_shared.protocol.records import Mode, Strategy
 from trireme_shared.protocol.wire.messages import PserverInfo
 

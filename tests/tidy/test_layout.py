@@ -105,7 +105,6 @@ FOLDERS = {
 PURE_SHARED = (
     "blocks",
     "checkpoints.schedule",
-    "protocol.criteria",
     "protocol.cron",
     "protocol.errors",
     "protocol.evaluations",
@@ -113,9 +112,8 @@ PURE_SHARED = (
     "protocol.explanations",
     "protocol.keys",
     "protocol.lanes",
-    "protocol.metric_names",
+    "protocol.metrics",
     "protocol.records",
-    "protocol.slots",
     "protocol.times",
     "protocol.wire.messages",
     "serving.optimizers",

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from trireme.validation import field_problems
 from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.datasets import TextLines
-from trireme_shared.protocol.records.job_spec import JobSettings, without_effect
+from trireme_shared.protocol.records.job_spec import JobSettings
+from trireme_shared.protocol.records.setting_effects import without_effect
 
 BASIC: dict[str, Any] = {
     "job": "j",

@@ -28,7 +28,7 @@ from trainer_agent.tables.files import read_table, write_tables
 from trireme.plain import PlainResult, epoch_minibatches, plain_spec, run, train
 from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
 from trireme_shared.protocol.lanes import step_seed
-from trireme_shared.tables.updates import initial_values
+from trireme_shared.tables.table import initial_values
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch says it once, of its own optimizers
 IDS, RECORDS = 60, 96

@@ -17,8 +17,8 @@ from trireme.settings import (
     from_toml,
     merge,
 )
-from trireme_shared.protocol.between_runs import FIXED
 from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.setting_effects import FIXED
 
 ASYNC = {"mode": "async"}
 

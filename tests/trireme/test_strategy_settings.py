@@ -10,8 +10,8 @@ import trireme
 from tests.trireme.test_settings import spec_of
 from trireme.config import ConfigError
 from trireme.settings import UsageError, check_fields, from_environment, from_flags, from_script, from_toml, merge
-from trireme_shared.protocol.between_runs import renewed
 from trireme_shared.protocol.records import JobSpec, Strategy
+from trireme_shared.protocol.records.setting_effects import renewed
 
 COLLECTIVE = {"strategy": "collective"}
 

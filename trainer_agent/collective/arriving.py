@@ -19,7 +19,7 @@ from trainer_agent.waiting import Backoff
 from trireme_shared.blocks.buffer_mean import bits_of
 from trireme_shared.blocks.buffers import Buffer, tensor_over
 from trireme_shared.protocol.errors import BadFrame, PeerError, StaleGeneration
-from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.job_choices import Narrow
 from trireme_shared.protocol.records.layout import Layout
 from trireme_shared.protocol.wire.messages import RowMeansPart, TableRequest
 from trireme_shared.tables.hashing import Ids

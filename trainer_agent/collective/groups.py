@@ -24,8 +24,7 @@ from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import JobState, MasterAddress, PserverMember, SlotMap, TrainerList, TrainerMember
-from trireme_shared.protocol.records.assignments import Migration
-from trireme_shared.protocol.slots import spread
+from trireme_shared.protocol.records.assignments import Migration, spread
 from trireme_shared.protocol.wire.messages import PserverInfo
 
 log = telemetry.logger("groups")

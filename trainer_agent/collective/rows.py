@@ -17,7 +17,7 @@ from trireme_shared.checkpoints.start_tables import fit_tables, mark_in, put_row
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.errors import Gone, InvalidArgument, NotReady
-from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.job_choices import Narrow
 from trireme_shared.protocol.records.layout import Layout
 from trireme_shared.protocol.records.step import LaneZero
 from trireme_shared.protocol.wire.messages import RowMeansPart, TableEnd, TableRequest, Verdict

@@ -14,7 +14,7 @@ from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Shard
 from trireme_shared.datasets import mapped_files
 from trireme_shared.platform.storage import files
-from trireme_shared.platform.storage.trouble import kept_open
+from trireme_shared.platform.storage.files import kept_open
 from trireme_shared.protocol.errors import DatasetError
 from trireme_shared.protocol.records.datasets import Bytes, Npy
 

@@ -13,7 +13,7 @@ import numpy as np
 from trainer_agent.data.shard import Column, Record, RecordShard, Shard, as_column, columns_of
 from trireme_shared.datasets.dataset_files import CountedFiles, from_first_file
 from trireme_shared.datasets.numbers import DType, Misfit, column_of, common_dtype, shown
-from trireme_shared.platform.storage.trouble import trouble_in_user_code
+from trireme_shared.platform.storage.files import trouble_in_user_code
 from trireme_shared.protocol.errors import DatasetError, TriremeError, is_interrupt
 from trireme_shared.protocol.records.datasets import Dataset
 

@@ -18,9 +18,9 @@ import numpy as np
 from trainer_agent.data import images
 from trainer_agent.data.reader import ColumnTypes, too_short
 from trainer_agent.data.shard import Record, Shard
-from trireme_shared.datasets import framed_records
+from trireme_shared.datasets import record_files
 from trireme_shared.datasets.dataset_files import from_first_file
-from trireme_shared.datasets.tar_records import Member, TarRecord, records
+from trireme_shared.datasets.record_files import Member, TarRecord, tar_records
 from trireme_shared.platform.storage import files
 from trireme_shared.platform.storage.compressed import Decompressed, scanning
 from trireme_shared.protocol.errors import DatasetError
@@ -53,7 +53,7 @@ class TFRecordReader:
 
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:
         with files.reading(file, "TFRecord"), self._content.opened(file) as source:
-            found = chosen(framed_records.tf_record_payloads(source, file, offset or 0), file, first, count, offset)
+            found = chosen(record_files.tf_record_payloads(source, file, offset or 0), file, first, count, offset)
         if self._dataset.decode == "bytes":
             return Shard({"bytes": found}, count)
         records = [self._example(file, first + n, payload) for n, payload in enumerate(found)]
@@ -72,7 +72,7 @@ class TFRecordReader:
 
     def _sample(self, file: str) -> list[Record]:
         with files.reading(file, "TFRecord"), scanning(file) as source:
-            payloads = list(islice(framed_records.tf_record_payloads(source, file), SAMPLE_RECORDS))
+            payloads = list(islice(record_files.tf_record_payloads(source, file), SAMPLE_RECORDS))
         found = []
         for number, payload in enumerate(payloads):
             with contextlib.suppress(DatasetError):  # the task that has it tells that
@@ -105,8 +105,8 @@ class RecordIOReader:
             while len(found) < count:
                 before = ends[number - 1] if number else 0
                 if self._last[:2] != (file, number):
-                    chunk = framed_records.Chunk(starts[number], ends[number] - before)
-                    self._last = file, number, framed_records.record_io_records(source, file, chunk)
+                    chunk = record_files.Chunk(starts[number], ends[number] - before)
+                    self._last = file, number, record_files.record_io_records(source, file, chunk)
                 begin = max(first - before, 0)
                 found += self._last[2][begin : begin + count - len(found)]
                 number += 1
@@ -116,7 +116,7 @@ class RecordIOReader:
         """(byte of each chunk, number of the record behind it)."""
         if file not in self._chunks:
             starts, ends, records = array("q"), array("q"), 0
-            for chunk in framed_records.record_io_chunks(source, file):
+            for chunk in record_files.record_io_chunks(source, file):
                 if chunk.records:
                     records += chunk.records
                     starts.append(chunk.start)
@@ -241,7 +241,7 @@ class WebDatasetReader:
 
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:
         with files.reading(file, "a tar file"), self._content.opened(file) as source:
-            found = chosen(records(source, file, offset or 0), file, first, count, offset)
+            found = chosen(tar_records(source, file, offset or 0), file, first, count, offset)
             samples = [self._record(source, file, record) for record in found]
         return self._column_types().shard(samples, file, first)
 
@@ -256,7 +256,7 @@ class WebDatasetReader:
 
     def _sample(self, file: str) -> list[Record]:
         with files.reading(file, "a tar file"), scanning(file) as source:
-            return [self._record(source, file, record) for record in islice(records(source, file), 1)]
+            return [self._record(source, file, record) for record in islice(tar_records(source, file), 1)]
 
     def _record(self, source: BinaryIO, file: str, record: TarRecord) -> Record:
         values = {name: self._value(source, file, name, member) for name, member in record.members.items()}

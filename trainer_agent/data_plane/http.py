@@ -19,7 +19,7 @@ from typing import Protocol, Self, TypeVar
 import aiohttp
 
 from trireme_shared.platform.runtime import clock, http
-from trireme_shared.platform.runtime.network import is_here
+from trireme_shared.platform.runtime.http import is_here
 from trireme_shared.protocol.errors import BadFrame, DeadlineExceeded, PeerError, TooLarge, TriremeError, from_map
 from trireme_shared.protocol.records import PserverMember, Record
 from trireme_shared.protocol.wire import codec

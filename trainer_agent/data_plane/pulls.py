@@ -22,7 +22,7 @@ from trainer_agent.waiting import Backoff, SingleErrorGroup
 from trireme_shared.blocks.gradient_norm import norm_of
 from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.errors import BadFrame, Gone, InvalidArgument, PeerError, StaleGeneration, WrongOwner
-from trireme_shared.protocol.records.job_spec import Narrow, Nonfinite, Transported
+from trireme_shared.protocol.records.job_choices import Narrow, Nonfinite, Transported
 from trireme_shared.protocol.records.layout import ELEMENT_BYTES
 from trireme_shared.protocol.records.step import StepRecord, StepResult
 from trireme_shared.protocol.wire.messages import (

@@ -29,7 +29,7 @@ from trireme_shared.protocol.errors import (
     UserCodeError,
     WrongOwner,
 )
-from trireme_shared.protocol.records.job_spec import Narrow, Transported
+from trireme_shared.protocol.records.job_choices import Narrow, Transported
 from trireme_shared.protocol.records.layout import Layout
 from trireme_shared.protocol.wire.messages import LookupEnd, LookupRequest, TableEnd, TableRequest
 from trireme_shared.serving.transport.shared_memory import GradientMemory

@@ -41,7 +41,7 @@ from trireme_shared.protocol.errors import (
 )
 from trireme_shared.protocol.lanes import step_seed
 from trireme_shared.protocol.records import JobSpec, Mode, Task, TaskKind
-from trireme_shared.protocol.records.pauses import Paused
+from trireme_shared.protocol.records.job import Paused
 from trireme_shared.protocol.records.step import LaneZero
 from trireme_shared.protocol.wire.messages import LedgerQuery, PushHeader, StalenessBound
 from trireme_shared.tables.hashing import Ids
@@ -49,6 +49,7 @@ from trireme_shared.tables.payload import Rows
 
 if TYPE_CHECKING:
     from trireme_shared.tables.lanes import LaneRows  # loads numba
+
 
 PATIENCE = 0.5  # of a task's time limits: who waits gets no limit of its own into danger
 REFRESH_S = 0.5

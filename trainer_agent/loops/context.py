@@ -20,7 +20,7 @@ from trainer_agent.waiting import SingleErrorGroup
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.protocol.records import JobSpec
-from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.job_choices import Narrow
 
 LOOK_S = 0.5
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.errors import PeerError
 from trireme_shared.protocol.records import Phase
-from trireme_shared.protocol.records.pauses import Pause, Paused, Saving
+from trireme_shared.protocol.records.job import Pause, Paused, Saving
 
 LOOK_S = 0.5
 PAUSE_S = 0.2

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trireme_shared.protocol.lanes import Interval
-from trireme_shared.protocol.logged_metrics import Logged
-from trireme_shared.protocol.metric_names import MOST_NAMES
+from trireme_shared.protocol.metrics import MOST_NAMES, Logged
 from trireme_shared.protocol.records import StepMetrics
-from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.job_choices import Narrow
 from trireme_shared.protocol.records.layout import Layout
 from trireme_shared.protocol.records.step import LaneZero, NodeResult
 from trireme_shared.protocol.records.tasks import MetricValue

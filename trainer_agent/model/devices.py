@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from trireme_shared.protocol.errors import InvalidArgument
-from trireme_shared.protocol.records.job_spec import Precision
+from trireme_shared.protocol.records.job_choices import Precision
 
 HOST = torch.device("cpu")
 

@@ -26,7 +26,7 @@ from trainer_agent.model.devices import HOST, is_host
 from trainer_agent.model.optimizer import check_has_not_begun, spec_of
 from trireme_shared.blocks.buffers import DTYPES
 from trireme_shared.protocol.errors import InvalidArgument
-from trireme_shared.protocol.records.job_spec import Transported
+from trireme_shared.protocol.records.job_choices import Transported
 from trireme_shared.protocol.records.layout import ALIGNMENT_BYTES, ELEMENT_BYTES, Block, Layout, OptimizerSpec, Segment
 from trireme_shared.serving.core.geometry import rounds_by_parameter
 from trireme_shared.serving.transport.shared_memory import new_region

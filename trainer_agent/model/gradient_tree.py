@@ -25,7 +25,8 @@ from trireme_shared.blocks.buffer_mean import add_changes, bits_of, combine_buff
 from trireme_shared.blocks.buffers import DTYPES, cast_into, round_to
 from trireme_shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
 from trireme_shared.protocol.lanes import Interval, combine
-from trireme_shared.protocol.records.job_spec import Narrow, Transported
+from trireme_shared.protocol.records.job_choices import Narrow
+from trireme_shared.protocol.records.job_spec import Transported
 from trireme_shared.protocol.records.layout import Block
 
 WHAT_TO_DO = (

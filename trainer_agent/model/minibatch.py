@@ -35,8 +35,7 @@ from trainer_agent.model.watch.unshared_state import AveragedBuffers, UnsharedSt
 from trainer_agent.own_loop.changes import notices
 from trireme_shared.datasets.random_state import START_SEED, seed_everything, seeded
 from trireme_shared.protocol.errors import InvalidArgument
-from trireme_shared.protocol.logged_metrics import Logged, add, collected, loss_in, metrics_beside
-from trireme_shared.protocol.metric_names import LOSS
+from trireme_shared.protocol.metrics import LOSS, Logged, add, collected, loss_in, metrics_beside
 from trireme_shared.protocol.records import JobSpec, Mode, Strategy
 from trireme_shared.tables.grouping import Grouped
 

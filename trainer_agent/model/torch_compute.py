@@ -51,7 +51,7 @@ from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
 from trireme_shared.protocol.lanes import Interval
 from trireme_shared.protocol.records import JobSpec, Mode
-from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.job_choices import Narrow
 from trireme_shared.protocol.records.layout import Layout
 from trireme_shared.protocol.records.step import LaneZero
 

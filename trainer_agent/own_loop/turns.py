@@ -28,16 +28,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_agent.own_loop.changes import (
-    check_none_is_left,
-    forget_those_of_others,
-    marks,
-    noted,
-    put_back,
-)
+from trainer_agent.own_loop.changes import check_none_is_left, forget_those_of_others, marks, noted, put_back
 from trainer_agent.own_loop.mixed_precision import Scaling, enabled, unscale_for_kernel
 from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
-from trireme_shared.protocol.logged_metrics import Logged, collect_in, collector, loss_in
+from trireme_shared.protocol.metrics import Logged, collect_in, collector, loss_in
 from trireme_shared.serving.optimizers.own_step import check_step
 
 FUNCTIONS = "collate", "ids", "evaluate", "metrics"

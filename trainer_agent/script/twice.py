@@ -10,7 +10,7 @@ from trainer_agent.model.compute import LaneResult, Records
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.model.watch.own_state import Snapshot, Verdict, difference_of, judged, snapshot
 from trainer_agent.model.watch.unshared_state import digest
-from trireme_shared.datasets.user_objects import made_objects
+from trireme_shared.datasets.user_modules import made_objects
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records import JobSpec, Mode
 

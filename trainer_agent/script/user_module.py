@@ -23,8 +23,7 @@ from typing import Any, cast, get_args
 from trainer_agent.own_loop.source import FromSource, has_own_loop, run_as_main
 from trainer_agent.own_loop.turns import OwnLoop, Prepared, is_function
 from trireme_shared.datasets.random_state import START_SEED, seeded
-from trireme_shared.datasets.user_modules import enter
-from trireme_shared.datasets.user_objects import make
+from trireme_shared.datasets.user_modules import enter, make
 from trireme_shared.protocol.errors import InvalidArgument, TriremeError, UserCodeError, is_interrupt
 from trireme_shared.protocol.records.datasets import Dataset, IterableStyle, MapStyle
 

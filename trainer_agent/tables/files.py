@@ -59,7 +59,7 @@ class StoredTables:
         self._tables = tables
 
     def lookup(self, table: int, ids: Numbers) -> Floats:
-        from trireme_shared.tables.updates import initial_values  # noqa: PLC0415  only where there are tables: it loads numba
+        from trireme_shared.tables.table import initial_values  # noqa: PLC0415  only where there are tables: it loads numba
 
         stored = self._tables[table]
         found = initial_values(stored.spec, ids)

@@ -20,8 +20,7 @@ from trainer_agent.tasks.steps import Times, TimesBuffer, WholeSteps
 from trainer_agent.waiting import retry
 from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.protocol.errors import CallerError, PeerError, StaleAttempt, TriremeError
-from trireme_shared.protocol.logged_metrics import Logged
-from trireme_shared.protocol.metric_names import MOST_NAMES
+from trireme_shared.protocol.metrics import MOST_NAMES, Logged
 from trireme_shared.protocol.records import CompleteTask, MetricBatch, MetricsTaken, StepMetrics, Task, TaskProgress
 from trireme_shared.protocol.records.step import StepRecord, StepResult
 from trireme_shared.protocol.records.tasks import MOST_WARNINGS, WAITS_FOR_CHARACTERS, MetricValue

@@ -53,10 +53,9 @@ from trireme_shared.protocol.records import (
     TaskProgress,
     UserFailure,
 )
-from trireme_shared.protocol.records.begun import BegunWork
 from trireme_shared.protocol.records.datasets import IterableStyle, MapStyle
 from trireme_shared.protocol.records.step import LanePosition
-from trireme_shared.protocol.records.tasks import WAITS_FOR_CHARACTERS
+from trireme_shared.protocol.records.tasks import WAITS_FOR_CHARACTERS, BegunWork
 
 TIMEOUT_S = 10.0
 STARTING_S = 30.0

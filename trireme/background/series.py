@@ -16,7 +16,7 @@ from trireme.launch import run_folder
 from trireme.view.job_address import client_of
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import Conflict, DeadlineExceeded, InvalidArgument, PeerError, TriremeError
-from trireme_shared.protocol.metric_names import LOSS
+from trireme_shared.protocol.metrics import LOSS
 from trireme_shared.protocol.records import Dispatch, JobSpec
 
 ANSWER_S = 60.0

@@ -20,7 +20,7 @@ from trireme.view.chart import Points, last_chart, sparkline
 from trireme.view.progress import LineDisplay
 from trireme.view.report import number, summary_text
 from trireme_shared.platform.runtime import clock
-from trireme_shared.protocol.metric_names import LOSS
+from trireme_shared.protocol.metrics import LOSS
 
 REDRAW_S = 0.25
 EVENTS = 4

@@ -19,7 +19,7 @@ from trireme_shared.platform.storage import files
 from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest
 from trireme_shared.protocol.records.cluster import stored_source
-from trireme_shared.protocol.records.job_spec import TRAINING_FILE
+from trireme_shared.protocol.records.job_choices import TRAINING_FILE
 
 if TYPE_CHECKING:
     from trainer_agent.tables.files import StoredTable  # loads torch

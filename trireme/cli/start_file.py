@@ -21,7 +21,7 @@ from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import CheckpointUnusable, InvalidArgument, NotFound
 from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.checkpoints import CheckpointRef
-from trireme_shared.protocol.records.job_spec import INITIAL_FILES, TRAINING_FILE
+from trireme_shared.protocol.records.job_choices import INITIAL_FILES, TRAINING_FILE
 
 EXPORT_S = 600.0
 

@@ -16,7 +16,7 @@ from trireme.pool import cluster_folder
 from trireme.view.job_address import address_of
 from trireme_shared.platform.security.tokens import admin_token
 from trireme_shared.protocol.errors import Conflict, InvalidArgument, NotFound, PeerError
-from trireme_shared.protocol.records.job_spec import JOB_NAME
+from trireme_shared.protocol.records.job_choices import JOB_NAME
 
 OPTIONS = "--data-dir or --url"
 

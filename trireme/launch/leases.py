@@ -22,7 +22,7 @@ from trireme_shared.platform.etcd.client import TIMEOUT_S
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership.life_sign import FILE, LifeSign, ProcessorUse, processor_use, read
 from trireme_shared.platform.runtime import clock, telemetry
-from trireme_shared.platform.runtime.network import is_here
+from trireme_shared.platform.runtime.http import is_here
 from trireme_shared.protocol.errors import TriremeError
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import MasterLock, PserverMember, TrainerMember

@@ -1,7 +1,7 @@
 """What `trireme run` does if the job's folder holds an earlier run of the same job.
 
 no earlier run      start
-unfinished          resume from the last checkpoint, if no setting has changed that must not (trireme_shared.protocol.between_runs)
+unfinished          resume from the last checkpoint, if no setting has changed that must not (trireme_shared.protocol.records.setting_effects)
 FAILED              its script was the cause, or nothing is saved: start from the beginning; the user has probably corrected it.
                     else (members or storage were away): as unfinished
 COMPLETED           say so, train nothing; with more epochs: go on from the last version
@@ -30,10 +30,10 @@ from pydantic import ValidationError
 from master_service.core.decisions.lifecycle import stopped_early
 from trireme.launch.run_folder import read_json, write_json
 from trireme_shared.platform.security import private_files
-from trireme_shared.protocol.between_runs import FIXED, GROWS
 from trireme_shared.protocol.errors import Conflict
 from trireme_shared.protocol.records import JobSpec, Phase
 from trireme_shared.protocol.records.layout import ELEMENT_BYTES, TableSpec
+from trireme_shared.protocol.records.setting_effects import FIXED, GROWS
 
 SPEC_FILE, SCRIPT_FILE = "spec.json", "script.sha256"
 RESULT_FILE = "result.json"  # what --json prints; it exists once the run is over

@@ -43,7 +43,7 @@ from trireme_shared.protocol.errors import Conflict, InvalidArgument, PeerError,
 from trireme_shared.protocol.keys import ClusterKeys, Keys
 from trireme_shared.protocol.records import JobSpec, JobState
 from trireme_shared.protocol.records.cluster import Assignment, PoolMember
-from trireme_shared.protocol.records.job_spec import RestartPolicy as Kind
+from trireme_shared.protocol.records.job_choices import RestartPolicy as Kind
 from trireme_shared.protocol.records.record import shortened
 
 MODULES = {"trainer": "trainer_agent", "pserver": "pserver_service"}

@@ -27,7 +27,7 @@ from trireme_shared.platform.runtime import clock, process_setup
 from trireme_shared.protocol.errors import CallerError, InvalidArgument, PeerError, TriremeError
 from trireme_shared.protocol.keys import ClusterKeys
 from trireme_shared.protocol.records.cluster import ClusterJob
-from trireme_shared.protocol.records.job_spec import JobTask
+from trireme_shared.protocol.records.job_choices import JobTask
 
 BEGIN_S = 60.0  # how long etcd may be away
 PAUSE_S = 1.0

@@ -43,7 +43,8 @@ from trireme_shared.protocol.records.cluster import (
     in_words,
     spoken,
 )
-from trireme_shared.protocol.records.job_spec import JobSpec, Mode
+from trireme_shared.protocol.records.job_choices import Mode
+from trireme_shared.protocol.records.job_spec import JobSpec
 from trireme_shared.protocol.times import instant
 
 MAX_OPEN = 1000  # jobs that are not final

@@ -55,7 +55,7 @@ from trireme_shared.protocol.records import (
     ValidationSums,
 )
 from trireme_shared.protocol.records.checkpoints import CheckpointRef, history
-from trireme_shared.protocol.records.pauses import Saving
+from trireme_shared.protocol.records.job import Saving
 from trireme_shared.protocol.records.step import LanePosition
 
 KEPT = 1000

@@ -18,7 +18,7 @@ from master_service.core.state import phases
 from master_service.core.state.job import Job, Members
 from trireme_shared.protocol.records import JobSpec, JobState, Mode, Phase, SlotMap, TrainerList
 from trireme_shared.protocol.records.checkpoints import CheckpointCut
-from trireme_shared.protocol.records.pauses import Pause, Saving
+from trireme_shared.protocol.records.job import Pause, Saving
 
 
 def is_paused_kind(spec: JobSpec) -> bool:

@@ -35,10 +35,10 @@ from trireme_shared.protocol.records import (
     TaskKind,
     TaskMeta,
 )
+from trireme_shared.protocol.records.assignments import slot_of
 from trireme_shared.protocol.records.checkpoints import Manifest
-from trireme_shared.protocol.records.pauses import Losses
+from trireme_shared.protocol.records.job import Losses
 from trireme_shared.protocol.records.step import LanePosition
-from trireme_shared.protocol.slots import slot_of
 
 CAUSE = "the job went back to a checkpoint"
 

@@ -54,7 +54,7 @@ from trireme_shared.protocol.records import (
     TaskProgress,
     UserFailure,
 )
-from trireme_shared.protocol.records.pauses import Losses
+from trireme_shared.protocol.records.job import Losses
 from trireme_shared.protocol.records.queue import FailureCounts
 from trireme_shared.protocol.records.record import shortened
 

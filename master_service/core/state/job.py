@@ -61,9 +61,9 @@ from trireme_shared.protocol.records import (
 )
 from trireme_shared.protocol.records.assignments import GivenNumbers, Migration
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest, OwnCheckpoints
+from trireme_shared.protocol.records.job import Losses, Paused
 from trireme_shared.protocol.records.layout import Layout
 from trireme_shared.protocol.records.operations import KeptAnswer, Operation, OperationKind, OperationState, ResizePhase
-from trireme_shared.protocol.records.pauses import Losses, Paused
 from trireme_shared.protocol.records.queue import FailureCounts
 from trireme_shared.protocol.records.record import MESSAGE_CHARACTERS, shortened
 

@@ -12,7 +12,7 @@ from enum import StrEnum, auto
 from typing import TypedDict
 
 from trireme_shared.protocol.records import FailureCause, JobResult, JobState, Phase, Stage, UserFailure
-from trireme_shared.protocol.records.pauses import Saving
+from trireme_shared.protocol.records.job import Saving
 
 
 class PhaseEvent(StrEnum):

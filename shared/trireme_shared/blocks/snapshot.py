@@ -27,7 +27,7 @@ class SavedTensor:
 
 
 class TableSnapshot(Protocol):
-    """See trireme_shared.tables.saving.snapshot."""
+    """See trireme_shared.tables.snapshot."""
 
     version: int
 

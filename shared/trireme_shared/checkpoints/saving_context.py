@@ -20,8 +20,8 @@ from trireme_shared.protocol.evaluations import evaluation_of, evaluations_befor
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import JobSpec, Mode, SlotMap, TrainerMember
 from trireme_shared.protocol.records.checkpoints import CheckpointCut, CheckpointPart, Manifest
+from trireme_shared.protocol.records.job import Paused
 from trireme_shared.protocol.records.layout import Layout
-from trireme_shared.protocol.records.pauses import Paused
 from trireme_shared.protocol.records.step import StepRecord
 
 

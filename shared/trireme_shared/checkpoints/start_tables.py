@@ -184,8 +184,7 @@ def put_rows(table: ShardedTable, start: StartTable, own: Flags | None = None) -
     """Into a table that has none yet; the rows of `own` slots alone (None: of all). States of the optimizer are those of rows that appear, if the file's
     are not taken; sums of `ftrl` are those that give the values. No step has changed the rows yet. Of a slot that has more than its share of `max_rows`, those with the least ids are left out. Raises as rows_in."""
     from trireme_shared.tables.hashing import slots_of  # noqa: PLC0415  only where there are tables
-    from trireme_shared.tables.table import RowsOfIds  # noqa: PLC0415  loads numba
-    from trireme_shared.tables.updates import first_state, sums_of_values  # noqa: PLC0415
+    from trireme_shared.tables.table import RowsOfIds, first_state, sums_of_values  # noqa: PLC0415  loads numba
 
     optimizer, dim = table.spec.optimizer, table.spec.dim
     has_own_sums = start.state is not None and start.optimizer == optimizer.model_dump(mode="json")

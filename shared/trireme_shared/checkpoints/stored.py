@@ -21,9 +21,9 @@ from trireme_shared.platform.runtime import ids
 from trireme_shared.platform.storage import files, tensor_file
 from trireme_shared.protocol.errors import BadFrame, CheckpointUnusable, InvalidArgument
 from trireme_shared.protocol.records import JobSpec, SlotMap, TaskMeta
+from trireme_shared.protocol.records.assignments import slot_of
 from trireme_shared.protocol.records.checkpoints import CheckpointPart, CheckpointRef, Manifest, PartLink
 from trireme_shared.protocol.records.layout import ELEMENT_BYTES, Layout
-from trireme_shared.protocol.slots import slot_of
 
 MAX_MANIFEST_BYTES = 64 << 20
 _DEFINITE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)  # trying again does not help

@@ -1,6 +1,6 @@
 """Embedding tables in the parts of checkpoints: what a part holds of them, and their rows read back, some slots at a time.
 
-table.<name>.<first slot>   int64 (n, words): the rows of some slots, see trireme_shared.tables.saving.snapshot.to_records
+table.<name>.<first slot>   int64 (n, words): the rows of some slots, see trireme_shared.tables.snapshot.to_records
 table.<name>.sketch         int64 (n, 1 + words): slots, and their counts of ids without a row, of tables with admit_after
 metadata `tables`           JSON: updates of each table
 
@@ -31,7 +31,7 @@ from trireme_shared.protocol.records.layout import TableSpec
 
 if TYPE_CHECKING:
     from trireme_shared.tables.hashing import Ids
-    from trireme_shared.tables.saving.snapshot import SlotGroup, TableSnapshot  # loads numba
+    from trireme_shared.tables.snapshot import SlotGroup, TableSnapshot  # loads numba
     from trireme_shared.tables.table import RowsOfIds  # loads numba
 
 Records = npt.NDArray[np.int64]
@@ -56,7 +56,7 @@ def tensors_of(snapshot: Snapshot, *, finite: bool) -> Iterator[tuple[Entry, mem
     tables = tables_of(snapshot)
     if not tables:
         return
-    from trireme_shared.tables.saving.snapshot import record_words  # noqa: PLC0415  only where there are tables: it loads numba
+    from trireme_shared.tables.snapshot import record_words  # noqa: PLC0415  only where there are tables: it loads numba
 
     def rows(table: TableSnapshot, group: SlotGroup, place: memoryview | None) -> memoryview:
         records, are_finite = table.records(group, place)
@@ -162,8 +162,7 @@ def _read_chain(
     gone: Callable[[Ids], None],
 ) -> int:
     """A part and the last `links` parts that it builds on. `gone`: called with ids that have no row any more."""
-    from trireme_shared.tables.saving.chain import Chain  # noqa: PLC0415  only where there are tables: it loads numba
-    from trireme_shared.tables.saving.snapshot import from_records, record_words  # noqa: PLC0415
+    from trireme_shared.tables.snapshot import Chain, from_records, record_words  # noqa: PLC0415  only where there are tables: it loads numba
     from trireme_shared.tables.table import living  # noqa: PLC0415
 
     words, chain = record_words(spec.row_words), Chain()

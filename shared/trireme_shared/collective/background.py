@@ -24,7 +24,7 @@ from trireme_shared.platform.etcd import Etcd, LeaseLost, Put
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership.etcd_access import EtcdAccess
 from trireme_shared.platform.membership.own_key import OwnKey
-from trireme_shared.platform.runtime import clock, ids, network, telemetry
+from trireme_shared.platform.runtime import clock, http, ids, telemetry
 from trireme_shared.protocol.errors import InvalidArgument, PeerError, TriremeError, leaves
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records.members import CommunicatorMember
@@ -174,7 +174,7 @@ class Background:
             host=socket.gethostname(),
             pid=os.getpid(),
             address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
-            network=network.own_network(),
+            network=http.own_network(),
         )
         self.own = OwnKey(etcd, record)
         self.mirror = Mirror(etcd, self.keys.collective)

@@ -23,7 +23,7 @@ from trireme_shared.collective.session import STATE, Line, Progress, Result, Ses
 from trireme_shared.platform.etcd import Compare, Etcd, OutcomeUnknown, Put
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership.own_key import OwnKey
-from trireme_shared.platform.runtime import network, telemetry
+from trireme_shared.platform.runtime import http, telemetry
 from trireme_shared.protocol.errors import NotReady
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records.members import CommunicatorMember
@@ -64,7 +64,7 @@ class Entering:
         rank, size = epoch.members.index(self._me), len(epoch.members)
         device = await self._aside(number, lambda: Device(self._settings.host)) if size > 1 else None
         listener = device.address if device is not None else None
-        statement = self._progress.state(self._settings.manifest(size), listener, network.own_network())
+        statement = self._progress.state(self._settings.manifest(size), listener, http.own_network())
         await self.put(number, f"statements/{rank}", statement.to_bytes())
         statements = await self._statements(number, size)
         check_fit(statements)

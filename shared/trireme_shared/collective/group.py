@@ -32,7 +32,6 @@ CUT_S = 0.3  # so long an operation may take to notice that its connections were
 GROUP_PARTS = ("group", "store")
 CHUNK_BYTES = 4 << 20  # several operations under way at once are faster than one large
 CONNECTS = 5  # so many times its time limit Gloo waits for a connection
-NCCL_NONBLOCKING = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 
 GLOO: Any = c10d.ProcessGroupGloo  # what is used of it is not typed
 _devices = threading.Lock()

@@ -21,7 +21,7 @@ from trireme_shared.collective.records import Epoch, EpochMember, LeftOut, Mirro
 from trireme_shared.platform.etcd import Delete, Etcd, LeaseLost, Put
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership.own_key import OwnKey
-from trireme_shared.platform.runtime import clock, ids, network, telemetry
+from trireme_shared.platform.runtime import clock, http, ids, telemetry
 from trireme_shared.protocol.errors import PeerError
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records.members import CommunicatorMember
@@ -94,7 +94,7 @@ async def lifeline(host: str, incarnation: str) -> AsyncIterator[int]:
 async def until_dead(member: CommunicatorMember) -> None:
     """Returns when that process is proved dead, else never: cancel it."""
     host, _, port = member.address.rpartition(":")
-    proves = network.tells(f"tcp://{member.address}", member.network, network.own_network())
+    proves = http.tells(f"tcp://{member.address}", member.network, http.own_network())
     short = 0  # connections in a row that ended soon
     while True:
         try:

@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from trireme_shared.collective.group import Group
-from trireme_shared.collective.packing import Buffers
 from trireme_shared.collective.records import Done, EpochMember, Statement
 from trireme_shared.platform.runtime import clock
 
 STATE = "state"  # the kind of the broadcast that gives new members the group's model
 NOTHING = Done(number=0, epoch=0)  # of a process that was in no epoch yet
+
+
+class Buffers:
+    """Flat buffers that are used again, so that the kernel need not give memory each time. Used by one thread at a time."""
+
+    def __init__(self, kept: int = 2) -> None:
+        self._free: dict[tuple[torch.dtype, int, str], list[torch.Tensor]] = {}
+        self._kept = kept
+
+    def take(self, dtype: torch.dtype, size: int, device: torch.device) -> torch.Tensor:
+        free = self._free.get((dtype, size, str(device)))
+        return free.pop() if free else torch.empty(size, dtype=dtype, device=device)
+
+    def give(self, flats: Sequence[torch.Tensor]) -> None:
+        """Sizes that were not used lately are forgotten."""
+        for flat in flats:
+            key = (flat.dtype, flat.numel(), str(flat.device))
+            free = self._free.pop(key, [])
+            if len(free) < self._kept:
+                free.append(flat)
+            self._free[key] = free
+        while len(self._free) > 8:
+            self._free.pop(next(iter(self._free)))
 
 
 @dataclass(slots=True)

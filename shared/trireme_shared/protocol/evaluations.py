@@ -11,10 +11,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trireme_shared.protocol.criteria import Criterion
 from trireme_shared.protocol.errors import Gone, InvalidArgument
 from trireme_shared.protocol.records.checkpoints import CheckpointRef
-from trireme_shared.protocol.records.job_spec import JobSpec, Mode, StopEarly
+from trireme_shared.protocol.records.job_choices import Criterion, Mode, StopEarly
+from trireme_shared.protocol.records.job_spec import JobSpec
 from trireme_shared.protocol.records.record import Record
 from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.protocol.records.tasks import BestEvaluation

@@ -9,9 +9,9 @@ from pydantic import ConfigDict, Field
 from trireme_shared.protocol.evaluations import Evaluation
 from trireme_shared.protocol.events import EventRecord
 from trireme_shared.protocol.records import JobResult, JobSpec, Mode, Record, Stage, TaskKind, UserFailure
-from trireme_shared.protocol.records.job_spec import MAX_MEMBERS
+from trireme_shared.protocol.records.job import Losses
+from trireme_shared.protocol.records.job_choices import MAX_MEMBERS
 from trireme_shared.protocol.records.operations import Operation, OperationState, Resize, Strategy
-from trireme_shared.protocol.records.pauses import Losses
 
 
 class Empty(Record):

@@ -7,14 +7,9 @@ from typing import ClassVar, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from trireme_shared.protocol.records import Mode, Record
-from trireme_shared.protocol.records.cluster import (
-    Kind,
-    Scheduling,
-    Source,
-    Standing,
-    TaskState,
-)
-from trireme_shared.protocol.records.job_spec import JOB_NAME, JobSettings
+from trireme_shared.protocol.records.cluster import Kind, Scheduling, Source, Standing, TaskState
+from trireme_shared.protocol.records.job_choices import JOB_NAME
+from trireme_shared.protocol.records.job_spec import JobSettings
 from trireme_shared.protocol.rest import JobProgress
 
 

@@ -19,8 +19,8 @@ from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.errors import BadFrame, LayoutMismatch, NotReady, StaleGeneration, StepTorn, WrongOwner
+from trireme_shared.protocol.records.job import Torn
 from trireme_shared.protocol.records.layout import ELEMENT_BYTES, ROWS, Layout
-from trireme_shared.protocol.records.pauses import Torn
 from trireme_shared.protocol.wire.messages import (
     PROTOCOL_VERSION,
     MessageHeader,

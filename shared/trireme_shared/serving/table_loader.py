@@ -20,7 +20,7 @@ from trireme_shared.tables.hashing import owned_slots, slots_of
 
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.rows import TableRows
-    from trireme_shared.tables.saving.chain import Chain
+    from trireme_shared.tables.snapshot import Chain
     from trireme_shared.tables.table import RowsOfIds, Table  # loads numba
 
 
@@ -62,7 +62,7 @@ class TableLoader:
     def load(self, storage_url: str, part: CheckpointPart, other: Sink) -> Summary:
         """The rows of a part and of those that it builds on, as old here as they were there; `other` names the memory for its tensors that are of no table.
         What the part tells of itself. Raises CheckpointUnusable: the tables must not be used; OSError."""
-        from trireme_shared.tables.saving.chain import Chain  # noqa: PLC0415  loads numba
+        from trireme_shared.tables.snapshot import Chain  # noqa: PLC0415  loads numba
 
         chains = {name: Chain() for name in self._tables}
         newer: dict[str, dict[int, list[RowsOfIds]]] = {name: {} for name in self._tables}
@@ -91,7 +91,7 @@ class TableLoader:
         return records.data.cast("B")
 
     def _words(self, table: str, what: str) -> int | None:
-        from trireme_shared.tables.saving.snapshot import record_words  # noqa: PLC0415  loads numba
+        from trireme_shared.tables.snapshot import record_words  # noqa: PLC0415  loads numba
 
         found = self._tables.get(table)
         if found is None:
@@ -157,7 +157,7 @@ class TableLoader:
         self._read.clear()
 
     def _mine(self, table: Table, records: Records) -> RowsOfIds:
-        from trireme_shared.tables.saving.snapshot import from_records  # noqa: PLC0415  loads numba
+        from trireme_shared.tables.snapshot import from_records  # noqa: PLC0415  loads numba
 
         rows = from_records(records, table.width, self._older_by)
         return rows.where(self._own[slots_of(rows.ids, table.spec.seed, table.slot_count)])

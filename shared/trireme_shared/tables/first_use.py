@@ -10,8 +10,8 @@ import numpy as np
 from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
 from trireme_shared.tables.kernels import rows as row_loops
 from trireme_shared.tables.lanes import LaneRows, mean_over_lanes, sums_of_ids
-from trireme_shared.tables.saving.snapshot import TableSnapshot, new_lock
 from trireme_shared.tables.sharded import ShardedTable
+from trireme_shared.tables.snapshot import TableSnapshot, new_lock
 from trireme_shared.tables.table import Table
 
 SLOTS, IDS, DIM, STEPS = 4, 64, 4, 12

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from trireme_shared.tables.grouping import Grouped, grouped
-from trireme_shared.tables.kernels import sums as sum_loops
-from trireme_shared.tables.memory import Floats, Numbers
-from trireme_shared.tables.turns import portions, rows_at_once
+from trireme_shared.tables.kernels import rows as row_loops
+from trireme_shared.tables.memory import Floats, Numbers, portions, rows_at_once
 
 NO_IDS = np.empty(0, np.int64)
 MERGED_AT_ONCE = 1 << 18  # ids: about a millisecond
@@ -40,7 +39,7 @@ def sums_of_ids(ids: Numbers, gradients: Floats) -> tuple[Numbers, Floats]:
 def sums_of(occurrences: Grouped, gradients: Floats) -> Floats:
     """The sums of the gradients of each id: float32 (k, dim). `gradients`: of each occurrence, float32 (n, dim), contiguous."""
     sums = np.empty((len(occurrences.ids), gradients.shape[1]), np.float32)
-    sum_loops.segment_sums(occurrences.order, occurrences.starts, gradients, sums)
+    row_loops.segment_sums(occurrences.order, occurrences.starts, gradients, sums)
     return sums
 
 
@@ -71,8 +70,8 @@ def means_over_lanes(lanes: Sequence[LaneRows], dim: int) -> Generator[None, Non
         places = np.empty(len(some), np.int64)
         for number, lane in enumerate(lanes):
             own = lane.ids if lane.count else NO_IDS
-            firsts[number] = sum_loops.places_among(own, firsts[number], some, places)
-            waiting = sum_loops.add_into_tree(places, lane.gradients, lane.count, waiting, nodes, counts)
+            firsts[number] = row_loops.places_among(own, firsts[number], some, places)
+            waiting = row_loops.add_into_tree(places, lane.gradients, lane.count, waiting, nodes, counts)
         mean[portion] = nodes[depth - 1]
         yield
     return ids, mean
@@ -99,7 +98,7 @@ def _merged(sides: list[Numbers]) -> Generator[None, None, Numbers]:
         for left, right in pairs:
             out, at = np.empty(len(left) + len(right), np.int64), (0, 0, 0)
             while at[:2] != (len(left), len(right)):
-                at = sum_loops.merge(left, right, *at[:2], out, at[2], MERGED_AT_ONCE)
+                at = row_loops.merge(left, right, *at[:2], out, at[2], MERGED_AT_ONCE)
                 yield
             sides.append(out[: at[2]])
         sides += last

@@ -3,7 +3,7 @@
     all rows of a slot --now and then--> queue of its oldest --one after the other--> gone
 
 A row of the queue that was changed since stays: its stamp is another. All others are newer than those in the queue, so which rows leave does not depend
-on when queues were made.
+on when queues were made. RemovedIds tells for a while which ids have left, so that a delta can name them.
 """
 
 from __future__ import annotations
@@ -136,3 +136,47 @@ def _least(stamps: np.ndarray, ids: Numbers, count: int) -> Numbers:
     else:
         chosen = np.arange(len(ids))
     return chosen[np.lexsort((ids[chosen], stamps[chosen]))]
+
+
+LEAST_KEPT = 1 << 16  # ids, whatever the size of the table
+
+
+class RemovedIds:
+    """Which ids have left a table lately; bounded: then it is not known. The table begins at `version`."""
+
+    def __init__(self, version: int) -> None:
+        self._floor = version
+        self._log: list[tuple[int, Numbers]] = []
+        self.count = 0
+
+    def __repr__(self) -> str:
+        return f"<RemovedIds: {self.count} since version {self._floor}>"
+
+    def add(self, version: int, ids: Numbers, rows: int) -> None:
+        """They left in the step to `version`. `rows`: of the table. More than a quarter of it are not kept: a delta would be no smaller."""
+        self._log.append((version, ids))
+        self.count += len(ids)
+        if self.count > max(LEAST_KEPT, rows // 4):
+            self.lose(version)
+
+    def lose(self, version: int) -> None:
+        """Rows came or went otherwise by `version`: what has changed since then or before is not known."""
+        self._floor, self._log, self.count = version + 1, [], 0
+
+    def since(self, version: int) -> Numbers | None:
+        """int64 (n,), ascending: those that have left since `version`; some may have come back. None: not known."""
+        if version < self._floor:
+            return None
+        found = [ids for left, ids in self._log if left >= version]
+        return np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
+
+    def forget(self, version: int) -> None:
+        """Nobody will ask for versions before it."""
+        self._floor = max(self._floor, version)
+        self._log = [entry for entry in self._log if entry[0] >= version]
+        self.count = sum(len(ids) for _, ids in self._log)
+
+    def copy(self) -> RemovedIds:
+        found = RemovedIds(self._floor)
+        found._log, found.count = list(self._log), self.count
+        return found

@@ -15,7 +15,7 @@ import torch
 
 from trireme_shared.blocks.buffers import DTYPES, cast_into
 from trireme_shared.protocol.errors import BadFrame
-from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.job_choices import Narrow
 from trireme_shared.tables.hashing import Ids
 
 MOST_BYTES = 256 << 20  # of one payload

@@ -20,9 +20,8 @@ from trireme_shared.protocol.records.layout import TableSpec
 from trireme_shared.tables.hashing import slots_of
 from trireme_shared.tables.kernels import cells as cell_loops
 from trireme_shared.tables.kernels import parts
-from trireme_shared.tables.memory import HASHES, Floats, Numbers, Words, places_of, with_places
+from trireme_shared.tables.memory import HASHES, Floats, Numbers, Words, places_of, portions, rows_at_once, with_places
 from trireme_shared.tables.table import Flags, RowsOfIds, Table, chosen_by_slot, joined
-from trireme_shared.tables.turns import portions, rows_at_once
 
 
 @dataclass(slots=True)

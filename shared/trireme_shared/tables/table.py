@@ -3,11 +3,13 @@
     version v --step(ids, gradients)--> version v + 1: rows of these ids are stepped; those that lack one get it (admission), others
     leave (`max_rows`, `evict_after_steps`); `before` keeps what they all were, so version v can still be read
 
-An id without a row reads as its initial value, a pure function of (seed, id). All that decides is the order of versions and ids.
+An id without a row reads as its initial value, a pure function of (seed, id). All that decides is the order of versions and ids. The
+scalars of a step are rounded to float32 as torch rounds a Python number that meets a float32 tensor.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,19 +19,29 @@ import numpy.typing as npt
 import torch
 
 from trireme_shared.protocol.errors import InvalidArgument
-from trireme_shared.protocol.records.layout import TableSpec
-from trireme_shared.tables.first_touch import soon_touched
+from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
 from trireme_shared.tables.grouping import Pieces
 from trireme_shared.tables.hashing import slots_of
 from trireme_shared.tables.kernels import cells as cell_loops
 from trireme_shared.tables.kernels import parts
 from trireme_shared.tables.kernels import rows as row_loops
-from trireme_shared.tables.leaving import Counts, Oldest, forget_counts, shared_out, swept, without_room
-from trireme_shared.tables.memory import HASHES, Cells, Floats, Numbers, Rows, Words, places_of, with_places
+from trireme_shared.tables.leaving import Counts, Oldest, RemovedIds, forget_counts, shared_out, swept, without_room
+from trireme_shared.tables.memory import (
+    COUNTED_AT_ONCE,
+    HASHES,
+    TOLD_AT_ONCE,
+    Cells,
+    Floats,
+    Numbers,
+    Rows,
+    Words,
+    places_of,
+    portions,
+    rows_at_once,
+    soon_touched,
+    with_places,
+)
 from trireme_shared.tables.needs import SKETCH_CELLS, SKETCH_DEPTH
-from trireme_shared.tables.removed import RemovedIds
-from trireme_shared.tables.turns import COUNTED_AT_ONCE, TOLD_AT_ONCE, portions, rows_at_once
-from trireme_shared.tables.updates import INITS, first_state, init_scale, initial_values, kind_of, scalars_of
 
 Flags = npt.NDArray[np.bool_]
 
@@ -101,7 +113,7 @@ def by_slot(rows: RowsOfIds, seed: int, slot_count: int, together: int = 1) -> I
 
 class Table:
     """`version`: steps made. `updates`: steps that had data (Adam counts them). Not for several threads at once. Each of `leaving` is called with rows
-    that a step has changed or removed, as they were (see saving/snapshot.py). Raises InvalidArgument for a `max_rows` below `slot_count`."""
+    that a step has changed or removed, as they were (see snapshot.py). Raises InvalidArgument for a `max_rows` below `slot_count`."""
 
     def __init__(self, spec: TableSpec, slot_count: int, version: int = 0) -> None:
         if spec.max_rows is not None and spec.max_rows < slot_count:
@@ -398,3 +410,70 @@ class Table:
             self._cells.replace(slot, mine.ids, words)
             if self._oldest is not None:
                 self._oldest.forget(slot)
+
+
+# ---------------------------------------------------------------- the scalars of one step
+
+INITS = {"constant": row_loops.CONSTANT, "uniform": row_loops.UNIFORM, "normal": row_loops.NORMAL}
+
+
+def kind_of(optimizer: RowOptimizer) -> int:
+    """Of row_loops.update."""
+    match optimizer.kind:
+        case "sgd":
+            return row_loops.SGD
+        case "adagrad":
+            return row_loops.ADAGRAD_ROW if optimizer.per_row else row_loops.ADAGRAD
+        case "adam":
+            return row_loops.ADAM
+        case "ftrl":
+            return row_loops.FTRL
+
+
+def scalars_of(optimizer: RowOptimizer, step: int, dim: int, lr: float) -> npt.NDArray[np.float32]:
+    """For row_loops.update; `step`: of the table, counted from 1."""
+    match optimizer.kind:
+        case "sgd":
+            found = [-lr]
+        case "adagrad":
+            found = [-lr, optimizer.eps, 1.0 / dim]
+        case "adam":
+            first, second = optimizer.betas
+            size = lr * math.sqrt(1 - second**step) / (1 - first**step)
+            found = [-size, optimizer.eps, 1 - first, 1 - second]
+        case "ftrl":  # a row is computed from sums that were made at the table's own rate, so another rate scales the gradient's effect
+            rate = 1.0 / optimizer.lr
+            found = [lr / optimizer.lr, optimizer.l1, optimizer.l2, optimizer.beta * rate, rate]
+    return np.array(found + [0.0] * (8 - len(found)), np.float32)
+
+
+def first_state(optimizer: RowOptimizer, dim: int) -> npt.NDArray[np.float32]:
+    """The state of a row that appears: float32 (optimizer.state_words(dim),). `initial_accumulator_value` fills sums of squares alone."""
+    state = np.zeros(optimizer.state_words(dim), np.float32)
+    match optimizer.kind:
+        case "adagrad":
+            state[:] = optimizer.initial_accumulator_value
+        case "ftrl":
+            state[dim:] = optimizer.initial_accumulator_value
+    return state
+
+
+def sums_of_values(optimizer: RowOptimizer, rows: npt.NDArray[np.float32], dim: int) -> None:
+    """In place: rows (float32 (n, dim + words of state)) of `ftrl` get the sums that their values follow from, at this learning rate, l1, l2 and beta.
+    Without them the first step would compute each row from sums that know nothing of its values."""
+    values, sums, squares = (rows[:, first : first + dim].astype(np.float64) for first in (0, dim, 2 * dim))
+    strength = (optimizer.beta + np.sqrt(squares)) / optimizer.lr + optimizer.l2
+    held = np.clip(sums, -optimizer.l1, optimizer.l1)  # these keep a value at 0
+    rows[:, dim : 2 * dim] = np.where(values == 0, held, -values * strength - np.sign(values) * optimizer.l1)
+
+
+def init_scale(init: RowInit) -> np.float32:
+    """For row_loops.initial_values: what its numbers are multiplied by."""
+    return np.float32(init.scale / row_loops.NORMAL_DEVIATION if init.kind == "normal" else init.scale)
+
+
+def initial_values(spec: TableSpec, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Of ids without a row: float32 (n, dim)."""
+    found = np.empty((len(ids), spec.dim), np.float32)
+    row_loops.initial_values(np.uint64(spec.seed), ids, INITS[spec.init.kind], init_scale(spec.init), found)
+    return found

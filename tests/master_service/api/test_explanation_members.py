@@ -23,7 +23,7 @@ from trireme_shared.protocol.records import (
     Phase,
     TrainerMember,
 )
-from trireme_shared.protocol.records.pauses import Paused
+from trireme_shared.protocol.records.job import Paused
 from trireme_shared.protocol.records.tasks import TaskProgress
 
 

@@ -18,7 +18,7 @@ from tests.master_service.api.requests_by_key import WANTED, World, post
 from trainer_agent.process import COUNTERS as OF_TRAINERS
 from trireme.pool.host_status import HostMetrics
 from trireme_shared.protocol.records.cluster import PoolMember
-from trireme_shared.protocol.records.pauses import Losses
+from trireme_shared.protocol.records.job import Losses
 from trireme_shared.serving.core.calls import Counters
 from trireme_shared.serving.data_plane.server import COUNTERS, Collector
 from trireme_shared.serving.pserver import Pserver

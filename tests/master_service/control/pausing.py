@@ -11,7 +11,7 @@ from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, spec_of
 from trireme_shared.protocol.records import JobState, Phase, PserverMember, TrainerMember
 from trireme_shared.protocol.records.checkpoints import CheckpointCut
-from trireme_shared.protocol.records.pauses import Paused
+from trireme_shared.protocol.records.job import Paused
 
 
 def spec(**values: Any) -> Any:

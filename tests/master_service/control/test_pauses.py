@@ -15,10 +15,10 @@ from tests.master_service.control.restoring import LAYOUT, checkpoint
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.errors import CheckpointUnusable
 from trireme_shared.protocol.records import Mode, Phase, Restored, SlotMap, TaskMeta
+from trireme_shared.protocol.records.assignments import spread
 from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest
+from trireme_shared.protocol.records.job import Losses
 from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, Segment, TableSpec
-from trireme_shared.protocol.records.pauses import Losses
-from trireme_shared.protocol.slots import spread
 
 
 def test_a_pause_waits_for_all_trainers_then_for_all_copies_and_is_confirmed() -> None:

@@ -12,7 +12,8 @@ from master_service.core.decisions.scheduling.schedule import Schedule, schedule
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place, PutAssignment, PutJob
 from tests.master_service.cluster import spec_of
 from trireme_shared.protocol.records.cluster import Assignment, ClusterJob, Kind, PoolMember, Scheduling, Standing
-from trireme_shared.protocol.records.job_spec import JobSpec, Mode
+from trireme_shared.protocol.records.job_choices import Mode
+from trireme_shared.protocol.records.job_spec import JobSpec
 
 WALL = 1_800_000_000.0
 SCHEDULING = set(Scheduling.model_fields)

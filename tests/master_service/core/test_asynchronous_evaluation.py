@@ -27,7 +27,7 @@ from trireme_shared.protocol.records import (
 )
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef
 from trireme_shared.protocol.records.datasets import TextLines
-from trireme_shared.protocol.records.pauses import Saving
+from trireme_shared.protocol.records.job import Saving
 
 DATASET = TextLines("a.txt")
 SETTINGS = {

@@ -29,7 +29,7 @@ from trireme_shared.protocol.records import (
     TrainerList,
     TrainerMember,
 )
-from trireme_shared.protocol.records.pauses import Torn
+from trireme_shared.protocol.records.job import Torn
 
 SPEC = spec_of(mode=Mode.SYNC, strategy=Strategy.COLLECTIVE, lanes=4, pservers=0, trainers=3)
 WAITING = JobState(phase=Phase.WAITING)

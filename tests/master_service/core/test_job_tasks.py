@@ -30,7 +30,7 @@ from trireme_shared.protocol.errors import Conflict
 from trireme_shared.protocol.explanations import Code
 from trireme_shared.protocol.records import JobState
 from trireme_shared.protocol.records.cluster import ClusterJob, Standing, TaskRun, TaskState
-from trireme_shared.protocol.records.job_spec import JobTask, Mode
+from trireme_shared.protocol.records.job_choices import JobTask, Mode
 
 T0 = ("trainer", "t0")
 

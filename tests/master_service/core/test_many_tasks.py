@@ -14,7 +14,7 @@ from master_service.core.queue.open_tasks import RequeuedTasks
 from master_service.core.state.job import Job
 from tests.master_service.cluster import spec_of
 from trireme_shared.protocol.records import AcquireTask, DiscardedTask, PendingTask, RequeuedTask
-from trireme_shared.protocol.records.pauses import Losses
+from trireme_shared.protocol.records.job import Losses
 
 MANY = 10**9
 EPOCHS = 4

@@ -7,7 +7,7 @@ import pytest
 from master_service.core.state import phases
 from master_service.core.state.phases import TRANSITIONS, PhaseEvent, after
 from trireme_shared.protocol.records import FailureCause, JobResult, JobState, Phase, Stage
-from trireme_shared.protocol.records.pauses import Saving
+from trireme_shared.protocol.records.job import Saving
 
 MAKERS = {
     PhaseEvent.REGROUP: lambda state: phases.regrouped(state, "why"),

@@ -15,7 +15,7 @@ from tests.master_service.cluster import spec_of
 from tests.master_service.core.members import pservers, trainers, whole
 from trireme_shared.protocol.errors import Conflict, InvalidArgument, TriremeError
 from trireme_shared.protocol.records import Dispatch, JobSpec, JobState, Mode, Phase, SlotMap, TrainerList
-from trireme_shared.protocol.records.assignments import GivenNumbers, Handed, Migration
+from trireme_shared.protocol.records.assignments import GivenNumbers, Handed, Migration, spread
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef
 from trireme_shared.protocol.records.layout import Layout, OptimizerSpec, RowInit, RowOptimizer, Segment, TableSpec
 from trireme_shared.protocol.records.operations import (
@@ -26,7 +26,6 @@ from trireme_shared.protocol.records.operations import (
     ResizePhase,
     Strategy,
 )
-from trireme_shared.protocol.slots import spread
 
 ADAM = OptimizerSpec(name="Adam", defaults={"lr": 0.1}, groups=({"lr": 0.1},))
 BLOCKS = 16

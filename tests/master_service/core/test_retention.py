@@ -10,7 +10,7 @@ from tests.master_service.cluster import spec_of
 from tests.master_service.core.cluster_jobs import WALL, active, job_of, state_of
 from trireme_shared.protocol.errors import Conflict, InvalidArgument
 from trireme_shared.protocol.records.cluster import Standing
-from trireme_shared.protocol.records.job_spec import Mode
+from trireme_shared.protocol.records.job_choices import Mode
 from trireme_shared.protocol.times import rfc3339
 
 

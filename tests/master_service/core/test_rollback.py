@@ -45,9 +45,9 @@ from trireme_shared.protocol.records import (
     TrainerList,
     UserFailure,
 )
+from trireme_shared.protocol.records.assignments import spread
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef
 from trireme_shared.protocol.records.step import LanePosition
-from trireme_shared.protocol.slots import spread
 
 NO = UserFailure(error_type="ValueError", message="no")
 NEWEST = CheckpointRef(uuid="newest", step=40, timeline=0, manifest="m")

@@ -21,7 +21,7 @@ from tests.master_service.core.cluster_jobs import (
     step,
 )
 from trireme_shared.protocol.records.cluster import ClusterJob, Standing
-from trireme_shared.protocol.records.job_spec import Mode, Strategy
+from trireme_shared.protocol.records.job_choices import Mode, Strategy
 
 
 def sync(name: str, lanes: int, **fields) -> ClusterJob:

@@ -10,7 +10,7 @@ from tests.master_service.cluster import spec_of
 from tests.master_service.core.cluster_jobs import active, deleted, job_of, state_of
 from trireme_shared.protocol.errors import Conflict, InvalidArgument, NotFound
 from trireme_shared.protocol.records.cluster import RESERVED, ClusterJob, Source, Standing
-from trireme_shared.protocol.records.job_spec import Mode
+from trireme_shared.protocol.records.job_choices import Mode
 
 STAMP = "2027-01-15T08:00:00.000+00:00"
 ENDS = (Standing.COMPLETED, Standing.FAILED, Standing.CANCELLED)

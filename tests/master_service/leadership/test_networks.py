@@ -12,7 +12,7 @@ from master_service.leadership.master import Master
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, leading, running, spec_of
-from trireme_shared.platform.runtime.network import own_network, tells
+from trireme_shared.platform.runtime.http import own_network, tells
 from trireme_shared.protocol.errors import NotLeader
 from trireme_shared.protocol.records import TrainerMember
 

@@ -18,7 +18,7 @@ from master_service.trackers.assignment import Assignment, News
 from master_service.trackers.follower import Follower
 from tests.equipment.replaced import replaced
 from tests.equipment.stored_series import store
-from trireme_shared.protocol.trackers import Tracker as Wanted
+from trireme_shared.protocol.records.job_choices import Tracker as Wanted
 
 LIMIT_S = 20.0
 RESULT = {"phase": "COMPLETED"}

@@ -17,7 +17,7 @@ from master_service.trackers.made import check, make
 from master_service.trackers.tracker import Point, Run, Tracker
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument
-from trireme_shared.protocol.trackers import Tracker as Wanted
+from trireme_shared.protocol.records.job_choices import Tracker as Wanted
 
 STEPS = 12
 RESULT = {"phase": "COMPLETED", "reason": "done", "metrics": {"mse": 0.5}}

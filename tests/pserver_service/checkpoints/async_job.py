@@ -11,7 +11,7 @@ from trireme_shared.checkpoints import stored
 from trireme_shared.platform.etcd import Delete, Put
 from trireme_shared.protocol.records import Mode, Phase, TaskMeta
 from trireme_shared.protocol.records.checkpoints import CheckpointCut
-from trireme_shared.protocol.records.pauses import Saving
+from trireme_shared.protocol.records.job import Saving
 from trireme_shared.protocol.records.step import LaneZero
 from trireme_shared.protocol.wire.messages import InitBlock, PushBlock, PushHeader
 

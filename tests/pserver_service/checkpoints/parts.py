@@ -14,10 +14,10 @@ from trireme_shared.checkpoints.schedule import Schedule
 from trireme_shared.platform.etcd import Put
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Mode, SlotMap, TaskMeta, TrainerList
+from trireme_shared.protocol.records.assignments import slot_of, spread
 from trireme_shared.protocol.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
 from trireme_shared.protocol.records.layout import Layout, OptimizerSpec, Segment
 from trireme_shared.protocol.records.step import LanePosition, LaneZero, StepRecord
-from trireme_shared.protocol.slots import slot_of, spread
 from trireme_shared.protocol.wire.messages import InitHeader, PushBlock, PushHeader
 from trireme_shared.serving.core.ledger import AsyncSnapshot
 from trireme_shared.serving.core.store import Store

@@ -15,7 +15,7 @@ from trireme_shared.serving.core.store import Store
 from trireme_shared.tables.hashing import owned_slots, slots_of
 from trireme_shared.tables.lanes import LaneRows, mean_over_lanes
 from trireme_shared.tables.payload import joined as payload_of
-from trireme_shared.tables.saving.snapshot import to_records
+from trireme_shared.tables.snapshot import to_records
 from trireme_shared.tables.table import Table, joined
 
 INIT = RowInit(kind="uniform", scale=0.1)

@@ -26,7 +26,7 @@ from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.errors import NotReady
 from trireme_shared.protocol.records import JobState, Mode, Phase, PserverMember
 from trireme_shared.protocol.records.checkpoints import OwnCheckpoints
-from trireme_shared.protocol.records.pauses import Saving
+from trireme_shared.protocol.records.job import Saving
 from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.protocol.wire.messages import Verdict
 from trireme_shared.serving.core.ledger import Ledger

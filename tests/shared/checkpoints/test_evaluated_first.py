@@ -15,9 +15,9 @@ from trireme_shared.checkpoints.saving_context import PendingCheckpoint
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Mode, SlotMap
+from trireme_shared.protocol.records.assignments import spread
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointStarted
 from trireme_shared.protocol.records.step import StepRecord
-from trireme_shared.protocol.slots import spread
 
 LIMIT_S = 100.0
 LAYOUT = layout_of()

@@ -9,9 +9,17 @@ import pytest
 import torch
 
 from tests.shared.collective.groups import Groups
-from trireme_shared.collective.operations import AllReduce, Broadcast, Moment, difference, tree
-from trireme_shared.collective.packing import Buffers, put_together, take_apart
+from trireme_shared.collective.operations import (
+    AllReduce,
+    Broadcast,
+    Moment,
+    difference,
+    put_together,
+    take_apart,
+    tree,
+)
 from trireme_shared.collective.records import Done
+from trireme_shared.collective.session import Buffers
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.lanes import combine
 

@@ -12,8 +12,15 @@ import torch
 
 import trireme
 from trireme_shared.protocol.errors import InvalidArgument
-from trireme_shared.protocol.logged_metrics import Logged, add, collected, loss_in, metrics_beside
-from trireme_shared.protocol.metric_names import MOST_NAMES, rate_names
+from trireme_shared.protocol.metrics import (
+    MOST_NAMES,
+    Logged,
+    add,
+    collected,
+    loss_in,
+    metrics_beside,
+    rate_names,
+)
 
 
 def test_values_of_a_name_come_together_and_only_while_somebody_collects() -> None:

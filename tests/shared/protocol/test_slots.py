@@ -7,8 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trireme_shared.protocol.records.assignments import blocks_in, rebalanced, slot_of, spread
 from trireme_shared.protocol.records.layout import ELEMENT_BYTES, Layout, OptimizerSpec, Segment
-from trireme_shared.protocol.slots import blocks_in, rebalanced, slot_of, spread
 
 OPTIMIZER = OptimizerSpec(name="SGD", defaults={"lr": 0.1}, groups=({"lr": 0.1},))
 

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from trireme.validation import field_problems
 from trireme_shared.protocol.records import JobSpec
-from trireme_shared.protocol.trackers import Tracker
+from trireme_shared.protocol.records.job_choices import Tracker
 
 SPEC = {"job": "a", "script": "/s.py", "storage": "/x", "dataset": {"kind": "text_lines", "urls": ["x"]}}
 

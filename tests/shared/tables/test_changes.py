@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from tests.shared.tables.test_snapshot import SLOTS, contents, copy_of, step, table_of
 from tests.shared.tables.test_table import EXACT, spec_of
-from trireme_shared.tables.removed import LEAST_KEPT, RemovedIds
-from trireme_shared.tables.saving.chain import Chain
-from trireme_shared.tables.saving.overwritten import TOGETHER
-from trireme_shared.tables.saving.snapshot import SlotGroup, TableSnapshot, new_lock
+from trireme_shared.tables.leaving import LEAST_KEPT, RemovedIds
 from trireme_shared.tables.sharded import ShardedTable
+from trireme_shared.tables.snapshot import TOGETHER, Chain, SlotGroup, TableSnapshot, new_lock
 from trireme_shared.tables.table import RowsOfIds, Table, joined, living
 
 

@@ -13,12 +13,19 @@ import pytest
 
 from tests.equipment.replaced import replaced
 from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
-from trireme_shared.tables import first_touch
-from trireme_shared.tables.first_touch import PIECE_BYTES, SMALL_BYTES, TouchedRows
+from trireme_shared.tables import memory as table_memory
 from trireme_shared.tables.kernels import rows as row_loops
-from trireme_shared.tables.memory import CELLS_AT_ONCE, Cells
+from trireme_shared.tables.memory import (
+    AT_ONCE,
+    BYTES_AT_ONCE,
+    CELLS_AT_ONCE,
+    PIECE_BYTES,
+    SMALL_BYTES,
+    Cells,
+    TouchedRows,
+    rows_at_once,
+)
 from trireme_shared.tables.table import Table
-from trireme_shared.tables.turns import AT_ONCE, BYTES_AT_ONCE, rows_at_once
 
 ROW_BYTES, SHIFT = 256, 15  # chunks of 8 MiB
 LARGE = SMALL_BYTES + 2 * PIECE_BYTES
@@ -56,7 +63,7 @@ def test_who_writes_rows_that_are_there_waits_for_no_page():
         pass
     assert rows.are_there(asked)
     assert asked <= rows.touched <= asked + PIECE_BYTES // ROW_BYTES
-    first = first_touch.small_bytes(chunks[0].ctypes.data)
+    first = table_memory.small_bytes(chunks[0].ctypes.data)
     faults_of(chunks[1], 0, 1)  # the view itself
     assert faults_of(chunks[0], first, chunks[0].nbytes) <= 4
     assert faults_of(chunks[1], 0, chunks[1].nbytes // 2) <= 4
@@ -65,7 +72,7 @@ def test_who_writes_rows_that_are_there_waits_for_no_page():
 
 def test_small_tables_need_no_thread():
     rows = TouchedRows(ROW_BYTES, SHIFT)
-    with replaced(first_touch, "_thread", lambda: pytest.fail("a thread was started")):
+    with replaced(table_memory, "_thread", lambda: pytest.fail("a thread was started")):
         rows.ask([chunk()], SMALL_BYTES // ROW_BYTES)
     assert rows.are_there(SMALL_BYTES // ROW_BYTES)
     assert rows.touched == 0
@@ -85,7 +92,7 @@ def test_what_is_in_memory_stays_though_it_is_touched_meanwhile():
 
 
 def test_a_step_waits_for_memory_in_turns_and_rows_are_read_meanwhile():
-    table, may, touch = wide_table(), threading.Event(), first_touch.touch
+    table, may, touch = wide_table(), threading.Event(), table_memory.touch
     known, coming = np.arange(100), np.arange(LARGE // ROW_BYTES) + 100
 
     def late(*arguments):
@@ -93,7 +100,7 @@ def test_a_step_waits_for_memory_in_turns_and_rows_are_read_meanwhile():
         touch(*arguments)
 
     table.step(known, -np.ones((100, 64), np.float32))
-    with replaced(first_touch, "touch", late), replaced(first_touch, "WAIT_S", 1e-4):
+    with replaced(table_memory, "touch", late), replaced(table_memory, "WAIT_S", 1e-4):
         preparing = table.prepare(coming)
         turns = 100 + len(coming) // AT_ONCE
         out = np.zeros((100, 64), np.float32)
@@ -116,8 +123,8 @@ def test_a_thread_that_is_gone_delays_a_step_but_does_not_stop_it():
             return Future()
 
     table, coming = wide_table(), np.arange(LARGE // ROW_BYTES)
-    few = replaced(first_touch, "MOST_WAITS", 3)
-    with replaced(first_touch, "_thread", Gone), few, replaced(first_touch, "WAIT_S", 1e-4):
+    few = replaced(table_memory, "MOST_WAITS", 3)
+    with replaced(table_memory, "_thread", Gone), few, replaced(table_memory, "WAIT_S", 1e-4):
         table.step(coming, -np.ones((len(coming), 64), np.float32))
     out = np.zeros((len(coming), 64), np.float32)
     table.lookup(coming, out)

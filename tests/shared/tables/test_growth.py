@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from tests.equipment.replaced import replaced
 from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
 from trireme_shared.tables import table as tables
-from trireme_shared.tables.first_touch import PIECE_BYTES
-from trireme_shared.tables.memory import CELLS_AT_ONCE, HASHES
+from trireme_shared.tables.memory import AT_ONCE, CELLS_AT_ONCE, HASHES, PIECE_BYTES
 from trireme_shared.tables.needs import needs_of
 from trireme_shared.tables.table import Table, joined, stamps_of
-from trireme_shared.tables.turns import AT_ONCE
 
 DIM = 3
 ADAM = RowOptimizer(kind="adam", lr=0.01)

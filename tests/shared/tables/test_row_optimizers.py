@@ -17,8 +17,7 @@ from trireme_shared.checkpoints.start_tables import StartTable, fit_tables, put_
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
 from trireme_shared.tables.sharded import ShardedTable
-from trireme_shared.tables.table import Table
-from trireme_shared.tables.updates import initial_values
+from trireme_shared.tables.table import Table, initial_values
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch says it once, of its own optimizers
 DIM, SLOTS = 3, 8

@@ -8,11 +8,10 @@ from tests.equipment.replaced import replaced
 from tests.shared.tables.test_snapshot import SLOTS, contents
 from tests.shared.tables.test_table import EXACT, spec_of
 from trireme_shared.tables.hashing import slots_of
-from trireme_shared.tables.memory import Cells
-from trireme_shared.tables.saving.snapshot import TableSnapshot, new_lock
+from trireme_shared.tables.memory import AT_ONCE, Cells
 from trireme_shared.tables.sharded import ShardedTable
+from trireme_shared.tables.snapshot import TableSnapshot, new_lock
 from trireme_shared.tables.table import RowsOfIds, joined
-from trireme_shared.tables.turns import AT_ONCE
 
 SPEC = spec_of(EXACT[2], admit_after=2)
 IDS = np.arange(400)

@@ -16,9 +16,8 @@ from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableS
 from trireme_shared.tables.hashing import slots_of
 from trireme_shared.tables.kernels.saving import sort_slots
 from trireme_shared.tables.memory import Rows
-from trireme_shared.tables.saving import overwritten
-from trireme_shared.tables.saving.overwritten import Overwritten
-from trireme_shared.tables.saving.snapshot import (
+from trireme_shared.tables.snapshot import (
+    Overwritten,
     SlotGroup,
     TableSnapshot,
     from_records,
@@ -35,7 +34,7 @@ IDS = st.sampled_from([0, -1, 2**63 - 1, -(2**63), *range(60)])
 @pytest.fixture(scope="module", autouse=True)
 def few_slots_are_kept_together() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overwritten, "TOGETHER", 3)
+        patch.setattr("trireme_shared.tables.snapshot.TOGETHER", 3)
         yield
 
 

@@ -23,8 +23,8 @@ from trireme_shared.protocol.records.layout import Layout, OptimizerSpec, RowIni
 from trireme_shared.protocol.records.step import LanePosition, StepRecord
 from trireme_shared.protocol.wire.messages import TableRequest
 from trireme_shared.serving.core.table.rows import RowsPart
+from trireme_shared.tables import snapshot
 from trireme_shared.tables.payload import ids_in, rows_in
-from trireme_shared.tables.saving import snapshot
 
 DIM = 2
 LAYOUT = Layout(

@@ -33,9 +33,9 @@ from trireme_shared.protocol.records import (
     TrainerList,
     TrainerMember,
 )
+from trireme_shared.protocol.records.assignments import spread
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef
 from trireme_shared.protocol.records.step import StepRecord
-from trireme_shared.protocol.slots import spread
 
 KEYS = Keys("j")
 TTL_S = 5.0

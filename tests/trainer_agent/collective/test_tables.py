@@ -21,9 +21,9 @@ from trireme import plain
 from trireme_shared.checkpoints import stored
 from trireme_shared.checkpoints.tables import read_rows
 from trireme_shared.protocol.records import JobSpec, Phase, SlotMap, Strategy
+from trireme_shared.protocol.records.assignments import spread
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest
-from trireme_shared.protocol.slots import spread
-from trireme_shared.tables.saving import snapshot
+from trireme_shared.tables import snapshot
 from trireme_shared.tables.table import RowsOfIds
 
 COLLECTIVE = {"strategy": Strategy.COLLECTIVE, "pservers": 0}

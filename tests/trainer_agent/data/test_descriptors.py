@@ -65,7 +65,7 @@ FORMATS: dict[str, tuple[type[Dataset], Write, dict[str, object]]] = {
 
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_files_that_were_read_are_closed(tmp_path, monkeypatch, suffix):
-    monkeypatch.setattr("trireme_shared.platform.storage.trouble._MOST_KEPT", KEPT)
+    monkeypatch.setattr("trireme_shared.platform.storage.files._MOST_KEPT", KEPT)
     kind, write, options = FORMATS[suffix]
     paths = [tmp_path / f"{number:02}.{suffix}" for number in range(FILES)]
     for number, path in enumerate(paths):

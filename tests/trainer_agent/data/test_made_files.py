@@ -21,7 +21,7 @@ from PIL import Image
 
 from master_service.storage.counting import count_records
 from trainer_agent.data import open_dataset
-from trireme_shared.datasets.framed_records import masked
+from trireme_shared.datasets.record_files import masked
 from trireme_shared.protocol.errors import DatasetError
 from trireme_shared.protocol.records.datasets import Dataset, HuggingFace, ImageFolder, RecordIO, TFRecord, WebDataset
 

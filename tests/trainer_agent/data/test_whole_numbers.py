@@ -18,7 +18,7 @@ import torch
 from google_crc32c import value as crc32c
 
 from trainer_agent.data import default_collate, open_dataset
-from trireme_shared.datasets.framed_records import masked
+from trireme_shared.datasets.record_files import masked
 from trireme_shared.protocol.errors import DatasetError
 from trireme_shared.protocol.records.datasets import (
     Csv,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from trainer_agent.data_plane.fleet_client import route
 from trireme_shared.protocol.records import SlotMap
+from trireme_shared.protocol.records.assignments import spread
 from trireme_shared.protocol.records.layout import Layout, OptimizerSpec, Segment
-from trireme_shared.protocol.slots import spread
 
 
 def test_blocks_are_routed_by_slot():

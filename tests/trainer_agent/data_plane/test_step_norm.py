@@ -31,8 +31,8 @@ from trainer_agent.data_plane.step_exchange import ParameterServers
 from trireme_shared.blocks.gradient_norm import Clipping
 from trireme_shared.protocol.errors import Gone, InvalidArgument, PeerError
 from trireme_shared.protocol.records import SlotMap
+from trireme_shared.protocol.records.assignments import slot_of
 from trireme_shared.protocol.records.step import StepRecord
-from trireme_shared.protocol.slots import slot_of
 from trireme_shared.protocol.wire.messages import InitBlock, StepNorm
 from trireme_shared.serving.pserver import Pserver
 

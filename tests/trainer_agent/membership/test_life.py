@@ -18,7 +18,7 @@ from trireme_shared.platform.membership import life_sign
 from trireme_shared.platform.runtime import begun, clock
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import FailTask, TrainerMember, UserFailure
-from trireme_shared.protocol.records.begun import READING, BegunWork
+from trireme_shared.protocol.records.tasks import READING, BegunWork
 
 TTL_S = 5.0
 WORK = BegunWork("7", 0, READING, "train.json", 0, 64)

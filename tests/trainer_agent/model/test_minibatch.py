@@ -16,7 +16,7 @@ from tests.trainer_agent.scripts import records
 from trainer_agent.model.compute import metrics_of
 from trainer_agent.model.devices import on_device
 from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
-from trireme_shared.protocol.logged_metrics import Logged
+from trireme_shared.protocol.metrics import Logged
 from trireme_shared.protocol.records.tasks import MetricValue
 
 OWN = """

@@ -14,7 +14,7 @@ from tests.trainer_agent.own_loop.scripts import PARTS, write_loop
 from tests.trainer_agent.scripts import records, spec_for
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
-from trireme_shared.datasets.user_objects import load_custom
+from trireme_shared.datasets.user_modules import load_custom
 from trireme_shared.protocol.errors import DatasetError, InvalidArgument, UserCodeError
 
 BODY = "    optimizer.zero_grad()\n    loss = F.cross_entropy(model(batch['x']), batch['y'])\n    trireme.backward(loss)\n    optimizer.step()\n"

@@ -16,7 +16,7 @@ from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.inspect import inspect_script
 from trainer_agent.script.user_module import load
 from trireme_shared.datasets.random_state import Generators, seed_everything
-from trireme_shared.datasets.user_objects import load_named
+from trireme_shared.datasets.user_modules import load_named
 
 DRAWN = "random.random() + np.random.random() + torch.rand(1).item()"
 HEAD = """

@@ -11,8 +11,8 @@ from trainer_agent.process import journal_file, report_last_end
 from trireme_shared.platform.runtime import begun
 from trireme_shared.protocol.errors import NotFound
 from trireme_shared.protocol.records import FailTask, JobSpec
-from trireme_shared.protocol.records.begun import READING, BegunWork
 from trireme_shared.protocol.records.datasets import TextLines
+from trireme_shared.protocol.records.tasks import READING, BegunWork
 
 SPEC = JobSpec(
     job="j",

@@ -11,8 +11,8 @@ from tests.trainer_agent.tasks.test_last_end import SPEC
 from trainer_agent.tasks.source import TaskFailed, TaskSource
 from trireme_shared.platform.runtime import begun
 from trireme_shared.protocol.records import Task, TaskKind
-from trireme_shared.protocol.records.begun import READING, BegunWork
 from trireme_shared.protocol.records.datasets import Custom, MapStyle
+from trireme_shared.protocol.records.tasks import READING, BegunWork
 
 TASK = Task(task_id="3", kind=TaskKind.TRAIN, attempt=1, file="part-0", first=48, count=2)
 

@@ -9,10 +9,10 @@ import pytest
 
 from trireme.launch import resume
 from trireme.launch.resume import Plan, PreviousRun, Start
-from trireme_shared.protocol.between_runs import FIXED, FREE, GROWS, renewed
 from trireme_shared.protocol.errors import Conflict
 from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.datasets import TextLines
+from trireme_shared.protocol.records.setting_effects import FIXED, FREE, GROWS, renewed
 
 DOCS = Path(__file__).parents[3] / "docs" / "again.md"
 COMPLETED = {"phase": "COMPLETED", "reason": "trained, evaluated and exported"}

@@ -9,7 +9,7 @@ from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual
 from trireme.launch.leases import held_leases
 from trireme_shared.platform.etcd import Etcd
-from trireme_shared.platform.runtime.network import own_network
+from trireme_shared.platform.runtime.http import own_network
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import MasterLock, PserverMember, TrainerMember
 

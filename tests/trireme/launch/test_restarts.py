@@ -17,8 +17,8 @@ from trireme.launch.processes import (
 from trireme_shared.platform.runtime.begun import Left
 from trireme_shared.platform.runtime.service import LEASE_LOST
 from trireme_shared.protocol.records import JobSpec
-from trireme_shared.protocol.records.begun import BegunWork
 from trireme_shared.protocol.records.datasets import TextLines
+from trireme_shared.protocol.records.tasks import BegunWork
 
 
 def test_a_child_that_ends_itself_at_once_again_and_again_is_given_up():

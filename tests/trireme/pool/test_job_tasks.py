@@ -17,7 +17,7 @@ from tests.trireme.pool.hosts import KEYS, Host, family, job_in
 from trireme_shared.platform.etcd import Etcd, connect
 from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
 from trireme_shared.protocol.records.cluster import Assignment, ClusterJob, PoolMember, Source
-from trireme_shared.protocol.records.job_spec import JobTask
+from trireme_shared.protocol.records.job_choices import JobTask
 
 __all__ = ["embedded_etcd"]
 pytestmark = [

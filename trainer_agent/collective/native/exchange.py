@@ -40,7 +40,7 @@ from trireme_shared.blocks.buffers import Buffer
 from trireme_shared.collective.group import Broken
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.runtime import clock, telemetry
-from trireme_shared.platform.runtime.network import own_network
+from trireme_shared.platform.runtime.http import own_network
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.layout import Layout

@@ -24,7 +24,7 @@ from trireme_shared.blocks.buffer_mean import combine_buffers
 from trireme_shared.blocks.buffers import DTYPES, bytes_of, cast_into, round_to, tensor_over
 from trireme_shared.collective.group import Broken, Group
 from trireme_shared.protocol.lanes import Interval, combine
-from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.job_choices import Narrow
 from trireme_shared.protocol.records.layout import Block, Layout
 from trireme_shared.protocol.records.record import Record
 from trireme_shared.protocol.records.step import NodeResult

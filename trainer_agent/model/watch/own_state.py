@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trireme_shared.datasets.user_objects import made_objects
+from trireme_shared.datasets.user_modules import made_objects
 
 MOST_OBJECTS = 20_000
 MOST_ITEMS = 1_000  # of one container

@@ -40,7 +40,7 @@ from trireme.view.job_address import open_job
 from trireme.view.report import number
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.errors import Conflict, InvalidArgument, NotFound, PeerError, TriremeError
-from trireme_shared.protocol.metric_names import EVALUATION, LOSS, is_own
+from trireme_shared.protocol.metrics import EVALUATION, LOSS, is_own
 from trireme_shared.protocol.records import JobSpec
 
 ALL = 5000  # points that a master gives at once

@@ -108,7 +108,7 @@ def get(
     def work() -> Answer:
         import numpy as np  # noqa: PLC0415
 
-        from trireme_shared.tables.updates import initial_values  # noqa: PLC0415  loads numba
+        from trireme_shared.tables.table import initial_values  # noqa: PLC0415  loads numba
 
         wanted = [_id_of(text) for text in given]
         newest = _Newest.of(job, data_dir, url)

@@ -1,10 +1,15 @@
-"""HTTP clients: sessions with token and limits, and JSON calls that raise the errors of trireme_shared.protocol.errors."""
+"""HTTP clients: sessions with token and limits, JSON calls that raise the errors of trireme_shared.protocol.errors, and what a refused
+connection tells. Loopback addresses mean another process in every network, so it tells nothing about a process elsewhere."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import socket
 import ssl
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
@@ -110,3 +115,38 @@ async def refuses_connections(url: str) -> bool:
         return False
     writer.close()
     return False
+
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+NETWORK = Path("/proc/self/ns/net")
+
+
+@cache
+def own_network() -> str:
+    """The same text in every process that shares this one's loopback addresses: of one machine, and there of one container."""
+    try:
+        return f"{BOOT_ID.read_text().strip()}/{NETWORK.stat().st_ino}"
+    except OSError:  # not Linux: no containers that share a name
+        return socket.gethostname()
+
+
+def tells(url: str, theirs: str, mine: str) -> bool:
+    """Whether a connection to `url` that is refused to a process in the network `mine` proves that nothing listens there for the
+    process in `theirs` that gave the url."""
+    return theirs == mine or not _is_local(urlsplit(url).hostname or "")
+
+
+def is_here(theirs: str) -> bool:
+    """Whether a process in the network `theirs` is on this host, as far as is known (""): then its pid and its UNIX sockets mean the
+    same here. Another host may have the same name and the same files."""
+    return theirs in ("", own_network())
+
+
+def _is_local(host: str) -> bool:
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return address.is_loopback or address.is_unspecified

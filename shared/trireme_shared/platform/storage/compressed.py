@@ -26,7 +26,7 @@ from threading import RLock
 from typing import IO, Any, BinaryIO, cast
 
 from trireme_shared.platform.storage import files
-from trireme_shared.platform.storage.trouble import kept_open, trouble_of
+from trireme_shared.platform.storage.files import kept_open, trouble_of
 from trireme_shared.protocol.errors import DatasetError, ResourceExhausted
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)

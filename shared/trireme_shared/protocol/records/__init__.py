@@ -5,7 +5,8 @@ The records of checkpoints, layout, steps, operations and trainers' progress are
 
 from trireme_shared.protocol.records.assignments import SlotMap, TrainerList, TrainersChange
 from trireme_shared.protocol.records.job import FailureCause, JobResult, JobState, Phase, Stage, TaskSummary
-from trireme_shared.protocol.records.job_spec import Dispatch, JobSpec, Mode, Strategy
+from trireme_shared.protocol.records.job_choices import Dispatch, Mode, Strategy
+from trireme_shared.protocol.records.job_spec import JobSpec
 from trireme_shared.protocol.records.members import (
     Exchange,
     Holding,

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from pydantic import Field
 
 from trireme_shared.protocol.records.assignments import SlotMap
-from trireme_shared.protocol.records.job_spec import Mode
+from trireme_shared.protocol.records.job import Paused
+from trireme_shared.protocol.records.job_choices import Mode
 from trireme_shared.protocol.records.layout import Layout
-from trireme_shared.protocol.records.pauses import Paused
 from trireme_shared.protocol.records.record import Record
 from trireme_shared.protocol.records.step import StepRecord
 

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from pydantic import Field
 
 from trireme_shared.protocol.records.assignments import Handed
-from trireme_shared.protocol.records.pauses import Paused, Torn
+from trireme_shared.protocol.records.job import Paused, Torn
 from trireme_shared.protocol.records.record import Id, Message, Name, Record
 
 
 class MasterLock(Record):
     """`lease`: a peer that has proved this process dead can revoke it. `network`: where a loopback address in `url` means this
-    process (shared/trireme_shared/platform/runtime/network.py)."""
+    process (shared/trireme_shared/platform/runtime/http.py)."""
 
     master: str
     url: str

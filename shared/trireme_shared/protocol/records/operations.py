@@ -12,7 +12,8 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from trireme_shared.protocol.records.job_spec import JobSpec, Mode
+from trireme_shared.protocol.records.job_choices import Mode
+from trireme_shared.protocol.records.job_spec import JobSpec
 from trireme_shared.protocol.records.record import Record
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import Field
 
 from trireme_shared.protocol.lanes import Interval
-from trireme_shared.protocol.metric_names import MOST_NAMES
+from trireme_shared.protocol.metrics import MOST_NAMES
 from trireme_shared.protocol.records.record import Record
 
 

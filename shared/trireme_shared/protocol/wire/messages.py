@@ -16,7 +16,7 @@ from pydantic import Field
 
 from trireme_shared.protocol.lanes import Interval
 from trireme_shared.protocol.records import Mode, Record
-from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.job_choices import Narrow
 from trireme_shared.protocol.records.layout import MOST_TABLES, Layout
 from trireme_shared.protocol.records.step import LanePosition, LaneZero, NodeResult, StepRecord, StepResult
 

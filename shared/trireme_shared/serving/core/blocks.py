@@ -23,7 +23,7 @@ from trireme_shared.blocks.buffers import Buffer, BufferPool
 from trireme_shared.blocks.gradient_norm import squares_of
 from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.lanes import Interval, combine
-from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.job_choices import Narrow
 from trireme_shared.protocol.records.layout import Block
 from trireme_shared.protocol.wire.messages import Verdict
 from trireme_shared.serving.core.optimizers import BlockOptimizer, Options

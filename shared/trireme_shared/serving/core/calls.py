@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from trireme_shared.blocks.buffers import Buffer, ReceivedMemory, tensor_over
 from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.records import Mode
-from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.job_choices import Narrow
 from trireme_shared.protocol.records.layout import ROWS
 from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.protocol.wire.messages import (

@@ -11,7 +11,7 @@ import pytest
 
 from trireme_shared.platform.runtime import begun
 from trireme_shared.platform.runtime.begun import HUNG, SLOTS, Journal, left_by, pardon
-from trireme_shared.protocol.records.begun import FILE_CHARACTERS, READING, BegunWork
+from trireme_shared.protocol.records.tasks import FILE_CHARACTERS, READING, BegunWork
 
 
 @pytest.fixture

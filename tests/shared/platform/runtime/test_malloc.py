@@ -12,8 +12,8 @@ from trireme_shared.platform.runtime import process_setup
 TOUCH = """
 import sys, ctypes
 from pathlib import Path
-from trireme_shared.platform.runtime import malloc
-given = malloc.give_memory_back()
+from trireme_shared.platform.runtime import process_setup
+given = process_setup.give_memory_back()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * 4096

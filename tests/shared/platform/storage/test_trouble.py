@@ -15,7 +15,7 @@ import pytest
 from trireme_shared.platform.runtime.service import OPEN_FILES
 from trireme_shared.platform.storage import compressed, files
 from trireme_shared.platform.storage.compressed import scanning
-from trireme_shared.platform.storage.trouble import kept_open, trouble_in_user_code, trouble_of
+from trireme_shared.platform.storage.files import kept_open, trouble_in_user_code, trouble_of
 from trireme_shared.protocol.errors import DatasetError, ResourceExhausted, StorageUnreachable
 
 MACHINE = ("EMFILE", "ENFILE", "ENOMEM", "ENOSPC", "EDQUOT", "EIO", "ESTALE")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.equipment.replaced import replaced
 from trireme_shared.protocol.lanes import Interval
-from trireme_shared.protocol.metric_names import MOST_NAMES
+from trireme_shared.protocol.metrics import MOST_NAMES
 from trireme_shared.protocol.records.step import NodeResult, StepRecord, StepResult, joined, result_of, step_result
 from trireme_shared.serving.core import history
 from trireme_shared.serving.core.history import History, Results

@@ -29,7 +29,7 @@ from trainer_agent.data_plane.http import socket_of
 from trainer_agent.process import Connections
 from trainer_agent.settings import Settings
 from trireme_shared.blocks.buffers import bytes_of
-from trireme_shared.platform.runtime.network import own_network
+from trireme_shared.platform.runtime.http import own_network
 from trireme_shared.protocol.errors import InvalidArgument, Unauthorized
 from trireme_shared.protocol.records import PserverMember
 from trireme_shared.protocol.wire import codec

@@ -20,8 +20,8 @@ from trireme_shared.protocol.wire.messages import Verdict
 from trireme_shared.serving.core.table.moving import ArrivingRows, LeavingRows, RowPart
 from trireme_shared.serving.core.table.rows import TableRows
 from trireme_shared.tables.hashing import slots_of
-from trireme_shared.tables.saving.snapshot import to_records
 from trireme_shared.tables.sharded import ShardedTable
+from trireme_shared.tables.snapshot import to_records
 from trireme_shared.tables.table import joined
 
 SLOTS, LANES, MEMBERS = 16, 2, 3

@@ -16,7 +16,7 @@ from tests.shared.serving.data_plane.servers import server
 from tests.shared.serving.table.tables import LAYOUT, NONE, ids, pushed_rows, values_in, wanted, whole_blocks
 from trireme_shared.protocol.errors import InvalidArgument, NotReady, TriremeError
 from trireme_shared.protocol.records import Mode
-from trireme_shared.protocol.records.pauses import Torn
+from trireme_shared.protocol.records.job import Torn
 from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.protocol.wire.messages import LedgerQuery, Verdict
 from trireme_shared.serving.core.table import rows as kept

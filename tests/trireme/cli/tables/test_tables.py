@@ -27,7 +27,7 @@ from trireme_shared.protocol.records import Phase
 from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest
 from trireme_shared.protocol.records.layout import ROWS
 from trireme_shared.protocol.records.step import StepRecord
-from trireme_shared.tables.updates import initial_values
+from trireme_shared.tables.table import initial_values
 
 MODEL = """
     class Model(nn.Module):

@@ -30,8 +30,8 @@ from trireme_shared.protocol.records.layout import ROWS
 from trireme_shared.protocol.wire.messages import HandoffPart, MovedTable
 from trireme_shared.serving.core.table.rows import TableRows
 from trireme_shared.tables.memory import Numbers
-from trireme_shared.tables.saving.snapshot import from_records, record_words, to_records
 from trireme_shared.tables.sharded import ShardedTable
+from trireme_shared.tables.snapshot import from_records, record_words, to_records
 from trireme_shared.tables.table import Flags, RowsOfIds, joined
 
 Parts = Iterator[tuple[HandoffPart, memoryview]]

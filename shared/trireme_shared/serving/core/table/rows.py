@@ -21,7 +21,8 @@ import numpy as np
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.lanes import Interval
 from trireme_shared.protocol.records import SlotMap
-from trireme_shared.protocol.records.job_spec import SNAPSHOT_BYTES, Narrow
+from trireme_shared.protocol.records.job_choices import Narrow
+from trireme_shared.protocol.records.job_spec import SNAPSHOT_BYTES
 from trireme_shared.protocol.records.layout import Layout, schedule_factor
 from trireme_shared.protocol.records.step import LaneZero
 from trireme_shared.protocol.wire.messages import Verdict
@@ -31,8 +32,8 @@ from trireme_shared.tables.lanes import LaneRows, means_over_lanes
 from trireme_shared.tables.memory import HASHES, Floats, Numbers
 from trireme_shared.tables.payload import ID_BYTES, NUMBER_BYTES, ids_in, narrowed, rows_in, size_of
 from trireme_shared.tables.payload import joined as payload_of
-from trireme_shared.tables.saving.snapshot import TableSnapshot, new_lock, record_words
 from trireme_shared.tables.sharded import ShardedTable
+from trireme_shared.tables.snapshot import TableSnapshot, new_lock, record_words
 from trireme_shared.tables.table import Flags, RowsOfIds, joined, living
 
 LOCK_S = 0.001  # that the event loop waits for the lock

@@ -1,4 +1,4 @@
-"""`trireme.log`: what a script reports of a minibatch, and who collects it.
+"""Metrics of a job: the names that the job itself uses, and what a script reports of a minibatch by `trireme.log`, and who collects it.
 
 script: trireme.log(accuracy=...)                       ─► collected, each value with weight 1
         return {"loss": loss, "accuracy": ...}          ─► the loss is trained, the others weigh as many records as they are of
@@ -17,7 +17,23 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from trireme_shared.protocol.errors import InvalidArgument
-from trireme_shared.protocol.metric_names import LOSS, MOST_NAMES, NAME, is_own
+
+MOST_NAMES = 32
+NAME = r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$"
+LOSS, EVALUATION = "loss", "evaluation."
+LEARNING_RATE, GRADIENT_NORM, NONFINITE, SPEED, TIME = "lr", "grad_norm", "nonfinite", "records_per_second", "time."
+_OWN = frozenset({LOSS, LEARNING_RATE, GRADIENT_NORM, NONFINITE, SPEED})
+_OWN_PREFIXES = (EVALUATION, TIME, f"{LEARNING_RATE}.")
+
+
+def is_own(name: str) -> bool:
+    """Whether the job itself uses the name."""
+    return name in _OWN or name.startswith(_OWN_PREFIXES)
+
+
+def rate_names(groups: int) -> list[str]:
+    """Of the learning rates of so many parameter groups."""
+    return [LEARNING_RATE] if groups == 1 else [f"{LEARNING_RATE}.{group}" for group in range(groups)]
 
 
 class Logged(NamedTuple):

@@ -1,23 +1,29 @@
-"""The job's spec: the user's settings, validated once, the same for every process. JSON in etcd and on REST."""
+"""The job's spec: the user's settings, validated once, the same for every process. JSON in etcd and on REST.
+
+Settings that would change what is trained, and cannot in this job, are refused (`_check_...`). setting_effects.py tells those that change nothing.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from trireme_shared.protocol.criteria import METRIC_NAME, Criterion
 from trireme_shared.protocol.records.datasets import Dataset
-from trireme_shared.protocol.records.job_spec.choices import (
+from trireme_shared.protocol.records.job_choices import (
     INITIAL_FILES,
     JOB_NAME,
     LANES_ARE_FIXED,
     MAX_MEMBERS,
     MAX_TASKS,
+    MAX_TRACKERS,
+    METRIC_NAME,
     RENAMED,
     SNAPSHOT_BYTES,
     Backend,
     ChangedFiles,
+    Criterion,
     Dispatch,
     EvaluateEvery,
     JobTask,
@@ -28,14 +34,13 @@ from trireme_shared.protocol.records.job_spec.choices import (
     RestartPolicy,
     StopEarly,
     Strategy,
+    Tracker,
     Transported,
 )
-from trireme_shared.protocol.records.job_spec.combinations import check_evaluations, check_mode, check_start_values
-from trireme_shared.protocol.records.job_spec.rates import check_rates, lr_factor
-from trireme_shared.protocol.records.job_spec.sizes import check_sizes
-from trireme_shared.protocol.records.job_spec.strategy import check_strategy
 from trireme_shared.protocol.records.record import Record
-from trireme_shared.protocol.trackers import MAX_TRACKERS, Tracker
+
+OF_NATIVE = ("backend", "reduction", "bucket_bytes")
+"""Settings that only native exchange has."""
 
 
 class JobSettings(Record):
@@ -288,12 +293,12 @@ class JobSettings(Record):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        check_strategy(self)
-        check_sizes(self.mode, self.lanes, self.global_batch_size, self.records_per_task, drop_last=self.drop_last)
-        check_mode(self)
-        check_evaluations(self)
-        check_rates(self.lr_scale, self.lr_base_batch_size)
-        check_start_values(self)
+        _check_strategy(self)
+        _check_sizes(self)
+        _check_mode(self)
+        _check_evaluations(self)
+        _check_rates(self)
+        _check_start_values(self)
         if self.block_bytes % 64:
             msg = f"block_bytes must be a multiple of 64, got {self.block_bytes}"
             raise ValueError(msg)
@@ -317,8 +322,9 @@ class JobSettings(Record):
 
     @property
     def lr_factor(self) -> float:
-        """What the script's learning rates are multiplied by."""
-        return lr_factor(self.lr_scale, self.lr_base_batch_size, self.records_per_step)
+        """What the script's learning rates are multiplied by: they were chosen for steps of `lr_base_batch_size` records."""
+        ratio = self.records_per_step / (self.lr_base_batch_size or self.records_per_step)
+        return math.sqrt(ratio) if self.lr_scale == "sqrt" else ratio
 
     @property
     def feeds_errors_back(self) -> bool:
@@ -337,3 +343,130 @@ class JobSpec(JobSettings):
     script: str
     storage: str
     sources: dict[str, str] = Field(default_factory=dict, max_length=256)
+
+
+def _check_strategy(spec: JobSettings) -> None:
+    """Raises ValueError."""
+    if spec.strategy is Strategy.COLLECTIVE and spec.mode is not Mode.SYNC:
+        msg = f"strategy is collective, which only synchronous jobs can have, and mode is {spec.mode}; use mode sync, or strategy parameter_server"
+        raise ValueError(msg)
+    if spec.strategy is Strategy.COLLECTIVE and spec.pservers:
+        msg = f"pservers is {spec.pservers}, but a job with strategy collective has no parameter servers; leave it out, or use strategy parameter_server"
+        raise ValueError(msg)
+    if spec.strategy is Strategy.COLLECTIVE and spec.parameter_dtype != "float32":
+        msg = f"parameter_dtype is {spec.parameter_dtype}, but with strategy collective no parameters travel in a step; leave it out (gradient_dtype is for gradients, both ways)"
+        raise ValueError(msg)
+    if spec.strategy is Strategy.PARAMETER_SERVER and not spec.pservers:
+        msg = (
+            "pservers is 0: a job needs one at least, which hold its parameters; only strategy collective does without"
+        )
+        raise ValueError(msg)
+    if spec.strategy is Strategy.PARAMETER_SERVER and spec.min_members > 1:
+        msg = f"min_members is {spec.min_members}, which only jobs with strategy collective can have; leave it out, or use that strategy"
+        raise ValueError(msg)
+    _check_exchange(spec)
+
+
+def _check_exchange(spec: JobSettings) -> None:
+    if spec.strategy is Strategy.PARAMETER_SERVER and spec.exchange != "direct":
+        msg = f"exchange is {spec.exchange}, which only jobs with strategy collective can have; leave it out, or use that strategy"
+        raise ValueError(msg)
+    if spec.exchange == "direct":
+        for name in OF_NATIVE:
+            if (value := getattr(spec, name)) != type(spec).model_fields[name].default:
+                msg = f"{name} is {value}, which only native exchange has, and exchange is direct; leave it out, or use exchange native"
+                raise ValueError(msg)
+
+
+def _check_sizes(spec: JobSettings) -> None:
+    """The records of a step, of a minibatch and of a task fit together. Raises ValueError."""
+    lanes, size, task = spec.lanes, spec.global_batch_size, spec.records_per_task
+    if lanes & (lanes - 1):
+        below = 1 << (lanes.bit_length() - 1)
+        msg = f"lanes must be a power of two, got {lanes}; use {below} or {below * 2}"
+        raise ValueError(msg)
+    if spec.mode is Mode.SYNC and size < lanes:
+        msg = f"global_batch_size {size} is less than lanes {lanes}: every lane needs a record; lower lanes"
+        raise ValueError(msg)
+    if spec.mode is Mode.SYNC and size % lanes:
+        msg = f"global_batch_size {size} is not a multiple of lanes {lanes}: lanes take equal shares"
+        raise ValueError(msg)
+    if spec.drop_last and task is not None and task % spec.minibatch_size:
+        msg = (
+            f"drop_last is set, and records_per_task {task} is not a multiple of the {spec.minibatch_size} records of a "
+            "minibatch, so each task would lose some; leave records_per_task out, or give a multiple"
+        )
+        raise ValueError(msg)
+
+
+def _check_mode(spec: JobSettings) -> None:
+    """Settings that only asynchronous jobs can have. Raises ValueError."""
+    for name, value, default in (
+        ("checkpoint_kind", spec.checkpoint_kind, "coordinated"),
+        ("skip_after_seconds", spec.skip_after_seconds, None),
+        ("error_feedback", spec.error_feedback or None, None),
+        ("lr_staleness_modulation", spec.lr_staleness_modulation, False),
+        ("max_staleness", spec.max_staleness, None),
+        ("push_every", spec.push_every, 1),
+    ):
+        if spec.mode is Mode.SYNC and value != default:
+            msg = f"{name} is {value}, which only asynchronous jobs can have, and mode is sync; use mode async or leave it out"
+            raise ValueError(msg)
+    if spec.trackers and spec.dispatch is Dispatch.ETCD:
+        msg = "trackers are set, which only jobs with a master can have; leave them out, or use dispatch master"
+        raise ValueError(msg)
+
+
+def _check_evaluations(spec: JobSettings) -> None:
+    """Raises ValueError."""
+    if spec.plateau_metric is not None and spec.mode is Mode.ASYNC:
+        msg = f"plateau_metric is {spec.plateau_metric}, which only synchronous jobs can have; leave it out, or use mode sync"
+        raise ValueError(msg)
+    if spec.evaluate_every is None:
+        stop_early = spec.stop_early.metric if spec.stop_early is not None else None
+        named = {"keep_best": spec.keep_best, "stop_early": stop_early, "plateau_metric": spec.plateau_metric}
+        for name, value in named.items():
+            if value is not None:
+                msg = f"{name} is {value}, but nothing is evaluated while the job trains: evaluate_every is not set; set evaluate_every, too, or leave {name} out"
+                raise ValueError(msg)
+        return
+    if spec.evaluation_dataset is None:
+        msg = f"evaluate_every is {spec.evaluate_every}, but there is no evaluation dataset; define evaluation_dataset() in the script"
+        raise ValueError(msg)
+    if spec.checkpoint_kind == "independent":
+        msg = (
+            f"evaluate_every is {spec.evaluate_every} and checkpoint_kind independent: what is evaluated is one version of all "
+            "parameters, which only coordinated checkpoints hold; leave out one of both"
+        )
+        raise ValueError(msg)
+
+
+def _check_start_values(spec: JobSettings) -> None:
+    """Raises ValueError."""
+    for name, value in (("init_optimizer", spec.init_optimizer), ("init_partial", spec.init_partial)):
+        if value and spec.init_from is None:
+            held = "that state" if name == "init_optimizer" else "the values"
+            msg = f"{name} is set, but there is no init_from, whose file holds {held}; give it, or leave {name} out"
+            raise ValueError(msg)
+    if not spec.init_optimizer or spec.init_from is None:
+        return
+    if spec.init_partial:
+        msg = "init_optimizer and init_partial are both set: the state of an optimizer fits only a whole model; leave one of them out"
+        raise ValueError(msg)
+    if spec.init_from.endswith(".safetensors"):
+        msg = (
+            f"init_optimizer is set, and {spec.init_from} holds parameters alone; give a job (--init-from JOB[@STEP]), or a file "
+            'of torch.save({"model": ..., "optimizer": ...})'
+        )
+        raise ValueError(msg)
+
+
+def _check_rates(spec: JobSettings) -> None:
+    """Raises ValueError for one of both settings of learning rates without the other."""
+    scale, base = spec.lr_scale, spec.lr_base_batch_size
+    if scale != "none" and base is None:
+        msg = f"lr_scale is {scale}, and lr_base_batch_size is not set; give the records of a step for which the script's learning rate was chosen"
+        raise ValueError(msg)
+    if scale == "none" and base is not None:
+        msg = f"lr_base_batch_size is {base}, and lr_scale is none, so no rate follows it; set lr_scale to linear or sqrt, or leave it out"
+        raise ValueError(msg)

@@ -1,15 +1,40 @@
-"""What settings of a job may be: choices by name, and the values of settings that have parts."""
+"""What settings of a job may be: choices by name, and the values of settings that have parts: criteria (`accuracy:max`), tasks, and trackers,
+where metrics go beside the storage ("csv", "mlflow?experiment=digits&run=first", "my_module:Tracker")."""
 
 from __future__ import annotations
 
 import re
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple
+from urllib.parse import parse_qsl
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from trireme_shared.protocol.criteria import Criterion
 from trireme_shared.protocol.records.record import Record
+
+METRIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+_TEXT = re.compile(rf"({METRIC_NAME.pattern}):(min|max)")
+
+
+class Criterion(NamedTuple):
+    """The smaller value of `metric` (`lowest`), or the larger one, is better."""
+
+    metric: str
+    lowest: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Criterion:
+        """Of `accuracy:max`. Raises ValueError."""
+        found = _TEXT.fullmatch(text)
+        if found is None:
+            msg = f"{text!r} is not of the form metric:min or metric:max, for example accuracy:max"
+            raise ValueError(msg)
+        return cls(found[1], found[2] == "min")
+
+    def is_better(self, value: float, than: float, by: float = 0.0) -> bool:
+        """By more than `by`. Equal values: the earlier evaluation stays the best one."""
+        return value < than - by if self.lowest else value > than + by
+
 
 Narrow = Literal["bfloat16", "float16"]
 Precision = Literal["fp32", "bf16"]
@@ -134,3 +159,69 @@ class StopEarly(Record):
     def _is_criterion(cls, value: str) -> str:
         Criterion.parse(value)
         return value
+
+
+CSV, TENSORBOARD, MLFLOW, WANDB = "csv", "tensorboard", "mlflow", "wandb"
+KINDS = (CSV, TENSORBOARD, MLFLOW, WANDB)
+MAX_TRACKERS = 8
+_CREDENTIALS = re.compile(r"^[A-Za-z0-9+.-]+://[^/@\s]*@")
+_ELSE = " (mlflow, wandb); empty: as their variables say where the master runs"
+_OPTIONS = ("uri", "experiment", "run")
+
+
+class Tracker(BaseModel):
+    """`kind`: csv, tensorboard, mlflow, wandb, or `pkg.mod:Name`, a class or function that gives a tracker of one's own.
+    Of mlflow and wandb, "" being what their own environment variables say: `uri` of the server, without credentials; `experiment`
+    (wandb: project); `run`, the name of the run. As a text: `mlflow?experiment=digits&run=first`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str = Field(
+        max_length=200, description="csv, tensorboard, mlflow, wandb, or pkg.mod:Name for one of your own."
+    )
+    uri: str = Field(default="", max_length=2000, description=f"The server, without credentials{_ELSE}.")
+    experiment: str = Field(default="", max_length=200, description=f"Experiment or project{_ELSE}, or the job's name.")
+    run: str = Field(default="", max_length=200, description=f"Name of the run{_ELSE}, or the job's name.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        kind, _, options = value.strip().partition("?")
+        given: dict[str, Any] = dict(parse_qsl(options))
+        if options and not given:
+            msg = f"{value!r}: write options as {kind}?name=value&name=value; names are {', '.join(_OPTIONS)}"
+            raise ValueError(msg)
+        return {**given, "kind": kind}
+
+    @field_validator("kind")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        if value not in KINDS and not _FUNCTION.fullmatch(value):
+            msg = f"there is no tracker {value!r}; there are {', '.join(KINDS)}, and pkg.mod:Name for one of your own"
+            raise ValueError(msg)
+        return value
+
+    @field_validator("uri")
+    @classmethod
+    def _has_no_credentials(cls, value: str) -> str:
+        if _CREDENTIALS.match(value):
+            raise ValueError(
+                "uri has credentials, which the job's settings would show to everyone who may read them; leave them out and set "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (wandb: WANDB_API_KEY) where the master runs"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> Tracker:
+        given = [name for name in _OPTIONS if getattr(self, name)]
+        if given and self.kind not in (MLFLOW, WANDB):
+            msg = f"the tracker {self.kind} has no {given[0]}; {', '.join(_OPTIONS)} are of mlflow and wandb"
+            raise ValueError(msg)
+        return self
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the user's."""
+        return self.kind not in KINDS
