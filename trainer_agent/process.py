@@ -38,7 +38,7 @@ from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.own_loop.job_steps import JobSteps, telling
 from trainer_agent.script.user_module import load
 from trainer_agent.settings import Settings
-from trainer_agent.tasks.source import HttpMaster, MasterPort, failure_of
+from trainer_agent.tasks.master import HttpMaster, MasterPort, failure_of
 from trainer_agent.waiting import SingleErrorGroup, retry
 from trireme_shared.platform import etcd as etcd_client
 from trireme_shared.platform.membership.directory import Directory

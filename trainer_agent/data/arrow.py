@@ -1,7 +1,7 @@
 """Formats that Arrow reads into tables, whose columns become those of a shard: CSV, and saved HF datasets. This module loads pyarrow.
 
-    CSV            the shared scanner finds the rows, Arrow parses them; column types are the same for every task
-    HF datasets    rows of Arrow files, which are mapped
+CSV            the shared scanner finds the rows, Arrow parses them; column types are the same for every task
+HF datasets    rows of Arrow files, which are mapped
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Columns of one minibatch -> batch of tensors, where the user's script has no `collate`; and a minibatch that was collated before its forward pass.
 
-    prepare: generators kept ─► seeded ─► collate ─► ReadyBatch ─► generators as they were          backward: ReadyBatch.begin ─► loss(model, batch)
+prepare: generators kept ─► seeded ─► collate ─► ReadyBatch ─► generators as they were          backward: ReadyBatch.begin ─► loss(model, batch)
 """
 
 from __future__ import annotations

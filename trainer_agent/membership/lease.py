@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from trainer_agent.tasks.source import MasterPort
+from trainer_agent.tasks.master import MasterPort
 from trainer_agent.waiting import retry
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.life_sign import LifeFile

@@ -1,6 +1,6 @@
 """What a loop of one's own does to gradients and buffers, and what the user is told of that.
 
-    trireme.backward ─► gradients are the script's, as in plain PyTorch ─► optimizer.step() ─► changes of buffers are undone ─► the next batch
+trireme.backward ─► gradients are the script's, as in plain PyTorch ─► optimizer.step() ─► changes of buffers are undone ─► the next batch
 """
 
 from __future__ import annotations

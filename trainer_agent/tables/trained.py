@@ -1,7 +1,7 @@
 """The embedding tables of a model that is trained, by a trainer (TrainedTables) or in one process without any service (OneLane).
 
-    with tables.minibatch(permit): forward, backward ─► tables.end_lane(records) ─► tables.lane: pushed
-    with tables.minibatch(permit) as recorded: forward, backward ─► tables.step(recorded.lane_rows(records))
+with tables.minibatch(permit): forward, backward ─► tables.end_lane(records) ─► tables.lane: pushed
+with tables.minibatch(permit) as recorded: forward, backward ─► tables.step(recorded.lane_rows(records))
 """
 
 from __future__ import annotations
