@@ -32,7 +32,7 @@ from typing import Self
 
 from benchmarks import masterless
 from benchmarks.minimal_client import MinimalMaster
-from trainer_agent.tasks.source import HttpMaster
+from trainer_agent.tasks.master import HttpMaster
 from trireme_shared.platform import etcd as etcd_client
 from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
 from trireme_shared.platform.membership.directory import Directory

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from master_service.core.queue.file_table import FileTable, TableFile, TaskSizes
 from master_service.masterless.dispatcher import Dispatcher
-from trainer_agent.tasks.source import HttpMaster, MasterPort
+from trainer_agent.tasks.master import HttpMaster, MasterPort
 from trireme_shared.platform.etcd import connect
 from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
 from trireme_shared.platform.membership.directory import Directory

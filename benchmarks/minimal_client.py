@@ -16,7 +16,7 @@ from trireme_shared.protocol.records import AcquireTask, Completed, CompleteTask
 
 
 class MinimalMaster(asyncio.Protocol):
-    """Of trainer_agent.tasks.source.MasterPort what the benchmark asks for. `connect` it, `close` it."""
+    """Of trainer_agent.tasks.master.MasterPort what the benchmark asks for. `connect` it, `close` it."""
 
     def __init__(self, url: str, token: str) -> None:
         parts = urlsplit(url)

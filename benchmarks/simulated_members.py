@@ -23,7 +23,8 @@ from typing import Any
 from pserver_service.own_index import OwnIndex
 from trainer_agent.core.duties import Duty, Next, next_duty
 from trainer_agent.membership.lease import Membership
-from trainer_agent.tasks.source import HttpMaster, TaskSource
+from trainer_agent.tasks.master import HttpMaster
+from trainer_agent.tasks.source import TaskSource
 from trainer_agent.waiting import SingleErrorGroup
 from trireme_shared.platform import etcd as etcd_client
 from trireme_shared.platform.etcd.operations import Body, Transport

@@ -25,8 +25,9 @@ from trainer_agent.membership.lease import Life, Membership
 from trainer_agent.membership.pause import PauseResponder
 from trainer_agent.model.compute import Compute
 from trainer_agent.tasks.activity import Activity, LanePace, progress_every_s
+from trainer_agent.tasks.master import MasterPort, failure_of
 from trainer_agent.tasks.reports import Done, Reports
-from trainer_agent.tasks.source import MasterPort, Offload, TaskSource, failure_of
+from trainer_agent.tasks.source import Offload, TaskSource
 from trainer_agent.waiting import SingleErrorGroup, end_tasks, retry
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.directory import Directory

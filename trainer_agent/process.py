@@ -1,6 +1,9 @@
 """One trainer process: the sockets, threads and user's script that an Agent needs.
 
-spec from etcd ─► the user's module and model ─► /healthz ─► Agent.run ─► exit code
+    what the process before this one died at is told ─► spec from etcd ─► the user's module and model ─► /healthz ─► Agent.run ─► exit code
+
+/healthz tells a dead trainer from a slow one, /readyz says whether its model is built, /metrics is for Prometheus. The file of
+trireme_shared.platform.runtime.begun says what a process had begun when it died: one report for each thing, and the master counts deaths by place.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.own_loop.job_steps import JobSteps, telling
 from trainer_agent.script.user_module import load
 from trainer_agent.settings import Settings
-from trainer_agent.tasks.source import HttpMaster, MasterPort, failure_of
+from trainer_agent.tasks.master import HttpMaster, MasterPort, failure_of
 from trainer_agent.waiting import SingleErrorGroup, retry
 from trireme_shared.platform import etcd as etcd_client
 from trireme_shared.platform.membership.directory import Directory
@@ -55,44 +58,17 @@ COUNTERS = {  # field of Done -> (name, help)
     "skipped_records": ("skipped_records", "records left out: their loss or gradient was not finite"),
     "tasks": ("tasks", "tasks that it has finished"),
 }
-
-
-class StatusPages:
-    """`agent`: once there is one."""
-
-    def __init__(self, access: Access) -> None:
-        self.agent: Agent | None = None
-        self._server = StatusServer(
-            access, self, lambda: "" if self.agent is not None else "its model is not built yet"
-        )
-
-    def collect(self) -> Iterator[Metric]:
-        agent = self.agent
-        yield GaugeMetricFamily("trireme_trainer_ready", "1 once its model is built", value=int(agent is not None))
-        if agent is None:
-            return
-        for field, (name, text) in COUNTERS.items():
-            yield CounterMetricFamily(f"trireme_trainer_{name}", text, value=getattr(agent.done, field))
-        if (lane_s := agent.pace.lane_s) is not None:
-            text = "synchronous: forward and backward of one lane, the median of the last ones"
-            yield GaugeMetricFamily("trireme_trainer_lane_seconds", text, value=lane_s)
-
-    def serving(self, host: str, port: int, tls: ssl.SSLContext | None) -> AbstractAsyncContextManager[int]:
-        """The port. `port` 0: a free one."""
-        return self._server.serving(host, port, tls)
-
-
 REPORT_S = 30.0
 NEW_SPEC_S = 10.0  # a master writes it when it takes over
 READER_THREADS = 2
-
 _ANOTHER_DISPATCH = {
     Dispatch.ETCD: "job {job} has dispatch: etcd, its trainers keep the task queue themselves; start them with `python -m trireme.masterless`",
     Dispatch.MASTER: "job {job} has dispatch: master; start its trainers with `python -m trainer_agent`, and a master",
 }
-
 T = TypeVar("T")
 log = telemetry.logger("process")
+DIED = "ProcessDied"
+NAMED_RANGES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,8 +336,29 @@ class Connections(AbstractAsyncContextManager["Connections"]):
         return StreamPserver(member, token, tls=self._tls, stall_s=stall_s, share=transport in {"auto", "shm"})
 
 
-DIED = "ProcessDied"
-NAMED = 8
+class StatusPages:
+    """What a trainer answers by HTTP. `agent`: once there is one."""
+
+    def __init__(self, access: Access) -> None:
+        self.agent: Agent | None = None
+        self._server = StatusServer(
+            access, self, lambda: "" if self.agent is not None else "its model is not built yet"
+        )
+
+    def collect(self) -> Iterator[Metric]:
+        agent = self.agent
+        yield GaugeMetricFamily("trireme_trainer_ready", "1 once its model is built", value=int(agent is not None))
+        if agent is None:
+            return
+        for field, (name, text) in COUNTERS.items():
+            yield CounterMetricFamily(f"trireme_trainer_{name}", text, value=getattr(agent.done, field))
+        if (lane_s := agent.pace.lane_s) is not None:
+            text = "synchronous: forward and backward of one lane, the median of the last ones"
+            yield GaugeMetricFamily("trireme_trainer_lane_seconds", text, value=lane_s)
+
+    def serving(self, host: str, port: int, tls: ssl.SSLContext | None) -> AbstractAsyncContextManager[int]:
+        """The port. `port` 0: a free one."""
+        return self._server.serving(host, port, tls)
 
 
 def journal_file(job: str, name: str) -> Path:
@@ -420,6 +417,6 @@ def _what(work: BegunWork, spec: JobSpec) -> str:
 def _ranges(numbers: np.ndarray) -> str:
     """`3, 5-7 and 12 more`."""
     parts = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
-    named = [f"{part[0]}" if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts[:NAMED]]
-    more = sum(len(part) for part in parts[NAMED:])
+    named = [f"{part[0]}" if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts[:NAMED_RANGES]]
+    more = sum(len(part) for part in parts[NAMED_RANGES:])
     return ", ".join(named) + (f" and {more} more" if more else "")

@@ -1,10 +1,15 @@
-"""`init_from`: the values that a model starts with, instead of those that model() gave it.
+"""The values that a model, its optimizer and its scheduler start with: `init_from` and `init_optimizer`.
 
-FILE ─► checked against the model ─► loaded ─► {storage}/initial/<digest>.safetensors, the job's own copy of the whole model
-tables/ beside it ─► checked against the model's tables ─► read by the parameter servers, or into the tables of this process
-a trainer that joins later, or a job that resumes: the copy alone
+    FILE ─► checked against the model ─► loaded ─► {storage}/initial/<digest>.safetensors, the job's own copy of the whole model
+    tables/ beside it ─► checked against the model's tables ─► read by the parameter servers, or into the tables of this process
+    a trainer that joins later, or a job that resumes: the copy alone
 
-Parameters that are not trained lie in no parameter server, so every trainer that starts needs them.
+    {"model": ..., "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, a file of torch.save
+      ─► checked against the script's optimizer ─► optimizer.state ─► under plain Python that is all
+                                                                  ─► cut into blocks, sent to parameter servers with their first values
+
+Parameters that are not trained lie in no parameter server, so every trainer that starts needs them. Files are safetensors, or what
+torch.save wrote of a state_dict; no code in them is run.
 """
 
 from __future__ import annotations
@@ -33,87 +38,13 @@ from trireme_shared.serving.optimizers.classes import SCALAR, kinds_of
 NESTED = ("state_dict", "model_state_dict", "model")  # where trainers of other frameworks put it
 OPTIMIZER = ("optimizer", "optimizer_state_dict", "optimizer_states")
 SCHEDULER = ("scheduler", "scheduler_state_dict", "lr_scheduler", "lr_schedulers")
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingState:
-    """What optimizer.state_dict() and scheduler.state_dict() gave; an empty `scheduler`: the file has none."""
-
-    optimizer: Any
-    scheduler: dict[str, Any]
-
-
-def read_tensors(url: str) -> dict[str, torch.Tensor]:
-    """In host memory. Raises InvalidArgument: there is no such file, or it holds something else."""
-    content = _content(url)
-    if url.endswith(".safetensors"):
-        try:
-            return load(content)
-        except SafetensorError as error:
-            raise InvalidArgument(f"init_from: {url} is no safetensors file: {error}") from error
-    return _state_dict(url, content)
-
-
-def _content(url: str) -> bytes:
-    try:
-        return files.read_bytes(url)
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
-        raise InvalidArgument(
-            f"init_from: {url} cannot be read: {error.strerror or error}", hint="every member must see the file"
-        ) from error
-
-
-def read_training_state(url: str) -> TrainingState:
-    """Beside the model's values, in host memory. Raises InvalidArgument."""
-    found = {} if url.endswith(".safetensors") else _loaded(url, _content(url))
-    optimizer = _one(found, OPTIMIZER) if isinstance(found, Mapping) else None
-    if optimizer is None:
-        raise InvalidArgument(
-            f"init_optimizer: {url} has no state of an optimizer",
-            hint='give a job (--init-from JOB[@STEP]), or a file of torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)',
-        )
-    return TrainingState(optimizer, dict(_one(found, SCHEDULER) or {}))
-
-
-def _one(found: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    """Lightning has lists of them."""
-    for name in names:
-        if value := found.get(name):
-            return value[0] if isinstance(value, list) and len(value) == 1 else value
-    return None
-
-
-def _state_dict(url: str, content: bytes) -> dict[str, torch.Tensor]:
-    found = _loaded(url, content)
-    for key in NESTED:
-        if isinstance(found, dict) and isinstance(found.get(key), dict):
-            found = found[key]
-            break
-    if not isinstance(found, dict):
-        raise InvalidArgument(f"init_from: {url} holds a {type(found).__name__}", hint="a state_dict is needed")
-    tensors = {str(name): value for name, value in found.items() if isinstance(value, torch.Tensor)}
-    if not tensors:
-        raise InvalidArgument(f"init_from: {url} holds no tensors", hint="a state_dict is needed")
-    return tensors
-
-
-def _loaded(url: str, content: bytes) -> Any:
-    try:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file may raise anything
-        raise InvalidArgument(
-            f"init_from: {url} cannot be read as a state_dict: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
-            hint="save it with torch.save(model.state_dict(), path), or as safetensors; objects that need code are not loaded",
-        ) from error
-
-
 SHOWN = 10
 PARTIAL = "--init-partial (init_partial = true) leaves out what does not fit"
 NOT_PARTIAL = "--init-optimizer needs a file of the same model; without it --init-partial leaves out what does not fit"
 NO_TABLES = Fit()
 INSPECTED = "-"  # storage of a script that is only tried
-
 log = telemetry.logger("start_values")
+SHOWN_PROBLEMS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,9 +175,6 @@ def _copy(spec: JobSpec, digest: str) -> str:
     return files.join(spec.storage, "initial", f"{digest_in(digest)}.safetensors")
 
 
-SHOWN_PROBLEMS = 5
-
-
 def load_start_state(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, spec: JobSpec) -> None:
     """Out of the file that `init_from` names, if `init_optimizer` asks for it. Raises InvalidArgument."""
     if spec.init_optimizer and spec.init_from is not None:
@@ -324,3 +252,75 @@ def _problem(parameter: nn.Parameter, values: Mapping[str, torch.Tensor], kinds:
         if list(values[name].shape) != shape:
             return f"has {name} of shape {list(values[name].shape)}, {shape} is needed"
     return ""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """What optimizer.state_dict() and scheduler.state_dict() gave; an empty `scheduler`: the file has none."""
+
+    optimizer: Any
+    scheduler: dict[str, Any]
+
+
+def read_tensors(url: str) -> dict[str, torch.Tensor]:
+    """In host memory. Raises InvalidArgument: there is no such file, or it holds something else."""
+    content = _content(url)
+    if url.endswith(".safetensors"):
+        try:
+            return load(content)
+        except SafetensorError as error:
+            raise InvalidArgument(f"init_from: {url} is no safetensors file: {error}") from error
+    return _state_dict(url, content)
+
+
+def read_training_state(url: str) -> TrainingState:
+    """Beside the model's values, in host memory. Raises InvalidArgument."""
+    found = {} if url.endswith(".safetensors") else _loaded(url, _content(url))
+    optimizer = _one(found, OPTIMIZER) if isinstance(found, Mapping) else None
+    if optimizer is None:
+        raise InvalidArgument(
+            f"init_optimizer: {url} has no state of an optimizer",
+            hint='give a job (--init-from JOB[@STEP]), or a file of torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)',
+        )
+    return TrainingState(optimizer, dict(_one(found, SCHEDULER) or {}))
+
+
+def _content(url: str) -> bytes:
+    try:
+        return files.read_bytes(url)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        raise InvalidArgument(
+            f"init_from: {url} cannot be read: {error.strerror or error}", hint="every member must see the file"
+        ) from error
+
+
+def _one(found: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    """Lightning has lists of them."""
+    for name in names:
+        if value := found.get(name):
+            return value[0] if isinstance(value, list) and len(value) == 1 else value
+    return None
+
+
+def _state_dict(url: str, content: bytes) -> dict[str, torch.Tensor]:
+    found = _loaded(url, content)
+    for key in NESTED:
+        if isinstance(found, dict) and isinstance(found.get(key), dict):
+            found = found[key]
+            break
+    if not isinstance(found, dict):
+        raise InvalidArgument(f"init_from: {url} holds a {type(found).__name__}", hint="a state_dict is needed")
+    tensors = {str(name): value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    if not tensors:
+        raise InvalidArgument(f"init_from: {url} holds no tensors", hint="a state_dict is needed")
+    return tensors
+
+
+def _loaded(url: str, content: bytes) -> Any:
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file may raise anything
+        raise InvalidArgument(
+            f"init_from: {url} cannot be read as a state_dict: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            hint="save it with torch.save(model.state_dict(), path), or as safetensors; objects that need code are not loaded",
+        ) from error

@@ -18,7 +18,7 @@ from pydantic import Field
 from master_service.masterless.dispatcher import Dispatcher
 from master_service.settings import read_spec
 from trainer_agent import settings as trainer_settings
-from trainer_agent.tasks.source import MasterPort
+from trainer_agent.tasks.master import MasterPort
 from trireme_shared.platform.runtime import service, telemetry
 from trireme_shared.platform.runtime.process_setup import fix_hash_seed
 from trireme_shared.protocol.errors import InvalidArgument

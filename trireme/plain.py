@@ -167,7 +167,7 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
     device = device_of(spec.device, deterministic=spec.deterministic)
     model = checked_model(drawing(spec.seed, user.call, "model"))
     started = load_start_values(model, spec)
-    for sentence in filter(None, (started.sentence, optimizer_spec.sentence(spec))):
+    for sentence in filter(None, (started.sentence, optimizer_spec.rates_sentence(spec))):
         report(sentence)
     check_precision(spec.precision, model, device)
     model = model.to(device)

@@ -1,7 +1,7 @@
-"""The trainers of a collective job as one trainer reaches them, generation by generation: who serves which blocks, and where.
+"""The trainers of a collective job as one trainer reaches them, generation by generation: who serves which blocks, where, and who of them is late.
 
-etcd: state and trainers of a generation ─► Group: the owners of lanes share the slots, by their places in the list
-trainers' own keys, read when a name is new ─► addresses
+    etcd: state and trainers of a generation ─► Group: the owners of lanes share the slots, by their places in the list
+    trainers' own keys, read when a name is new ─► addresses
 
 A group looks to the data plane like parameter servers: the trainer at place i is the one with index i, and the generation is the version of
 the slot map. A generation never comes twice, so nothing of an earlier one can be taken for this one's.
@@ -28,6 +28,10 @@ from trireme_shared.protocol.records.assignments import Migration, spread
 from trireme_shared.protocol.wire.messages import PserverInfo
 
 log = telemetry.logger("groups")
+TELLERS = 3
+FIRST, AGAIN = 0.25, 0.5  # of the lease's time; the master has to see when a second of it is left
+LONGER = 2.0  # than the median of the last waits
+REMEMBERED = 8
 
 
 class Group:
@@ -189,14 +193,13 @@ def _made_of(info: PserverInfo, version: int) -> str | None:
     return next((digest for each, digest in reversed(info.made_of) if each == version), None)
 
 
-TELLERS = 3
-FIRST, AGAIN = 0.25, 0.5  # of the lease's time; the master has to see when a second of it is left
-LONGER = 2.0  # than the median of the last waits
-REMEMBERED = 8
-
-
 class LateMembers:
-    """`suspect(name, cause)` tells the master."""
+    """Tells the master who holds the next version up. Nothing fails at a trainer that is frozen: its connections stay, and it gives no answer.
+
+        waiting for longer than usual ─► the owners of lanes that the own share lacks; it lacks none: the owners whose mean gradients have not come
+            ─► `suspect` ─► the master looks at their leases (master_service/control/evictions.py): a slow trainer renews its own, and stays
+
+    At most `TELLERS` trainers tell about one: those that follow it in the list. `suspect(name, cause)` tells the master."""
 
     def __init__(self, suspect: Suspect, lease_ttl_s: float) -> None:
         self._suspect, self._lease_ttl_s = suspect, lease_ttl_s

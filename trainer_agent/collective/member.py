@@ -1,8 +1,13 @@
-"""One trainer as a member of its collective job: the group that it exchanges gradients with, and all that concerns its own parameters and optimizer.
+"""One trainer as a member of its collective job: the group that it exchanges gradients with, all that concerns its own parameters and optimizer, and how the job's first values become known.
 
-initial values ─┐
-checkpoint ─────┼─► a version, `holds` in trainers/<id> ─► steps with the others, shares of checkpoints ─► the last version is saved
-other trainers ─┘
+    initial values ─┐
+    checkpoint ─────┼─► a version, `holds` in trainers/<id> ─► steps with the others, shares of checkpoints ─► the last version is saved
+    other trainers ─┘
+
+    first values:  init_ps/lock (leased, create = 0) ─► layout with a digest of the values, and init_ps/done
+
+Every trainer makes its own first values, and one of them says which they are. Whoever has the same values has version 0, and says so
+in its key; the others get theirs from a trainer that has some.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 State = Mapping[str, torch.Tensor]
+Gradients = Mapping[int, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -204,11 +205,13 @@ def rows_of(layout: Layout, version: int) -> ReplicaRows | None:
     return new_rows(layout, version)
 
 
-Gradients = Mapping[int, torch.Tensor | None]
-
-
 class ReplicaOptimizer(Protocol):
-    """`state(block)`: the tensors, not copies, by name."""
+    """The optimizer of a replica: its state, and the step of all parameters. The state is that of blocks, for checkpoints and for trainers that join.
+
+        EachBlock       element-wise rules: block by block, with the bits of parameter servers
+        EachParameter   rules that need whole parameters (LARS, LAMB): one parameter at a time, gathered out of its blocks
+
+    `state(block)`: the tensors, not copies, by name."""
 
     def step(self, gradients: Gradients, factor: float | None, options: list[Options]) -> None:
         """Values of the compute's current vectors, stepped, into its staging vectors. `gradients[block]`: only read; None: there is none.

@@ -1,7 +1,11 @@
-"""Mean gradients of rows of embedding tables, as a trainer of a collective job has them beside those of blocks.
+"""Embedding tables in one trainer of a collective job: mean gradients of rows beside those of blocks, and the rows of all slots that it steps with them.
 
-own share     gradients of all lanes for the own slots --tree--> `shares[s + 1]`       (as a parameter server, without rows)
-all slots     shares of all owners, put together: `whole[s + 1]`, kept as long as the blocks' mean gradients are
+    own share     gradients of all lanes for the own slots --tree--> `shares[s + 1]`       (as a parameter server, without rows)
+    all slots     shares of all owners, put together: `whole[s + 1]`, kept as long as the blocks' mean gradients are
+    version s --step_rows: mean gradients of the rows of all slots--> version s + 1; rows of version s can be read until the next step
+
+The rows are stepped as parameter servers step theirs, to the same bits: they take the mean as the gradient of the only lane. This
+module loads numba, so it is imported only where there are tables.
 """
 
 from __future__ import annotations
@@ -31,6 +35,9 @@ from trireme_shared.tables.table import living
 WHOLE_PLACE = -1  # in place of one owner: it gave all slots
 PORTION_BYTES = 16 << 20  # in one answer
 SMALL_BYTES = 32 << 10  # they come with the end of a pull: less than a header may have
+TURN_S = 0.002  # of a step, before the event loop has its turn
+KEPT_S = 0.01  # between two looks whether a snapshot is written far enough
+LOOK_S = 0.1  # between two looks whether the trainer has other rows now
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +155,6 @@ def _no_rows() -> InvalidArgument:
     return InvalidArgument(
         "a trainer of a collective job gives mean gradients of rows; each trainer has the rows itself"
     )
-
-
-TURN_S = 0.002  # of a step, before the event loop has its turn
-KEPT_S = 0.01  # between two looks whether a snapshot is written far enough
-LOOK_S = 0.1  # between two looks whether the trainer has other rows now
 
 
 class ReplicaRows(TableRows):

@@ -1,10 +1,10 @@
-"""The share of a collective job's blocks that one trainer serves to the others: pushes and pulls as at a
-parameter server, without optimizer.
+"""The share of a collective job's blocks that one trainer serves: pushes and pulls as at a parameter server, without optimizer.
 
     a generation is known: fenced ─► its trainers have said which versions they have ─► open: pushes of the step after the newest one
 
 A trainer takes pushes of a step only while its own version is at most one behind: so whoever makes version v
-knows that all trainers of the generation, whose blocks it needed for that, have version v - 2.
+knows that all trainers of the generation, whose blocks it needed for that, have version v - 2. The others reach the share over
+connections, the trainer itself by OwnShare.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class ShareServer(BlockServer):
 
 
 class OwnShare:
-    """A PserverPort. What is pushed is read where it lies, and only during the call."""
+    """A PserverPort to the trainer's own share, without a connection. What is pushed is read where it lies, and only during the call."""
 
     def __init__(self, server: ShareServer) -> None:
         self._server = server

@@ -1,4 +1,7 @@
-"""Columns of one minibatch -> batch of tensors, where the user's script has no `collate`."""
+"""Columns of one minibatch -> batch of tensors, where the user's script has no `collate`; and a minibatch that was collated before its forward pass.
+
+prepare: generators kept ─► seeded ─► collate ─► ReadyBatch ─► generators as they were          backward: ReadyBatch.begin ─► loss(model, batch)
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ from trireme_shared.protocol.errors import DatasetError
 from trireme_shared.protocol.logged_metrics import Logged, collected
 
 Batch = dict[str, Any]
-
 _HINT = "define collate(records) in your script, or make the values alike in the data"
 
 
@@ -113,7 +115,8 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReadyBatch:
-    """`generators`: after `collate`; `logged`: in it."""
+    """A minibatch that was collated before its forward pass, as if it had been collated in it: the random numbers go on where `collate` left them.
+    `generators`: after `collate`; `logged`: in it."""
 
     batch: Any
     generators: Generators

@@ -1,4 +1,14 @@
-"""Objects of the user's own code: map-style datasets, which are read by number, and iterables, which are read from their start."""
+"""What the user's own code reads: map-style datasets, which are read by number, iterables, which are read from their start, and custom readers, by name.
+
+Some of these records draw random numbers (augmentation, noise, a crop). torch, NumPy and Python have one generator for all threads of a process,
+and records are read in threads beside forward passes. A record that draws would get other numbers each time, and so would forward. So such a
+record is read alone, with a seed of its own, and the generators are put back behind it (Drawing):
+
+    record of a dataset that draws      ALONE ─► seeded by (seed, epoch, file, number) ─► read ─► generators as they were
+    record of one that does not         read, beside whatever runs
+
+Whether a dataset draws is found out with its first records, and looked at again with one record of each task.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +33,11 @@ from trireme_shared.protocol.records.datasets import Custom, IterableStyle, MapS
 EVALUATION = -1
 PROBED = 256  # first records of a dataset in a process
 TURN_S = 0.005  # then forward may go on
-
 T = TypeVar("T")
 _epoch: ContextVar[int] = ContextVar("epoch", default=EVALUATION)
+_END = object()
+_PLAIN_NAMES = ("x", "y")
+_HOOKS = (":dataset", ":evaluation_dataset")
 
 
 @contextmanager
@@ -95,11 +107,6 @@ class Drawing:
         if self._late:
             hint = "let each record draw, or none: draw a number that is not used where none is needed"
             raise InvalidArgument(self._late, hint=hint)
-
-
-_END = object()
-_PLAIN_NAMES = ("x", "y")
-_HOOKS = (":dataset", ":evaluation_dataset")
 
 
 class MapStyleReader:
@@ -186,37 +193,6 @@ class IterableStyleReader:
         return item
 
 
-def _loaded(dataset: MapStyle | IterableStyle, seed: int) -> Any:
-    """The object. Raises DatasetError; InvalidArgument if its length is not what was counted. Where the user has stated `records`, they may be
-    some of those that a MapStyle has, and the length of an iterable may count anything."""
-    made, name, counted = load_object(dataset, seed=seed), dataset.reader, dataset.records
-    of_hook = name.endswith(_HOOKS)
-    if counted is None or not hasattr(made, "__len__") or not (of_hook or isinstance(dataset, MapStyle)):
-        return made
-    records = len(made)
-    if records < counted or (records > counted and of_hook):
-        msg = f"{name} has {records} records at this trainer, and {counted} were counted when the job was made"
-        hint = "it must have the same records in every process, whatever the host, the time and the process"
-        raise InvalidArgument(msg, hint=hint, url=name, records=records)
-    return made
-
-
-def as_record(item: Any, columns: tuple[str, ...] | None, file: str, number: int) -> Record:
-    """A dict as it is; a tuple's values by `columns`, else as x and y; any other value as x. Raises DatasetError."""
-    if isinstance(item, Mapping):
-        if columns is not None:
-            named, given = ", ".join(map(str, item)), ", ".join(columns)
-            msg = f"item {number} of {file} is a dict with the columns {named}, and columns=({given}) name the values of tuples"
-            raise DatasetError(msg, hint="leave columns out", url=file)
-        return dict(item)
-    values = tuple(item) if isinstance(item, tuple | list) else (item,)
-    names = columns or _PLAIN_NAMES[: len(values)]
-    if len(names) != len(values):
-        msg = f"item {number} of {file} has {len(values)} values, but there are {len(names)} names: {', '.join(names)}"
-        raise DatasetError(msg, hint="name them: MapStyle(…, columns=(…)), or make items that are dicts", url=file)
-    return dict(zip(names, values, strict=True))
-
-
 class CustomReader:
     """`seed`: of the job."""
 
@@ -247,3 +223,34 @@ class CustomReader:
         if len(records) < count:
             raise too_short(file, first, count, first + len(records))
         return RecordShard(records)
+
+
+def _loaded(dataset: MapStyle | IterableStyle, seed: int) -> Any:
+    """The object. Raises DatasetError; InvalidArgument if its length is not what was counted. Where the user has stated `records`, they may be
+    some of those that a MapStyle has, and the length of an iterable may count anything."""
+    made, name, counted = load_object(dataset, seed=seed), dataset.reader, dataset.records
+    of_hook = name.endswith(_HOOKS)
+    if counted is None or not hasattr(made, "__len__") or not (of_hook or isinstance(dataset, MapStyle)):
+        return made
+    records = len(made)
+    if records < counted or (records > counted and of_hook):
+        msg = f"{name} has {records} records at this trainer, and {counted} were counted when the job was made"
+        hint = "it must have the same records in every process, whatever the host, the time and the process"
+        raise InvalidArgument(msg, hint=hint, url=name, records=records)
+    return made
+
+
+def as_record(item: Any, columns: tuple[str, ...] | None, file: str, number: int) -> Record:
+    """A dict as it is; a tuple's values by `columns`, else as x and y; any other value as x. Raises DatasetError."""
+    if isinstance(item, Mapping):
+        if columns is not None:
+            named, given = ", ".join(map(str, item)), ", ".join(columns)
+            msg = f"item {number} of {file} is a dict with the columns {named}, and columns=({given}) name the values of tuples"
+            raise DatasetError(msg, hint="leave columns out", url=file)
+        return dict(item)
+    values = tuple(item) if isinstance(item, tuple | list) else (item,)
+    names = columns or _PLAIN_NAMES[: len(values)]
+    if len(names) != len(values):
+        msg = f"item {number} of {file} has {len(values)} values, but there are {len(names)} names: {', '.join(names)}"
+        raise DatasetError(msg, hint="name them: MapStyle(…, columns=(…)), or make items that are dicts", url=file)
+    return dict(zip(names, values, strict=True))

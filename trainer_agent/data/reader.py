@@ -1,4 +1,10 @@
-"""The interface of all readers: a range of a file's records. A reader knows nothing of tasks, lanes or epochs."""
+"""What readers have in common: they read a range of a file's records, and columns of records without a schema keep their dtypes. A reader knows nothing of tasks, lanes or epochs.
+
+    first records ─► column -> dtype, text, …          records of a task ──ColumnTypes.shard──► arrays of these dtypes, or errors with the value
+
+The dtype of a column is found in the first records of the dataset and kept for the whole job. Without this it would be that of the
+values that happen to be in a task.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +22,9 @@ from trireme_shared.datasets.numbers import DType, Misfit, column_of, common_dty
 from trireme_shared.platform.storage.files import trouble_in_user_code
 from trireme_shared.protocol.errors import DatasetError, TriremeError, is_interrupt
 from trireme_shared.protocol.records.datasets import Dataset
+
+Kind = DType | str | DatasetError
+"""`str`, `bytes`: what values are. "": anything else, which is not looked at. An error: the first records fit into no dtype."""
 
 
 class Reader(Protocol):
@@ -74,10 +83,6 @@ class Blaming:
             raise DatasetError(difference.message, hint=difference.hint, fatal=True, **difference.details)
         with blaming(file, first, count):
             return self._reader.read(file, first, count, offset)
-
-
-Kind = DType | str | DatasetError
-"""`str`, `bytes`: what values are. "": anything else, which is not looked at. An error: the first records fit into no dtype."""
 
 
 class ColumnTypes:

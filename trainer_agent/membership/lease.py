@@ -1,9 +1,15 @@
-"""A trainer's registration: `trainers/<id>` in etcd, under a lease.
+"""A trainer's registration: `trainers/<id>` in etcd, under a lease, and what may keep it from renewing that.
 
     register (create = 0) ─► hold ... revoked or deleted ─► lost: exit, come back under a new name
 
 If etcd is silent for longer than the lease, the trainer waits before its next push or pull (`certain`). Its key is its own: it is
 created again if the lease ran out meanwhile. While etcd is down (connections are refused) training goes on.
+
+Code of the user that keeps Python's interpreter holds up the event loop, which then cannot renew the lease (Life):
+
+    the loop runs ─► sign of life (trireme_shared.platform.membership.life_sign)
+    held up for longer than the lease, which is gone ─► the master is told
+        of which records: counted as a death there (they are discarded, after some)     of nothing on record: a failure of the user's code
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from trainer_agent.tasks.source import MasterPort
+from trainer_agent.tasks.master import MasterPort
 from trainer_agent.waiting import retry
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.life_sign import WORKS_FROM, LifeFile
@@ -23,6 +29,13 @@ from trireme_shared.protocol.records import FailTask, TrainerMember, UserFailure
 from trireme_shared.protocol.records.begun import BegunWork
 
 log = telemetry.logger("membership")
+BEAT_S = 0.25
+REPORT_S = 30.0
+KEPT = "InterpreterKept"
+WHAT_TO_DO = (
+    "let that code release the interpreter (read or parse in smaller parts, or with a library that does), make it once in dataset(), "
+    "or raise lease_ttl_s"
+)
 
 
 class Membership(OwnKey[TrainerMember]):
@@ -71,16 +84,6 @@ class Membership(OwnKey[TrainerMember]):
             await self.release(asked=asked)
 
 
-BEAT_S = 0.25
-
-REPORT_S = 30.0
-KEPT = "InterpreterKept"
-WHAT_TO_DO = (
-    "let that code release the interpreter (read or parse in smaller parts, or with a library that does), make it once in dataset(), "
-    "or raise lease_ttl_s"
-)
-
-
 @dataclass(frozen=True, slots=True)
 class HeldUp:
     """The event loop did not run for `seconds`, while this process used `processor_s` of processor time, at `works`."""
@@ -100,7 +103,7 @@ class HeldUp:
 
 
 class Life:
-    """Of one trainer. Run `run`; close it at the end."""
+    """The signs of life of one trainer. Run `run`; close it at the end."""
 
     def __init__(self, etcd: Etcd, trainer: str, master: MasterPort) -> None:
         self._etcd, self._trainer, self._master = etcd, trainer, master

@@ -32,6 +32,11 @@ from trireme_shared.serving.core.geometry import rounds_by_parameter
 from trireme_shared.serving.transport.shared_memory import new_region
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_HINTS = {
+    "parameter": "to train both as one, give the module the parameter itself (b.weight = a.weight); else clone() its values",
+    "buffer": "give the buffer memory of its own: register_buffer(name, parameter.detach().clone())",
+    "attribute": "compute it in forward from the parameter, or clone() it",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +349,11 @@ class LiveBuffers:
 
 
 def check_storage(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
-    """Raises InvalidArgument if a parameter of `trained` shares memory with another tensor of the model, or has elements in the same place."""
+    """Raises InvalidArgument if a parameter of `trained` shares memory with another tensor of the model, or has elements in the same place: laying
+    parameters out end to end would take them apart, so each would be trained by itself.
+
+        b.weight = a.weight                  one parameter, which two modules have: trained once
+        b.weight.data = a.weight.data        two parameters in one memory: refused"""
     for name, parameter in trained.items():
         if not nn.parameter.is_lazy(parameter) and _overlaps_itself(parameter):
             raise InvalidArgument(
@@ -362,13 +371,6 @@ def check_storage(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None
             others = (member for k, member in enumerate(members) if k != number and _share(tensor, member[2]))
             for kind, other, _ in others:
                 raise InvalidArgument(f"the parameter {name} shares memory with the {kind} {other}", hint=_HINTS[kind])
-
-
-_HINTS = {
-    "parameter": "to train both as one, give the module the parameter itself (b.weight = a.weight); else clone() its values",
-    "buffer": "give the buffer memory of its own: register_buffer(name, parameter.detach().clone())",
-    "attribute": "compute it in forward from the parameter, or clone() it",
-}
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:

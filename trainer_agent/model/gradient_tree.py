@@ -1,4 +1,4 @@
-"""Gradient vectors and the canonical tree (training.md): a binary counter of subtrees, combined in place.
+"""Gradient vectors and the canonical tree (training.md): a binary counter of subtrees, combined in place, checked, clipped, and cast for their way.
 
     lane 0 ─► slot 0        lane 1 ─► slot 1, combined into 0        lane 2 ─► slot 1
     lane 3, the node's last ─► slot 2: as backward finishes a block, 2 into 1, 1 into 0, pushed from slot 0
@@ -6,33 +6,50 @@
 Slots are allocated once: log2 of a node's lanes, plus one. A trainer that owns fewer lanes than before frees some. Not
 thread-safe: one thread computes at a time. In synchronous mode every node of the tree is rounded to the dtype in which
 gradients are sent (trireme_shared.blocks.buffers.round_to).
+
+Losses and gradients that are NaN or infinite are noticed before they are pushed. A block is summed right after it was written, while
+the processor's cache holds it, which costs a third of reading it again later: the sum of finite values is finite, unless it overflows
+itself. Only then each value is looked at. The norm of a whole gradient that this process has is found block by block, with the bits
+that parameter servers find (trireme_shared.blocks.gradient_norm).
 """
 
 from __future__ import annotations
-
-import asyncio
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-
 from trainer_agent.model.compute import BlockSink
 from trainer_agent.model.devices import HOST
-from trainer_agent.model.flat import Plan, Vector
-from trireme_shared.blocks.buffer_mean import add_changes, bits_of, combine_buffers
-from trireme_shared.blocks.buffers import DTYPES, cast_into, round_to
-from trireme_shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
-from trireme_shared.protocol.lanes import Interval, combine
+from trainer_agent.model.flat import Plan
+from trainer_agent.model.flat import Vector
+from trireme_shared.blocks.buffer_mean import add_changes
+from trireme_shared.blocks.buffer_mean import bits_of
+from trireme_shared.blocks.buffer_mean import combine_buffers
+from trireme_shared.blocks.buffers import DTYPES
+from trireme_shared.blocks.buffers import cast_into
+from trireme_shared.blocks.buffers import round_to
+from trireme_shared.blocks.gradient_norm import clip_factor
+from trireme_shared.blocks.gradient_norm import norm_of
+from trireme_shared.blocks.gradient_norm import squares_of
+from trireme_shared.protocol.lanes import Interval
+from trireme_shared.protocol.lanes import combine
 from trireme_shared.protocol.records.job_choices import Narrow
 from trireme_shared.protocol.records.job_spec import Transported
 from trireme_shared.protocol.records.layout import Block
+from typing import Any
+import asyncio
+import math
+import torch
+
 
 WHAT_TO_DO = (
     "lower the learning rate or look at the records; "
     "on_nonfinite = skip leaves such minibatches out, on_nonfinite = ignore trains with them"
 )
+WATCHED_STEPS = 8  # a slot that none of these steps took is freed; one step is not enough, a task's last may be short
+TOLD_BYTES = (
+    256 << 10
+)  # finished blocks are told to the event loop when there are so many bytes of them, or no more will come
 
 
 class NonFiniteError(FloatingPointError):
@@ -44,42 +61,6 @@ class LeftOutError(NonFiniteError):
 
     def __init__(self) -> None:
         super().__init__("GradScaler found a gradient that is not finite, and left the step of this minibatch out")
-
-
-def check_loss(loss: float) -> None:
-    """Raises NonFiniteError."""
-    if not math.isfinite(loss):
-        msg = f"the loss is {loss}; {WHAT_TO_DO}"
-        raise NonFiniteError(msg)
-
-
-def is_finite(values: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinite."""
-    return math.isfinite(values.sum(dtype=torch.float32).item()) or bool(torch.isfinite(values).all())
-
-
-def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """As `is_finite`. On a GPU they are waited for once."""
-    sums = [values.sum(dtype=torch.float32) for values in tensors]
-    return not sums or math.isfinite(torch.stack(sums).sum().item()) or all(map(is_finite, tensors))
-
-
-def check_gradients(gradients: Mapping[str, torch.Tensor]) -> None:
-    """By names of parameters. Raises NonFiniteError, which names the first one that is not finite."""
-    for name, gradient in gradients.items():
-        if not is_finite(gradient):
-            bad = gradient[~torch.isfinite(gradient)]
-            msg = (
-                f"the gradient of {name} has {bad.numel()} of {gradient.numel()} values that are not finite "
-                f"(the first is {bad[0].item()}); {WHAT_TO_DO}"
-            )
-            raise NonFiniteError(msg)
-
-
-WATCHED_STEPS = 8  # a slot that none of these steps took is freed; one step is not enough, a task's last may be short
-TOLD_BYTES = (
-    256 << 10
-)  # finished blocks are told to the event loop when there are so many bytes of them, or no more will come
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,50 +386,17 @@ class ToEventLoop:
             self._sink.done(block)
 
 
-def norm_of_vector(plan: Plan, gradients: Vector) -> float:
-    """Of the blocks of parameters."""
-    segments = plan.layout.segments
-    blocks = (gradients.blocks[b.number] for b in plan.blocks if segments[b.segment].kind == "param")
-    return norm_of(squares_of(block.cpu()) for block in blocks)
-
-
-def clip(plan: Plan, gradients: Vector, limit: float, *, any_norm: bool) -> None:
-    """In place. Raises NonFiniteError, unless `any_norm`: then a NaN makes all NaN, as in nn.utils.clip_grad_norm_."""
-    norm = norm_of_vector(plan, gradients)
-    if not any_norm and not math.isfinite(norm):
-        msg = f"the norm of the mean gradient is {norm}, although that of each minibatch is finite; {WHAT_TO_DO}"
-        raise NonFiniteError(msg)
-    if (factor := clip_factor(norm, limit)) != 1.0:
-        for segment, values in zip(plan.layout.segments, gradients.segments, strict=True):
-            if segment.kind == "param":
-                values.mul_(factor)
-
-
-class GradientClipper:
-    """Clips gradients of `plan`'s parameters that lie anywhere, as training without any service has them."""
-
-    def __init__(self, plan: Plan, limit: float, device: torch.device) -> None:
-        self._plan, self._limit = plan, limit
-        self._vector = Vector(plan, device)
-        self._views = self._vector.views(plan.parameters)
-
-    def clip(self, gradients: Sequence[torch.Tensor | None]) -> float:
-        """In place. `gradients`: in the order of the plan's parameters. Returns their norm, before."""
-        for view, gradient in zip(self._views, gradients, strict=True):
-            if gradient is None:
-                view.zero_()
-            else:
-                view.copy_(gradient)
-        norm = norm_of_vector(self._plan, self._vector)
-        if (factor := clip_factor(norm, self._limit)) != 1.0:
-            for gradient in gradients:
-                if gradient is not None:
-                    gradient.mul_(factor)
-        return norm
-
-
 class SendBuffers:
-    """A host vector per gradient slot, in the dtypes that are sent; allocated once. Not thread-safe. `shared`: see Vector."""
+    """Host memory for finished gradients that are not sent from the memory they were computed in: from a GPU, or cast.
+
+        cast: block + residual ─► narrower dtype ─► sent        the new residual = block + residual - what is sent
+        GPU: the whole vector, cast there ─► one copy to page-locked host memory ─► all blocks sent
+
+    There is a host vector per gradient slot, in the dtypes that are sent; allocated once. A copy for each block of a GPU's vector would
+    cost a wait for each. Not thread-safe. `shared`: see Vector.
+
+    Error feedback (Seide et al. 2014, Karimireddy et al. 2019): the residual of a block's cast is added to its next gradient, so
+    nothing is lost for ever. The residual is kept by this trainer only: if it dies, at most one rounding error per element is lost."""
 
     def __init__(
         self, plan: Plan, device: torch.device, dtype: Transported, *, feedback: bool, shared: bool = False
@@ -530,3 +478,75 @@ class SendBuffers:
 
 def overflow(where: str, error: OverflowError) -> OverflowError:
     return OverflowError(f"a gradient in {where}: {error}; use gradient_dtype bfloat16, or scale the loss down")
+
+
+def check_loss(loss: float) -> None:
+    """Raises NonFiniteError."""
+    if not math.isfinite(loss):
+        msg = f"the loss is {loss}; {WHAT_TO_DO}"
+        raise NonFiniteError(msg)
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite."""
+    return math.isfinite(values.sum(dtype=torch.float32).item()) or bool(torch.isfinite(values).all())
+
+
+def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """As `is_finite`. On a GPU they are waited for once."""
+    sums = [values.sum(dtype=torch.float32) for values in tensors]
+    return not sums or math.isfinite(torch.stack(sums).sum().item()) or all(map(is_finite, tensors))
+
+
+def check_gradients(gradients: Mapping[str, torch.Tensor]) -> None:
+    """By names of parameters. Raises NonFiniteError, which names the first one that is not finite."""
+    for name, gradient in gradients.items():
+        if not is_finite(gradient):
+            bad = gradient[~torch.isfinite(gradient)]
+            msg = (
+                f"the gradient of {name} has {bad.numel()} of {gradient.numel()} values that are not finite "
+                f"(the first is {bad[0].item()}); {WHAT_TO_DO}"
+            )
+            raise NonFiniteError(msg)
+
+
+def norm_of_vector(plan: Plan, gradients: Vector) -> float:
+    """Of the blocks of parameters."""
+    segments = plan.layout.segments
+    blocks = (gradients.blocks[b.number] for b in plan.blocks if segments[b.segment].kind == "param")
+    return norm_of(squares_of(block.cpu()) for block in blocks)
+
+
+def clip(plan: Plan, gradients: Vector, limit: float, *, any_norm: bool) -> None:
+    """In place. Raises NonFiniteError, unless `any_norm`: then a NaN makes all NaN, as in nn.utils.clip_grad_norm_."""
+    norm = norm_of_vector(plan, gradients)
+    if not any_norm and not math.isfinite(norm):
+        msg = f"the norm of the mean gradient is {norm}, although that of each minibatch is finite; {WHAT_TO_DO}"
+        raise NonFiniteError(msg)
+    if (factor := clip_factor(norm, limit)) != 1.0:
+        for segment, values in zip(plan.layout.segments, gradients.segments, strict=True):
+            if segment.kind == "param":
+                values.mul_(factor)
+
+
+class GradientClipper:
+    """Clips gradients of `plan`'s parameters that lie anywhere, as training without any service has them."""
+
+    def __init__(self, plan: Plan, limit: float, device: torch.device) -> None:
+        self._plan, self._limit = plan, limit
+        self._vector = Vector(plan, device)
+        self._views = self._vector.views(plan.parameters)
+
+    def clip(self, gradients: Sequence[torch.Tensor | None]) -> float:
+        """In place. `gradients`: in the order of the plan's parameters. Returns their norm, before."""
+        for view, gradient in zip(self._views, gradients, strict=True):
+            if gradient is None:
+                view.zero_()
+            else:
+                view.copy_(gradient)
+        norm = norm_of_vector(self._plan, self._vector)
+        if (factor := clip_factor(norm, self._limit)) != 1.0:
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(factor)
+        return norm

@@ -1,6 +1,11 @@
-"""Optimizers and schedulers as JSON: what the parameter servers need to step torch's own optimizers.
+"""The script's optimizer: what the parameter servers need to step torch's own ones, its learning rates, and what the script does to it while it trains.
 
-torch.optim.Adam(groups) ──spec_of──► OptimizerSpec          scheduler.state_dict() ──encode──► JSON ──decode──► same
+    torch.optim.Adam(groups) ──spec_of──► OptimizerSpec          scheduler.state_dict() ──encode──► JSON ──decode──► same
+    optimizer(model) ─► each group's rate times JobSpec.lr_factor (lr_scale, lr_base_batch_size) ─► scheduler(optimizer) ─► steps
+
+Parameter servers (collective: each trainer, block by block) step with optimizers of their own, made from the name of the class, the groups and
+their options. They do not see what the script changes later, unless a scheduler does it: schedulers are stepped between two minibatches. So
+OptimizerWatch notices such changes, and they are refused.
 """
 
 from __future__ import annotations
@@ -23,11 +28,22 @@ from trireme_shared.serving.optimizers.classes import ALL_CLASSES, CHOICES, OF_W
 from trireme_shared.serving.optimizers.own_step import added_to_step, check_step
 
 T = TypeVar("T")
-
 _WHOLE = ("lamb", "lars", "adafactor", "muon", "shampoo", "soap", "lbfgs")
 _SEVERAL_LOSSES = "its step computes the loss several times (by a closure), and a step of a job has one gradient, the mean of all lanes"
 _UNKNOWN = "each trainer makes the optimizer from the name of its class and its options, and knows only some classes"
 _NO_OPTIONS = ("params", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum", "param_names")
+OPTIONS = (
+    "changed the optimizer's options ({name} of group {number} was {before}, and now it is {after}), which whoever steps does not see; for "
+    "options that change give a scheduler (in a loop of your own: trireme.prepare(..., scheduler=scheduler))"
+)
+GROUPS = "changed the optimizer's groups of parameters; whoever steps has those with which training began: make them in optimizer(model)"
+STEP = "gave the optimizer {added}, which whoever steps does not have: leave it out"
+STATE = "changed the optimizer's state, which is where the steps are made: in a job, not in the script's process"
+NOT_HERE = (
+    "optimizer.state: the optimizer's state is where the steps are made, not in the script's process: the script can neither read nor change it "
+    "(checkpoints have it; --init-optimizer starts with one)"
+)
+BEGUN = "the optimizer has state already ({name} of {parameter}), and training would begin without it"
 
 
 def spec_of(optimizer: Any) -> OptimizerSpec:
@@ -167,20 +183,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-OPTIONS = (
-    "changed the optimizer's options ({name} of group {number} was {before}, and now it is {after}), which whoever steps does not see; for "
-    "options that change give a scheduler (in a loop of your own: trireme.prepare(..., scheduler=scheduler))"
-)
-GROUPS = "changed the optimizer's groups of parameters; whoever steps has those with which training began: make them in optimizer(model)"
-STEP = "gave the optimizer {added}, which whoever steps does not have: leave it out"
-STATE = "changed the optimizer's state, which is where the steps are made: in a job, not in the script's process"
-NOT_HERE = (
-    "optimizer.state: the optimizer's state is where the steps are made, not in the script's process: the script can neither read nor change it "
-    "(checkpoints have it; --init-optimizer starts with one)"
-)
-BEGUN = "the optimizer has state already ({name} of {parameter}), and training would begin without it"
-
-
 class StateElsewhere(defaultdict[Any, Any]):
     """Instead of the state of an optimizer that never steps. It is empty, and refuses to be anything else."""
 
@@ -284,7 +286,7 @@ def scaled(optimizer: T, spec: JobSpec) -> T:
     return optimizer
 
 
-def check_scheduler(scheduler: Any, spec: JobSpec) -> None:
+def check_scaled(scheduler: Any, spec: JobSpec) -> None:
     """Raises InvalidArgument for one whose rates do not come from the optimizer's."""
     if spec.lr_scale == "none":
         return
@@ -296,7 +298,7 @@ def check_scheduler(scheduler: Any, spec: JobSpec) -> None:
             )
 
 
-def sentence(spec: JobSpec) -> str:
+def rates_sentence(spec: JobSpec) -> str:
     """For people; empty if the rates are the script's."""
     if spec.lr_scale == "none":
         return ""

@@ -1,8 +1,10 @@
 """The script's learning-rate scheduler, and when it is stepped.
 
-schedule_per = "step"      step ─► scheduler.step()
-schedule_per = "epoch"     the last step of an epoch ─► scheduler.step() ─► the first step of the next one
-ReduceLROnPlateau          a version that is evaluated ─► scheduler.step(metric of the evaluation before) ─► the next step
+    schedule_per = "step"      step ─► scheduler.step()
+    schedule_per = "epoch"     the last step of an epoch ─► scheduler.step() ─► the first step of the next one
+    ReduceLROnPlateau          a version that is evaluated ─► scheduler.step(metric of the evaluation before) ─► the next step
+
+Asynchronous jobs: a trainer makes only some of the pushes, and PushSchedule finds the options of each.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from trireme_shared.serving.core.asynchronous import STATE_EVERY, newest_at
 from trireme_shared.serving.optimizers.own_step import check_scheduler_step
 
 Guard = Callable[..., Any]
-
 TOO_MANY = "Tried to step "  # torch's words
 MAKE_IT_SO = "make it with total_steps=trireme.total_steps() (with schedule_per epoch: the number of epochs)"
+STEPS_AT_ONCE = 1000  # of a scheduler, until the trainer looks what else is to do
 
 
 class Schedule:
@@ -72,7 +74,7 @@ class Schedule:
 
 def check_scheduler(scheduler: Any, spec: JobSpec) -> None:
     """Raises InvalidArgument for one that the job's settings do not fit, or whose state trainers cannot share."""
-    optimizer.check_scheduler(scheduler, spec)
+    optimizer.check_scaled(scheduler, spec)
     if scheduler is not None:
         check_scheduler_step(scheduler)
         encode(scheduler.state_dict())
@@ -113,11 +115,13 @@ def check_total_steps(scheduler: Any, spec: JobSpec) -> None:
             )
 
 
-STEPS_AT_ONCE = 1000  # of a scheduler, until the trainer looks what else is to do
-
-
 class PushSchedule:
-    """`compute`: its scheduler is as before any step. `known`: states that other trainers' pushes brought."""
+    """The options of the optimizer for each push of an asynchronous job, of which a trainer makes only some.
+
+        this trainer's push N: states that parameter servers keep ─► the newest one up to N ─► the scheduler's steps up to N ─► options
+        each STATE_EVERY pushes a push takes the scheduler's state to the parameter servers
+
+    `compute`: its scheduler is as before any step. `known`: states that other trainers' pushes brought."""
 
     def __init__(self, compute: Compute, known: Iterable[LaneZero] = ()) -> None:
         self._compute, self._known = compute, tuple(known)

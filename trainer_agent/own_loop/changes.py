@@ -1,6 +1,6 @@
-"""Gradients that a loop of one's own has between trireme.backward and optimizer.step(): they are the script's, as in plain PyTorch.
+"""What a loop of one's own does to gradients and buffers, and what the user is told of that.
 
-And what the user is told of a loop that means something else in a job than in one process.
+trireme.backward ─► gradients are the script's, as in plain PyTorch ─► optimizer.step() ─► changes of buffers are undone ─► the next batch
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""torch.amp.GradScaler in a loop of one's own: which loss it scaled, and which steps it leaves out.
+"""torch.amp in a loop of one's own: which loss a GradScaler scaled, which steps it leaves out, and autocast in the script's thread.
 
     scaler.scale(loss) ──► trireme.backward ──► scaler.step(optimizer) ──► optimizer.step()
                                                            └── a gradient is not finite: the batch is left out
 
-Nobody gives the scaler to `trireme.prepare`, so its class tells the loop of the thread in which it is called.
+Nobody gives the scaler to `trireme.prepare`, so its class tells the loop of the thread in which it is called. Autocast belongs to a
+thread: that of the caller is taken over to the script's thread for the forward pass of one batch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+
+_current: ContextVar[Scaling | None] = ContextVar("grad_scaling", default=None)
+DEVICES = "cpu", "cuda"
 
 
 class Scaling:
@@ -57,9 +61,6 @@ class Scaling:
             )
             raise TypeError(msg)
         return loss
-
-
-_current: ContextVar[Scaling | None] = ContextVar("grad_scaling", default=None)
 
 
 def unscale_for_kernel(optimizer: torch.optim.Optimizer) -> bool:
@@ -110,10 +111,7 @@ def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(each)
 
 
-DEVICES = "cpu", "cuda"
-
-
-def enabled() -> list[torch.autocast]:
+def autocast_here() -> list[torch.autocast]:
     """As it is in this thread, to be entered in another one."""
     return [
         torch.autocast(device, dtype=torch.get_autocast_dtype(device))

@@ -8,8 +8,8 @@
     end_pass     ─────────────► what follows, up to optimizer.step()
     end          ─────────────► the loop ends; what follows it
 
-So MinibatchRunner calls the body of a loop as it calls `loss(model, batch)`. What the script does wrong is raised where it does it,
-and ends the script: nobody can go on in the middle of a loop.
+So MinibatchRunner calls the body of a loop as it calls `loss(model, batch)`. What the script does wrong, also what it gives to
+`trireme.prepare` and `trireme.backward`, is raised where it does it, and ends the script: nobody can go on in the middle of a loop.
 """
 
 from __future__ import annotations
@@ -29,12 +29,18 @@ import torch
 from torch import nn
 
 from trainer_agent.own_loop.changes import check_none_is_left, forget_those_of_others, marks, noted, put_back
-from trainer_agent.own_loop.mixed_precision import Scaling, enabled, unscale_for_kernel
+from trainer_agent.own_loop.mixed_precision import Scaling, autocast_here, unscale_for_kernel
 from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
 from trireme_shared.protocol.metrics import Logged, collect_in, collector, loss_in
 from trireme_shared.serving.optimizers.own_step import check_step
 
 FUNCTIONS = "collate", "ids", "evaluate", "metrics"
+CLOSE_S = 5.0
+_running: ContextVar[OwnLoop | None] = ContextVar("own_loop", default=None)
+OVERRULED = (
+    "the script calls torch.set_num_threads({asked}), and it is trained with {threads}, the setting threads_per_trainer, because the number of threads "
+    "changes the bits of results: set threads_per_trainer = {asked} instead"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,7 @@ class Prepared:
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
-def check(parts: Prepared) -> None:
+def check_prepared(parts: Prepared) -> None:
     """Raises TypeError, ValueError, InvalidArgument."""
     model: object = parts.model
     optimizer: object = parts.optimizer
@@ -92,7 +98,7 @@ def check_loss(loss: Any) -> None:
 
 
 class Place(Enum):
-    """As error messages call it."""
+    """Where a script with a loop of its own is, or waits, as error messages call it."""
 
     START = "before trireme.prepare"
     PREPARED = "in trireme.prepare"
@@ -106,11 +112,6 @@ class Place(Enum):
 
 
 GOES_ON = {Place.PREPARED: Place.PREPARED, Place.ASKS: Place.COMPUTES, Place.LOSS: Place.HAS_GRADIENTS}
-
-
-CLOSE_S = 5.0
-
-_running: ContextVar[OwnLoop | None] = ContextVar("own_loop", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +224,7 @@ class OwnLoop:
         """The batch's loss, as the script gave it to trireme.backward. Raises UserCodeError."""
         assert self._place is Place.ASKS, self
         self._logged = collector()
-        self._autocast = enabled()
+        self._autocast = autocast_here()
         self._resume(batch)
         loss, self._loss = self._loss, None
         return loss
@@ -341,7 +342,7 @@ class OwnLoop:
         """See trireme.prepare. Raises RuntimeError, TypeError, ValueError."""
         if self._prepared is not None:
             raise RuntimeError("trireme.prepare was called twice; a script trains one model")
-        check(parts)
+        check_prepared(parts)
         self._prepared = parts
         scheduler = parts.hooks.get("scheduler")
         self._take_over(parts.optimizer, None if is_function(scheduler) else scheduler)
@@ -465,15 +466,11 @@ class OwnLoop:
         return turn.value
 
 
-OVERRULED = (
-    "the script calls torch.set_num_threads({asked}), and it is trained with {threads}, the setting threads_per_trainer, because the number of threads "
-    "changes the bits of results: set threads_per_trainer = {asked} instead"
-)
-
-
 def use_threads(threads: int) -> str:
-    """Let the calling thread compute with `threads` threads. Return a sentence for the user if the script has asked torch for another
-    number here, else "". A number that torch chooses by itself on this machine may be one that nobody has asked for: it is not told."""
+    """Let the calling thread compute with `threads` threads: as many as the setting threads_per_trainer says, since results have other bits with
+    another number. torch keeps the number for each thread of a process, so it is set in the thread that computes, and in that of a script's own
+    loop. Returns a sentence for the user if the script has asked torch for another number here, else "". A number that torch chooses by itself
+    on this machine may be one that nobody has asked for: it is not told."""
     asked = torch.get_num_threads()
     torch.set_num_threads(threads)
     return "" if asked in (threads, *_chosen_by_torch()) else OVERRULED.format(asked=asked, threads=threads)

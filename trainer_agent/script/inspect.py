@@ -7,7 +7,8 @@ With `backend` nccl also `nccl`: whether this host has it.
 
 Of settings that are not possible `details` has the `problems` as sentences, and the names of those in the script's `config`.
 
-The check builds model, layout and optimizer, and runs the first minibatch forward and backward.
+The check builds model, layout and optimizer, and runs the first minibatch forward and backward. Its records are the first ones of the
+dataset, which nobody has counted yet.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 USAGE, USER_CODE = 2, 1
+COMPARED_FILES = 32
 
 
 def inspect_script(script: str, *, check: bool, settings: list[str]) -> int:
@@ -101,7 +103,7 @@ def _seed(settings: Mapping[str, Any]) -> int:
 
 def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, settings: dict[str, Any]) -> dict[str, Any]:
     from trainer_agent.model.flat import groups_of, tensors_of  # noqa: PLC0415  torch only when it is needed
-    from trainer_agent.model.optimizer import sentence  # noqa: PLC0415  torch only when it is needed
+    from trainer_agent.model.optimizer import rates_sentence  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.model.torch_compute import TorchCompute  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.script.twice import Twice  # noqa: PLC0415  torch only when it is needed
 
@@ -123,7 +125,7 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
                 metrics = asyncio.run(compute.metrics(sums))
             check_criteria(spec, metrics)
     tensors = tensors_of(compute.model, groups_of(compute.optimizer))
-    notice = "\n".join(filter(None, (compute.started.sentence, sentence(spec), *twice.notices)))
+    notice = "\n".join(filter(None, (compute.started.sentence, rates_sentence(spec), *twice.notices)))
     layout = compute.layout
     tables = [table.model_dump(mode="json") for table in layout.tables]
     model = {"tensors": tensors, "optimizer": layout.optimizer.model_dump(mode="json"), "tables": tables}
@@ -190,9 +192,6 @@ def _assignment(text: str) -> tuple[str, str]:
     if not equals:
         raise InvalidArgument(f"--set {text}", hint="write --set name=value")
     return name.strip().replace("-", "_"), value.strip()
-
-
-COMPARED_FILES = 32
 
 
 def first_records(dataset: Dataset, count: int, seed: int = 0) -> Records:

@@ -2,7 +2,8 @@
 
     script.py ──load──► UserModule ──call("loss", model, batch)──► value | UserCodeError (traceback of the user's frames)
 
-A script that calls trireme.prepare has a loop of its own instead of functions: a LoopModule, which runs it in a thread.
+A script that calls trireme.prepare has a loop of its own instead of functions: a LoopModule, which runs it in a thread. Tracebacks are as
+users read them: the frames of their script, else those of libraries, never ours.
 
 Raises InvalidArgument for a script that lacks something, UserCodeError for what its code raises.
 """
@@ -37,6 +38,13 @@ REQUIRED = {
 OPTIONAL = ("collate", "ids", "scheduler", "evaluation_dataset", "evaluate", "metrics")
 ARGUMENTS = {"model": 0, "dataset": 0, "loss": 2, "optimizer": 1, "collate": 1, "ids": 1, "scheduler": 1}
 ARGUMENTS |= {"evaluation_dataset": 0, "evaluate": 2, "metrics": 1}
+ONE_RECORD = "Expected more than 1 value per channel when training"  # torch's words
+DROP_LAST = (
+    "BatchNorm cannot train on a minibatch of one record, which the last one of a file may be; set drop_last=True, which leaves short "
+    "minibatches out, or another global_batch_size or number of lanes"
+)
+_PACKAGES = Path(__file__).resolve().parents[2]
+_OURS = ("trireme_shared", "trainer_agent", "trireme")
 
 
 class UserModule:
@@ -250,15 +258,6 @@ def _user_code_error(
         traceback=traceback_of(error, folder),
         fatal=fatal,
     )
-
-
-ONE_RECORD = "Expected more than 1 value per channel when training"  # torch's words
-DROP_LAST = (
-    "BatchNorm cannot train on a minibatch of one record, which the last one of a file may be; set drop_last=True, which leaves short "
-    "minibatches out, or another global_batch_size or number of lanes"
-)
-_PACKAGES = Path(__file__).resolve().parents[2]
-_OURS = ("trireme_shared", "trainer_agent", "trireme")
 
 
 def message_of(error: BaseException) -> str:

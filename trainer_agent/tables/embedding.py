@@ -1,9 +1,9 @@
-"""Layers whose rows lie outside of the model: in tables, which grow by the ids that come.
+"""Layers whose rows lie outside of the model, in tables, which grow by the ids that come; what a user says of a table; and the tables that a model's layers name.
 
     ids --grouped--> each id once --source.lookup--> rows: a leaf of autograd --torch.nn.functional.embedding(sparse=True)--> output
 
 So backward gives the sparse gradient that torch.nn.Embedding(sparse=True) has, by the same code; a recording keeps the leaf. Rows are
-no parameters: `model.parameters()` and `state_dict()` are without them.
+no parameters: `model.parameters()` and `state_dict()` are without them. Ids are any integers of 64 bits; texts become some by one hash.
 """
 
 from __future__ import annotations
@@ -27,164 +27,8 @@ from trireme_shared.tables.grouping import Grouped, Numbers, grouped
 from trireme_shared.tables.hashing import ids_of_texts, table_seed
 
 INTEGERS = torch.int64, torch.int32, torch.uint64, torch.uint32
-
-
-def ids_of(texts: Iterable[str]) -> torch.Tensor:
-    """An id for each text, int64 (n,): XXH3 of its UTF-8 bytes (64 bits, seed 0) as a signed number. The same everywhere. Raises
-    InvalidArgument."""
-    if isinstance(texts, str):
-        raise InvalidArgument(f"ids_of takes a list of texts, got the text {texts!r:.80}; write ids_of([text])")
-    given: list[object] = list(texts)
-    if strange := [value for value in given if not isinstance(value, str)]:
-        raise InvalidArgument(f"ids_of takes texts, got {type(strange[0]).__name__} {strange[0]!r:.80}")
-    return torch.from_numpy(ids_of_texts([value for value in given if isinstance(value, str)]))
-
-
-def integers(what: str, value: object) -> torch.Tensor:
-    """A tensor of integers as int64, on its device. Unsigned numbers of 64 bits keep their bits: 2**64 - 1 becomes -1, so that each has an
-    id of its own. Raises InvalidArgument."""
-    if not isinstance(value, torch.Tensor):
-        msg = f"{what}: got {type(value).__name__}; give a tensor of integers (torch.tensor(ids), trireme.nn.ids_of(texts))"
-        raise InvalidArgument(msg)
-    if value.dtype not in INTEGERS:
-        msg = f"{what}: got a tensor of {value.dtype}; ids are int64, int32, uint64 or uint32, and .long() converts, if it holds whole numbers"
-        raise InvalidArgument(msg)
-    if value.dtype == torch.uint64:
-        return value.detach().view(torch.int64)
-    return value.detach().to(torch.int64)
-
-
-def signed(number: int) -> int:
-    """A Python integer of 64 bits, unsigned or not, as `integers` makes it."""
-    return number - (1 << 64) if number >= 1 << 63 else number
-
-
-def on_host(ids: torch.Tensor) -> Numbers:
-    """int64 (n,), of a tensor of any shape on any device."""
-    found: Numbers = ids.reshape(-1).cpu().contiguous().numpy()
-    return found
-
-
-def check_offsets(what: str, offsets: torch.Tensor, ids: int) -> None:
-    """int64, where each bag begins. Raises InvalidArgument."""
-    if offsets.dim() != 1:
-        msg = f"{what}: offsets have the shape {tuple(offsets.shape)}; they are one number for each bag, shape (bags,)"
-        raise InvalidArgument(msg)
-    found = on_host(offsets)
-    if not len(found):
-        if ids:
-            raise InvalidArgument(f"{what}: got {ids} ids and no bag; offsets begin with 0")
-        return
-    if found[0] != 0:
-        raise InvalidArgument(f"{what}: offsets begin with {found[0]}; the first bag begins at 0")
-    falls = np.flatnonzero(np.diff(found) < 0)
-    if len(falls):
-        place = int(falls[0])
-        msg = f"{what}: offsets fall from {found[place]} to {found[place + 1]} at place {place + 1}; each bag begins where the one before ends"
-        raise InvalidArgument(msg)
-    if found[-1] > ids:
-        raise InvalidArgument(f"{what}: the last bag begins at {found[-1]}, and there are {ids} ids")
-
-
-def named_ids(tables: Sequence[str], found: object) -> list[Grouped]:
-    """What a script's `ids(batch)` returned, of each of these tables; without ids for those that it does not name. Raises InvalidArgument."""
-    if not isinstance(found, Mapping):
-        msg = (
-            f"ids(batch) returned {type(found).__name__}; it returns a dict: the name of a table -> a tensor of its ids"
-        )
-        raise InvalidArgument(msg)
-    if strange := [name for name in found if name not in tables]:
-        msg = f"ids(batch) names the table {strange[0]!r:.80}, and the model's tables are {', '.join(tables):.200}"
-        raise InvalidArgument(msg, hint="name them as the layers do, and leave out those that are none")
-    nothing = torch.empty(0, dtype=torch.int64)
-    return [grouped(on_host(integers(f"ids(batch) of table {name}", found.get(name, nothing)))) for name in tables]
-
-
 R = TypeVar("R", bound=Record)
 INIT = re.compile(r"(uniform|normal|constant)\(\s*([-+0-9.eE]+)\s*\)")
-
-
-def SGD(lr: float, *, follow_schedule: bool = False) -> RowOptimizer:  # noqa: N802  as in torch.optim
-    """As torch.optim.SGD without momentum: no state. `follow_schedule`: what the script's scheduler does to the learning rate of the first parameter group,
-    by a factor, it does to `lr` too. Raises InvalidArgument."""
-    return _record(RowOptimizer, "SGD", {"kind": "sgd", "lr": lr, "follow_schedule": follow_schedule})
-
-
-def Adagrad(  # noqa: N802
-    lr: float,
-    *,
-    eps: float = 1e-10,
-    initial_accumulator_value: float = 0.0,
-    per_row: bool = False,
-    follow_schedule: bool = False,
-) -> RowOptimizer:
-    """As torch.optim.Adagrad. `per_row`: one number of state a row, which grows by the mean of the squares, instead of one a column.
-    `follow_schedule`: see SGD. Raises InvalidArgument."""
-    more = {"eps": eps, "initial_accumulator_value": initial_accumulator_value, "per_row": per_row}
-    return _record(RowOptimizer, "Adagrad", {"kind": "adagrad", "lr": lr, "follow_schedule": follow_schedule, **more})
-
-
-def Adam(  # noqa: N802
-    lr: float = 0.001,
-    *,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    follow_schedule: bool = False,
-) -> RowOptimizer:
-    """As torch.optim.SparseAdam: rows without a gradient stay as they are. `follow_schedule`: see SGD. Raises InvalidArgument."""
-    more = {"betas": betas, "eps": eps, "follow_schedule": follow_schedule}
-    return _record(RowOptimizer, "Adam", {"kind": "adam", "lr": lr, **more})
-
-
-def Ftrl(  # noqa: N802
-    lr: float, *, l1: float = 0.0, l2: float = 0.0, beta: float = 1.0, initial_accumulator_value: float = 0.0
-) -> RowOptimizer:
-    """FTRL-proximal (McMahan et al. 2013): with `l1` > 0 numbers that matter little are exactly 0. Its learning rate follows no schedule: a row is
-    computed anew from sums that were made with one. Raises InvalidArgument."""
-    more = {"l1": l1, "l2": l2, "beta": beta, "initial_accumulator_value": initial_accumulator_value}
-    return _record(RowOptimizer, "Ftrl", {"kind": "ftrl", "lr": lr, **more})
-
-
-def init_of(init: str | RowInit) -> RowInit:
-    """Of "uniform(0.01)", "normal(0.01)", "constant(0.5)" or "zeros". Raises InvalidArgument."""
-    if isinstance(init, RowInit):
-        return init
-    text: object = init
-    found = INIT.fullmatch(text.strip()) if isinstance(text, str) else None
-    if text == "zeros":
-        return RowInit(kind="constant", scale=0.0)
-    try:
-        if found is not None:
-            return RowInit(kind=found[1], scale=float(found[2]))
-    except ValueError:
-        pass
-    raise InvalidArgument(
-        f'init is {init!r:.80}; write "uniform(0.01)", "normal(0.01)", "constant(0.5)" or "zeros", with a finite number'
-    )
-
-
-def spec_of(name: str, dim: int, optimizer: Any, init: str | RowInit, **more: int | None) -> TableSpec:
-    """Without the seed, which is the job's. Raises InvalidArgument."""
-    if not isinstance(optimizer, RowOptimizer):
-        got = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
-        msg = f"table {name!r:.80} has the optimizer {got}; rows are stepped by trireme.nn.SGD, Adagrad, Adam or Ftrl, called with their lr"
-        raise InvalidArgument(msg)
-    given = {"name": name, "dim": dim, "optimizer": optimizer, "init": init_of(init), **more}
-    return _record(TableSpec, f"table {name!r:.80}", given)
-
-
-def _record(kind: type[R], what: str, values: dict[str, Any]) -> R:
-    """Numbers only where numbers belong: no texts, no bools, no fractions of rows. Raises InvalidArgument."""
-    try:
-        return kind.model_validate(values, strict=True)
-    except ValidationError as error:
-        problems = "; ".join(
-            f"{'.'.join(map(str, problem['loc']))} is {problem['input']!r:.80}: {problem['msg']}"
-            for problem in error.errors()
-        )
-        raise InvalidArgument(f"{what}: {problems}") from error
-
-
 NO_ROWS = (
     "table {name} has no rows here: the model is called outside of training and evaluation; "
     "for a trained model in plain PyTorch call trireme.nn.load_tables(model, folder) first, with the folder of the export"
@@ -322,26 +166,6 @@ class EmbeddingBag(TableLayer):
             raise InvalidArgument(f"{what} are {got}; they are float32 of the ids' shape {tuple(ids.shape)}")
 
 
-def layers_of(model: nn.Module) -> list[TableLayer]:
-    """Each once."""
-    return [module for module in model.modules() if isinstance(module, TableLayer)]
-
-
-def tables_of(model: nn.Module, job_seed: int) -> tuple[TableSpec, ...]:
-    """In the order of their names. Raises InvalidArgument: layers disagree about a table, or there are too many."""
-    found: dict[str, TableSpec] = {}
-    for layer in layers_of(model):
-        spec = layer.spec
-        other = found.setdefault(spec.name, spec)
-        if other != spec:
-            settings = "; ".join(f"{name} {one} and {two}" for name, one, two in other.differences(spec))
-            msg = f"two layers use the table {spec.name} with different settings: {settings}"
-            raise InvalidArgument(msg, hint="give one of them another name, or both the same settings")
-    if len(found) > MOST_TABLES:
-        raise InvalidArgument(f"the model has {len(found)} tables, at most {MOST_TABLES} are possible")
-    return tuple(found[name].with_fields(seed=table_seed(job_seed, name)) for name in sorted(found))
-
-
 class ModelTables:
     """The layers of a model, to be bound. `specs`: see tables_of; layers that come later are not seen."""
 
@@ -390,3 +214,175 @@ class ModelTables:
         finally:
             for (layer, _), bound in zip(self._layers, before, strict=True):
                 layer.bound = bound
+
+
+def layers_of(model: nn.Module) -> list[TableLayer]:
+    """Each once."""
+    return [module for module in model.modules() if isinstance(module, TableLayer)]
+
+
+def tables_of(model: nn.Module, job_seed: int) -> tuple[TableSpec, ...]:
+    """In the order of their names. Raises InvalidArgument: layers disagree about a table, or there are too many."""
+    found: dict[str, TableSpec] = {}
+    for layer in layers_of(model):
+        spec = layer.spec
+        other = found.setdefault(spec.name, spec)
+        if other != spec:
+            settings = "; ".join(f"{name} {one} and {two}" for name, one, two in other.differences(spec))
+            msg = f"two layers use the table {spec.name} with different settings: {settings}"
+            raise InvalidArgument(msg, hint="give one of them another name, or both the same settings")
+    if len(found) > MOST_TABLES:
+        raise InvalidArgument(f"the model has {len(found)} tables, at most {MOST_TABLES} are possible")
+    return tuple(found[name].with_fields(seed=table_seed(job_seed, name)) for name in sorted(found))
+
+
+def SGD(lr: float, *, follow_schedule: bool = False) -> RowOptimizer:  # noqa: N802  as in torch.optim
+    """As torch.optim.SGD without momentum: no state. `follow_schedule`: what the script's scheduler does to the learning rate of the first parameter group,
+    by a factor, it does to `lr` too. Raises InvalidArgument."""
+    return _record(RowOptimizer, "SGD", {"kind": "sgd", "lr": lr, "follow_schedule": follow_schedule})
+
+
+def ids_of(texts: Iterable[str]) -> torch.Tensor:
+    """An id for each text, int64 (n,): XXH3 of its UTF-8 bytes (64 bits, seed 0) as a signed number. The same everywhere. Raises
+    InvalidArgument."""
+    if isinstance(texts, str):
+        raise InvalidArgument(f"ids_of takes a list of texts, got the text {texts!r:.80}; write ids_of([text])")
+    given: list[object] = list(texts)
+    if strange := [value for value in given if not isinstance(value, str)]:
+        raise InvalidArgument(f"ids_of takes texts, got {type(strange[0]).__name__} {strange[0]!r:.80}")
+    return torch.from_numpy(ids_of_texts([value for value in given if isinstance(value, str)]))
+
+
+def integers(what: str, value: object) -> torch.Tensor:
+    """A tensor of integers as int64, on its device. Unsigned numbers of 64 bits keep their bits: 2**64 - 1 becomes -1, so that each has an
+    id of its own. Raises InvalidArgument."""
+    if not isinstance(value, torch.Tensor):
+        msg = f"{what}: got {type(value).__name__}; give a tensor of integers (torch.tensor(ids), trireme.nn.ids_of(texts))"
+        raise InvalidArgument(msg)
+    if value.dtype not in INTEGERS:
+        msg = f"{what}: got a tensor of {value.dtype}; ids are int64, int32, uint64 or uint32, and .long() converts, if it holds whole numbers"
+        raise InvalidArgument(msg)
+    if value.dtype == torch.uint64:
+        return value.detach().view(torch.int64)
+    return value.detach().to(torch.int64)
+
+
+def signed(number: int) -> int:
+    """A Python integer of 64 bits, unsigned or not, as `integers` makes it."""
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def on_host(ids: torch.Tensor) -> Numbers:
+    """int64 (n,), of a tensor of any shape on any device."""
+    found: Numbers = ids.reshape(-1).cpu().contiguous().numpy()
+    return found
+
+
+def check_offsets(what: str, offsets: torch.Tensor, ids: int) -> None:
+    """int64, where each bag begins. Raises InvalidArgument."""
+    if offsets.dim() != 1:
+        msg = f"{what}: offsets have the shape {tuple(offsets.shape)}; they are one number for each bag, shape (bags,)"
+        raise InvalidArgument(msg)
+    found = on_host(offsets)
+    if not len(found):
+        if ids:
+            raise InvalidArgument(f"{what}: got {ids} ids and no bag; offsets begin with 0")
+        return
+    if found[0] != 0:
+        raise InvalidArgument(f"{what}: offsets begin with {found[0]}; the first bag begins at 0")
+    falls = np.flatnonzero(np.diff(found) < 0)
+    if len(falls):
+        place = int(falls[0])
+        msg = f"{what}: offsets fall from {found[place]} to {found[place + 1]} at place {place + 1}; each bag begins where the one before ends"
+        raise InvalidArgument(msg)
+    if found[-1] > ids:
+        raise InvalidArgument(f"{what}: the last bag begins at {found[-1]}, and there are {ids} ids")
+
+
+def named_ids(tables: Sequence[str], found: object) -> list[Grouped]:
+    """What a script's `ids(batch)` returned, of each of these tables; without ids for those that it does not name. Raises InvalidArgument."""
+    if not isinstance(found, Mapping):
+        msg = (
+            f"ids(batch) returned {type(found).__name__}; it returns a dict: the name of a table -> a tensor of its ids"
+        )
+        raise InvalidArgument(msg)
+    if strange := [name for name in found if name not in tables]:
+        msg = f"ids(batch) names the table {strange[0]!r:.80}, and the model's tables are {', '.join(tables):.200}"
+        raise InvalidArgument(msg, hint="name them as the layers do, and leave out those that are none")
+    nothing = torch.empty(0, dtype=torch.int64)
+    return [grouped(on_host(integers(f"ids(batch) of table {name}", found.get(name, nothing)))) for name in tables]
+
+
+def Adagrad(  # noqa: N802
+    lr: float,
+    *,
+    eps: float = 1e-10,
+    initial_accumulator_value: float = 0.0,
+    per_row: bool = False,
+    follow_schedule: bool = False,
+) -> RowOptimizer:
+    """As torch.optim.Adagrad. `per_row`: one number of state a row, which grows by the mean of the squares, instead of one a column.
+    `follow_schedule`: see SGD. Raises InvalidArgument."""
+    more = {"eps": eps, "initial_accumulator_value": initial_accumulator_value, "per_row": per_row}
+    return _record(RowOptimizer, "Adagrad", {"kind": "adagrad", "lr": lr, "follow_schedule": follow_schedule, **more})
+
+
+def Adam(  # noqa: N802
+    lr: float = 0.001,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    follow_schedule: bool = False,
+) -> RowOptimizer:
+    """As torch.optim.SparseAdam: rows without a gradient stay as they are. `follow_schedule`: see SGD. Raises InvalidArgument."""
+    more = {"betas": betas, "eps": eps, "follow_schedule": follow_schedule}
+    return _record(RowOptimizer, "Adam", {"kind": "adam", "lr": lr, **more})
+
+
+def Ftrl(  # noqa: N802
+    lr: float, *, l1: float = 0.0, l2: float = 0.0, beta: float = 1.0, initial_accumulator_value: float = 0.0
+) -> RowOptimizer:
+    """FTRL-proximal (McMahan et al. 2013): with `l1` > 0 numbers that matter little are exactly 0. Its learning rate follows no schedule: a row is
+    computed anew from sums that were made with one. Raises InvalidArgument."""
+    more = {"l1": l1, "l2": l2, "beta": beta, "initial_accumulator_value": initial_accumulator_value}
+    return _record(RowOptimizer, "Ftrl", {"kind": "ftrl", "lr": lr, **more})
+
+
+def init_of(init: str | RowInit) -> RowInit:
+    """Of "uniform(0.01)", "normal(0.01)", "constant(0.5)" or "zeros". Raises InvalidArgument."""
+    if isinstance(init, RowInit):
+        return init
+    text: object = init
+    found = INIT.fullmatch(text.strip()) if isinstance(text, str) else None
+    if text == "zeros":
+        return RowInit(kind="constant", scale=0.0)
+    try:
+        if found is not None:
+            return RowInit(kind=found[1], scale=float(found[2]))
+    except ValueError:
+        pass
+    raise InvalidArgument(
+        f'init is {init!r:.80}; write "uniform(0.01)", "normal(0.01)", "constant(0.5)" or "zeros", with a finite number'
+    )
+
+
+def spec_of(name: str, dim: int, optimizer: Any, init: str | RowInit, **more: int | None) -> TableSpec:
+    """Without the seed, which is the job's. Raises InvalidArgument."""
+    if not isinstance(optimizer, RowOptimizer):
+        got = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        msg = f"table {name!r:.80} has the optimizer {got}; rows are stepped by trireme.nn.SGD, Adagrad, Adam or Ftrl, called with their lr"
+        raise InvalidArgument(msg)
+    given = {"name": name, "dim": dim, "optimizer": optimizer, "init": init_of(init), **more}
+    return _record(TableSpec, f"table {name!r:.80}", given)
+
+
+def _record(kind: type[R], what: str, values: dict[str, Any]) -> R:
+    """Numbers only where numbers belong: no texts, no bools, no fractions of rows. Raises InvalidArgument."""
+    try:
+        return kind.model_validate(values, strict=True)
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(map(str, problem['loc']))} is {problem['input']!r:.80}: {problem['msg']}"
+            for problem in error.errors()
+        )
+        raise InvalidArgument(f"{what}: {problems}") from error

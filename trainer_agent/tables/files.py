@@ -1,5 +1,12 @@
-"""Tables as files that anything with safetensors reads: `tables/<name>.safetensors`, with `ids` (int64 (n,), ascending) and `values`
-(float32 (n, dim)). The file's metadata has the table's settings, so that ids without a row have their initial one after loading, too.
+"""Tables as files that anything with safetensors reads, and what has changed in them between two checkpoints, as files for online serving.
+
+    tables/<name>.safetensors     `ids` (int64 (n,), ascending) and `values` (float32 (n, dim))
+
+    <feed>/00000000/user.safetensors, ..., done.json     all rows
+    <feed>/00000001/user.safetensors, ..., done.json     `ids`, `values` (as in an export) that changed since, and `removed`: ids without a row now
+
+A file's metadata has the table's settings, so that ids without a row have their initial one after loading, too. `done.json` is written
+last: a folder without it is not complete. table --apply(delta)--> the table of the delta's checkpoint, bit for bit.
 """
 
 from __future__ import annotations
@@ -29,6 +36,8 @@ if TYPE_CHECKING:
 
 FOLDER, SUFFIX = "tables", ".safetensors"
 LENGTH_BYTES = 8  # of the header, in front of it
+DONE = "done.json"
+DIGITS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +154,6 @@ def save_tables(model: nn.Module, folder: str) -> list[str]:
             msg, hint="save_tables is for a model that plain python has trained, or whose tables were loaded"
         )
     return list(write_tables(source.stored(), str(folder)).values())
-
-
-DONE = "done.json"
-DIGITS = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
-"""The embedding tables of a model that a trainer trains: rows come from parameter servers, gradients go there.
+"""The embedding tables of a model that is trained, by a trainer (TrainedTables) or in one process without any service (OneLane).
 
 with tables.minibatch(permit): forward, backward ─► tables.end_lane(records) ─► tables.lane: pushed
+with tables.minibatch(permit) as recorded: forward, backward ─► tables.step(recorded.lane_rows(records))
 """
 
 from __future__ import annotations
@@ -32,88 +33,14 @@ if TYPE_CHECKING:
     from trireme_shared.tables.lanes import LaneRows
 
 log = telemetry.logger("remote_rows")
-
 AtHand = Sequence[tuple[Grouped, npt.NDArray[np.float32]]]
 """Of each table ids, and their rows, which nobody else writes."""
 Lookup = Callable[[Sequence[Numbers]], Awaitable[Sequence[npt.NDArray[np.float32]]]]
 
 
-class RemoteRows:
-    """A RowSource. `tables`: names of the model's. `at_hand`: what needs no lookup."""
-
-    def __init__(self, tables: Sequence[str]) -> None:
-        self._tables = tables
-        self.at_hand: AtHand = ()
-        self._told: set[int] = set()
-        self._lookup: Lookup | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._asked: concurrent.futures.Future[Sequence[npt.NDArray[np.float32]]] | None = None
-        self._given_up = threading.Event()
-        self.failure: Exception | None = None
-
-    def read_by(self, lookup: Lookup) -> None:
-        """From now on, in the running event loop."""
-        self._lookup, self._loop = lookup, asyncio.get_running_loop()
-
-    def begin(self) -> None:
-        """A forward pass will begin; called in the event loop."""
-        self._given_up.clear()
-        self.failure = None
-
-    def lookup(self, table: int, ids: Numbers) -> npt.NDArray[np.float32]:
-        """Raises what the lookup raises; NotReady if it is given up."""
-        if not self.at_hand or not len(self.at_hand[table][0].ids):
-            return self._asked_for(table, ids)
-        named, rows = self.at_hand[table]
-        known = named.ids
-        if len(known) == len(ids) and np.array_equal(known, ids):
-            return rows.copy()  # another layer may have the same ids
-        places = np.searchsorted(known, ids)
-        places[places == len(known)] = 0
-        missing = known[places] != ids
-        found: npt.NDArray[np.float32] = rows[places]
-        if missing.any():
-            if table not in self._told:
-                self._told.add(table)
-                count = int(missing.sum())
-                log.warning("ids_not_named", table=self._tables[table], ids=count, example=int(ids[missing][0]))
-            found[missing] = self._asked_for(table, ids[missing])
-        return found
-
-    def _asked_for(self, table: int, ids: Numbers) -> npt.NDArray[np.float32]:
-        assert self._lookup is not None
-        assert self._loop is not None
-        nothing = np.empty(0, np.int64)
-        asked = [ids if number == table else nothing for number in range(len(self._tables))]
-        try:
-            if self._given_up.is_set():
-                raise NotReady("the minibatch was given up")
-            self._asked = asyncio.run_coroutine_threadsafe(_awaited(self._lookup, asked), self._loop)
-            if self._given_up.is_set():  # in this moment
-                self._asked.cancel()
-            with begun.waiting():
-                return self._asked.result()[table]
-        except concurrent.futures.CancelledError:
-            raise NotReady("the minibatch was given up") from None
-        except Exception as error:
-            self.failure = error
-            raise
-        finally:
-            self._asked = None
-
-    def give_up(self) -> None:
-        """The forward pass that waits ends with an error; called in the event loop."""
-        self._given_up.set()
-        if (asked := self._asked) is not None:
-            asked.cancel()
-
-
-async def _awaited(lookup: Lookup, asked: Sequence[Numbers]) -> Sequence[npt.NDArray[np.float32]]:
-    return await lookup(asked)
-
-
 class TrainedTables:
-    """`lane`: of the last lane, see Compute.lane_rows. `pinned`: see Compute.pin_rows. Raises InvalidArgument."""
+    """The tables of a model in a trainer: rows come from parameter servers, gradients go there. `lane`: of the last lane, see Compute.lane_rows.
+    `pinned`: see Compute.pin_rows. Raises InvalidArgument."""
 
     def __init__(self, model: nn.Module, spec: JobSpec) -> None:
         self._layers = ModelTables(model, spec.seed)
@@ -191,8 +118,8 @@ def _check(spec: JobSpec, names: list[str]) -> None:
 
 
 class OneLane:
-    """The model's layers read the tables from now on; in `minibatch` their rows have gradients. `slot_count`: see LocalTables. `optimizer`: of the
-    parameters. Raises InvalidArgument."""
+    """The tables of a model in training with one lane, without any service; nothing for a model that has none. The model's layers read the tables
+    from now on; in `minibatch` their rows have gradients. `slot_count`: see LocalTables. `optimizer`: of the parameters. Raises InvalidArgument."""
 
     def __init__(self, model: nn.Module, seed: int, slot_count: int, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -232,3 +159,83 @@ class OneLane:
     def stored(self) -> tuple[StoredTable, ...]:
         """Copies of all rows."""
         return () if self._tables is None else self._tables.stored()
+
+
+class RemoteRows:
+    """A RowSource: rows on the parameter servers, for a forward pass in a thread. They are at hand if the script has named their ids; else the
+    thread waits while the event loop looks them up.
+
+        forward, in its thread ─ lookup ─► at hand ─► rows
+                                      └──► event loop ─► parameter servers ─► rows      given up, or failed ─► raised in forward, and kept in `failure`
+
+    `tables`: names of the model's. `at_hand`: what needs no lookup."""
+
+    def __init__(self, tables: Sequence[str]) -> None:
+        self._tables = tables
+        self.at_hand: AtHand = ()
+        self._told: set[int] = set()
+        self._lookup: Lookup | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._asked: concurrent.futures.Future[Sequence[npt.NDArray[np.float32]]] | None = None
+        self._given_up = threading.Event()
+        self.failure: Exception | None = None
+
+    def read_by(self, lookup: Lookup) -> None:
+        """From now on, in the running event loop."""
+        self._lookup, self._loop = lookup, asyncio.get_running_loop()
+
+    def begin(self) -> None:
+        """A forward pass will begin; called in the event loop."""
+        self._given_up.clear()
+        self.failure = None
+
+    def lookup(self, table: int, ids: Numbers) -> npt.NDArray[np.float32]:
+        """Raises what the lookup raises; NotReady if it is given up."""
+        if not self.at_hand or not len(self.at_hand[table][0].ids):
+            return self._asked_for(table, ids)
+        named, rows = self.at_hand[table]
+        known = named.ids
+        if len(known) == len(ids) and np.array_equal(known, ids):
+            return rows.copy()  # another layer may have the same ids
+        places = np.searchsorted(known, ids)
+        places[places == len(known)] = 0
+        missing = known[places] != ids
+        found: npt.NDArray[np.float32] = rows[places]
+        if missing.any():
+            if table not in self._told:
+                self._told.add(table)
+                count = int(missing.sum())
+                log.warning("ids_not_named", table=self._tables[table], ids=count, example=int(ids[missing][0]))
+            found[missing] = self._asked_for(table, ids[missing])
+        return found
+
+    def _asked_for(self, table: int, ids: Numbers) -> npt.NDArray[np.float32]:
+        assert self._lookup is not None
+        assert self._loop is not None
+        nothing = np.empty(0, np.int64)
+        asked = [ids if number == table else nothing for number in range(len(self._tables))]
+        try:
+            if self._given_up.is_set():
+                raise NotReady("the minibatch was given up")
+            self._asked = asyncio.run_coroutine_threadsafe(_awaited(self._lookup, asked), self._loop)
+            if self._given_up.is_set():  # in this moment
+                self._asked.cancel()
+            with begun.waiting():
+                return self._asked.result()[table]
+        except concurrent.futures.CancelledError:
+            raise NotReady("the minibatch was given up") from None
+        except Exception as error:
+            self.failure = error
+            raise
+        finally:
+            self._asked = None
+
+    def give_up(self) -> None:
+        """The forward pass that waits ends with an error; called in the event loop."""
+        self._given_up.set()
+        if (asked := self._asked) is not None:
+            asked.cancel()
+
+
+async def _awaited(lookup: Lookup, asked: Sequence[Numbers]) -> Sequence[npt.NDArray[np.float32]]:
+    return await lookup(asked)

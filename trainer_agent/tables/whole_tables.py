@@ -1,4 +1,4 @@
-"""The tables of a job beside its exported model: from the parameter servers into files, one table at a time."""
+"""Whole tables of a job, one at a time: from the parameter servers or the own rows beside its exported model, and from a committed checkpoint for evaluations and files. What reads a checkpoint blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 MOST_BYTES = 2 << 30  # of ids and values of one table: the trainer has up to three times as much while it writes them
-
 log = telemetry.logger("tables.export")
 
 

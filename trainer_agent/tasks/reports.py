@@ -15,7 +15,7 @@ from functools import partial
 
 from trainer_agent.model.compute import LaneResult
 from trainer_agent.tasks.activity import PROGRESS_S, Activity, LanePace
-from trainer_agent.tasks.source import MasterPort
+from trainer_agent.tasks.master import MasterPort
 from trainer_agent.tasks.steps import Times, TimesBuffer, WholeSteps
 from trainer_agent.waiting import retry
 from trireme_shared.platform.runtime import clock, ids, telemetry

@@ -1,6 +1,8 @@
-"""Where the time of a trainer's steps goes: computing, waiting for answers to its pushes, waiting for pulls.
+"""Steps as the reports to the master tell them: where the time of a trainer's steps goes, and the whole steps of the owner of lane 0.
 
-a step: computing ─► pushed ─► pulled          reports: add (each step) ─► take (one record for many steps)
+Times        a step: computing ─► pushed ─► pulled          reports: add (each step) ─► take (one record for many steps)
+WholeSteps   pulled with a version ─► add ─► portion: from the first one that the master does not know ─► heard: what it knows, what is stored
+             a new owner, or a new master, lacks some ─► missing_from ─► parameter servers are asked ─► filled
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.records import MetricsTaken, StepMetrics, StepTimes
 from trireme_shared.protocol.records.step import StepResult
 from trireme_shared.protocol.records.tasks import MetricValue
+
+MOST_STEPS = 4096
 
 
 @dataclass(slots=True)
@@ -81,12 +85,10 @@ class TimesBuffer:
         )
 
 
-MOST_STEPS = 4096
-
-
 class WholeSteps:
-    """`stored`: metrics of steps before are stored. `missing_from`: the first step that the master lacks and that is not here; None:
-    there is none. Bounded: the oldest are dropped while the master is away."""
+    """The steps that the owner of lane 0 tells the master, in order, until their metrics are stored. `stored`: metrics of steps before are stored.
+    `missing_from`: the first step that the master lacks and that is not here; None: there is none. Bounded: the oldest are dropped while the
+    master is away."""
 
     def __init__(self) -> None:
         self.timeline = -1

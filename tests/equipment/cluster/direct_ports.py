@@ -15,7 +15,7 @@ from trireme_shared.serving.pserver import Pserver
 
 
 class DirectMaster:
-    """trainer_agent.tasks.source.MasterPort; `away`: it does not answer."""
+    """trainer_agent.tasks.master.MasterPort; `away`: it does not answer."""
 
     def __init__(self, master: Master) -> None:
         self._master = master

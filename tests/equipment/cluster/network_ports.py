@@ -57,7 +57,7 @@ GARBAGE = 0xA5
 
 
 class SimulatedMaster:
-    """trainer_agent.tasks.source.MasterPort"""
+    """trainer_agent.tasks.master.MasterPort"""
 
     def __init__(self, network: Network, directory: Directory) -> None:
         self._network, self._directory = network, directory

@@ -14,7 +14,7 @@ from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, running, spec_of
 from tests.trainer_agent.scripts import write_script
 from trainer_agent.script.user_module import load
-from trainer_agent.tasks.source import HttpMaster, failure_of
+from trainer_agent.tasks.master import HttpMaster, failure_of
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import http
 from trireme_shared.protocol.errors import NotFound, NotLeader, UserCodeError

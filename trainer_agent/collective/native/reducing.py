@@ -1,10 +1,12 @@
-"""The mean gradients of a bucket, blocks that travel in one operation, in one native group, two ways. These functions block: they run in the group's own thread.
+"""What trainers give to one step of a native exchange, and its mean gradients: nodes of the tree, reduced in buckets of blocks that travel in one operation.
 
-canonical  all to all: each trainer gets its part of all nodes ─► the canonical tree ─► all gather: the same bits whoever trains
-fast       each trainer adds up its nodes, weighted ─► all reduce: all trainers have the same bits, which depend on who they are
+    pushes of this trainer ─► Given: nodes, each with its blocks as backward finishes them ─► told to all ─► chosen: the largest nodes, each once
+    canonical  all to all: each trainer gets its part of all nodes ─► the canonical tree ─► all gather: the same bits whoever trains
+    fast       each trainer adds up its nodes, weighted ─► all reduce: all trainers have the same bits, which depend on who they are
 
-Memory of results is the caller's; nodes are only read. `group` None: this trainer is alone. What lies between is in memory that is used again: new memory
-costs more than the arithmetic (a fault for each page).
+The memory of a block stays the compute's: it is read until the step is over. The functions that reduce block: they run in the group's own
+thread. Memory of results is the caller's; nodes are only read. `group` None: this trainer is alone. What lies between is in memory that is
+used again: new memory costs more than the arithmetic (a fault for each page).
 """
 
 from __future__ import annotations
@@ -29,6 +31,10 @@ from trireme_shared.protocol.records.layout import Block, Layout
 from trireme_shared.protocol.records.record import Record
 from trireme_shared.protocol.records.step import NodeResult
 from trireme_shared.protocol.wire.messages import PushBlock, PushHeader
+
+Payloads = Mapping[Interval, Sequence[memoryview]]
+"""Of this trainer's chosen nodes: each block of a bucket."""
+Value = tuple[torch.Tensor | None, int]
 
 
 class ToldNode(Record):
@@ -165,11 +171,6 @@ def chosen(told: Sequence[Told], lanes: int) -> list[ChosenNode]:
     if missing := sorted(set(range(lanes)) - taken):
         raise Broken(f"nobody gives lane {missing[0]} of step {told[0].step}")
     return sorted(found, key=lambda node: node.lanes)
-
-
-Payloads = Mapping[Interval, Sequence[memoryview]]
-"""Of this trainer's chosen nodes: each block of a bucket."""
-Value = tuple[torch.Tensor | None, int]
 
 
 @dataclass(frozen=True, slots=True)

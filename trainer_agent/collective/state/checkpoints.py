@@ -1,9 +1,13 @@
-"""A trainer's share of checkpoints of a collective job: the blocks that it owns in the present generation, with their optimizers' state.
+"""Checkpoints of a collective job at one trainer: its share is saved, and all of one is loaded when the job goes back to it.
 
+ShareCopies     the blocks that it owns in the present generation, with their optimizers' state
     version due, in generation g ─► own share copied ─► part <place> of the checkpoint (version, g), written beside training
     generation over: parts go on being written; if a trainer died before its part was there, the checkpoint is lost
                      ─► the owner of lane 0 has one made of a version soon after (`again`)
-reached late: own shares of the generations since this trainer had the version's mean gradients are copied
+    reached late: own shares of the generations since this trainer had the version's mean gradients are copied
+Restorer        ROLLING_BACK seen ─► forget ─► load ─► `holds` in trainers/<id>
+                                        |─► cannot: `holds.error` says why; the master chooses another one
+                                        `─► the storage is not reached: again, until the others go on without this trainer
 
 All owners decide by the version's record, and share the blocks by the generation's list: so parts of one (version, g) make a whole. It is one
 cut in any case: a version has the same bits in every generation of a timeline.
@@ -45,39 +49,10 @@ from trireme_shared.tables.hashing import owned_slots
 COPY_BYTES = 4 << 20  # at once: a few milliseconds
 KEPT_LISTS = 64  # generations whose trainers are remembered
 MOST_COPIES = 4  # of one version at once
-
 log = telemetry.logger("collective.saving")
-
-
-def shared_out(trainers: TrainerList, slot_count: int) -> SlotMap:
-    """Who owns which slots in the generation of that list: its owners of lanes, by their places."""
-    return SlotMap(version=trainers.generation, owners=spread(slot_count, max(1, trainers.owner_count)))
-
-
-@dataclass
-class ReplicaOwner:
-    """A PartOwner."""
-
-    member: TrainerMember
-    replica: Replica
-    directory: Directory
-    checkpoint_error: str = field(default="", init=False)
-
-    @property
-    def name(self) -> str:
-        return self.member.trainer
-
-    @property
-    def incarnation(self) -> str:
-        return self.member.incarnation
-
-    @property
-    def timeline(self) -> int:
-        return self.replica.timeline
-
-    @property
-    def term(self) -> int:
-        return self.directory.master.term if self.directory.master is not None else 0
+ROLLBACK_LOOK_S = 5.0
+RESTORE_PAUSE_S = 0.5
+TRIES = 4
 
 
 class ShareCopies(Copies):
@@ -278,9 +253,35 @@ class ShareCopies(Copies):
         return record is not None and is_final(record, self._spec.epochs) and not self._is_saved(record)
 
 
-ROLLBACK_LOOK_S = 5.0
-RESTORE_PAUSE_S = 0.5
-TRIES = 4
+@dataclass
+class ReplicaOwner:
+    """A PartOwner."""
+
+    member: TrainerMember
+    replica: Replica
+    directory: Directory
+    checkpoint_error: str = field(default="", init=False)
+
+    @property
+    def name(self) -> str:
+        return self.member.trainer
+
+    @property
+    def incarnation(self) -> str:
+        return self.member.incarnation
+
+    @property
+    def timeline(self) -> int:
+        return self.replica.timeline
+
+    @property
+    def term(self) -> int:
+        return self.directory.master.term if self.directory.master is not None else 0
+
+
+def shared_out(trainers: TrainerList, slot_count: int) -> SlotMap:
+    """Who owns which slots in the generation of that list: its owners of lanes, by their places."""
+    return SlotMap(version=trainers.generation, owners=spread(slot_count, max(1, trainers.owner_count)))
 
 
 class _Superseded(CheckpointUnusable):

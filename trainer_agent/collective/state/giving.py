@@ -1,9 +1,10 @@
-"""A trainer gives blocks with their optimizers' state to others that join, while it trains.
+"""A trainer gives blocks with their optimizers' state to others that join, while it trains, and how the others ask for them.
 
     asked ─► nothing is being stepped ─► a portion is copied at the version in use, in one go ─► sent ─► a pause, so that it costs little of its time
+    POST /v1/state      StateRequest map  ->  StateHead, each part as StatePart + payload, end
 
-One portion is copied in a few milliseconds (longer, if it is one large parameter of a rule that needs whole ones), and one at a time. What is copied and sent takes SHARE of the time, more only if who joins says that the
-versions pass too fast.
+One portion is copied in a few milliseconds (longer, if it is one large parameter of a rule that needs whole ones), and one at a time. What
+is copied and sent takes SHARE of the time, more only if who joins says that the versions pass too fast.
 """
 
 from __future__ import annotations
@@ -50,8 +51,15 @@ SENDING = 2.0  # times what copying took: digests are part of that
 WAIT_S = 2.0  # for a version, or until nothing is being stepped
 LOOK_S = 0.002
 MOST_ASKERS = 8
-
 log = telemetry.logger("collective.giving")
+PATH = "/v1/state"
+REQUEST_BYTES = 16 << 20
+ERROR_BYTES = 1 << 20
+MOST_STATES = 16  # tensors of one block's optimizer
+MOST_ROW_PARTS = 1 << 16  # of one portion: a slot is never divided
+STALL_S = 30.0
+READ_BUFFER_BYTES = 1 << 20
+GIVER: web.AppKey[Callable[[], StateGiver | None]] = web.AppKey("giver")
 
 
 async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -189,16 +197,6 @@ def _copied(state: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, str, b
         copy = tensor.detach().reshape(-1).clone()
         found.append((name, str(tensor.dtype).removeprefix("torch."), tensor.dim() == 0, bytes_of(copy)))
     return found
-
-
-PATH = "/v1/state"
-REQUEST_BYTES = 16 << 20
-ERROR_BYTES = 1 << 20
-MOST_STATES = 16  # tensors of one block's optimizer
-MOST_ROW_PARTS = 1 << 16  # of one portion: a slot is never divided
-STALL_S = 30.0
-READ_BUFFER_BYTES = 1 << 20
-GIVER: web.AppKey[Callable[[], StateGiver | None]] = web.AppKey("giver")
 
 
 def add_route(app: web.Application, giver: Callable[[], StateGiver | None]) -> None:

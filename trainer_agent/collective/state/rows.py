@@ -1,7 +1,11 @@
-"""A trainer that joins gets the rows of all embedding tables at one version from one other trainer, and makes the steps since then.
+"""Rows of embedding tables from a trainer that trains to one that joins: all at one version, and the steps that were made since then.
 
-donor ─portions─► rows of version v, all of them ─┐
-mean gradients of rows of each version, kept ─────┴─► stepped to the version that is followed
+    RowsGiver     asked with a new token ─► snapshots of all tables, steps go on ─► portion 0, 1, 2, ... each once ─► the last one: closed
+                                                `─ nobody asks for IDLE_S: closed; the joiner begins anew, with another token
+    JoiningRows   portions ─► rows of version v, all of them ─┐
+                  mean gradients of rows of each version, kept ┴─► stepped to the version that is followed
+
+This module loads numba, so it is imported only where there are tables.
 """
 
 from __future__ import annotations
@@ -32,8 +36,13 @@ PART_BYTES = 1 << 20  # at least one record
 SHARE = 0.25  # of the time
 MOST_OPEN = 4
 ROWS_PART, SKETCH_PART = "rows", "sketch"
-
 Parts = list[tuple[StatePart, memoryview]]
+KEPT_BYTES = 1 << 30  # of mean gradients of rows
+PAUSE_S = 0.2
+TRIES = 3
+Ask = Callable[[int, str, int], Awaitable[Portion]]
+"""Donor's number, token, number of the portion."""
+log = telemetry.logger("collective.rows")
 
 
 @dataclass(slots=True, eq=False)
@@ -136,16 +145,6 @@ def _parts(name: str, records: Numbers) -> Parts:
         digest = xxh3_128(payload).hexdigest()
         found.append((StatePart(block=ROWS, name=name, dtype="int64", digest=digest), payload))
     return found
-
-
-KEPT_BYTES = 1 << 30  # of mean gradients of rows
-PAUSE_S = 0.2
-TRIES = 3
-
-Ask = Callable[[int, str, int], Awaitable[Portion]]
-"""Donor's number, token, number of the portion."""
-
-log = telemetry.logger("collective.rows")
 
 
 @dataclass(frozen=True, slots=True)

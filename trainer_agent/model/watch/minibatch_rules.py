@@ -1,4 +1,10 @@
-"""Who may call backward(): only the minibatch that is computed, or a script's own loop by trireme.backward."""
+"""What a script may do in a minibatch: who calls backward(), which modules are in training mode, and which parameters may go without a gradient.
+
+BackwardGuard       only the minibatch that is computed calls backward(), or a script's own loop by trireme.backward
+Modes               functions          before each minibatch model.train(), then eval() for the modules that model() left in evaluation mode
+                    a loop of its own  the script sets them; an evaluation puts back what it finds
+MissingGradients    plain PyTorch leaves a parameter without a gradient alone, a job steps it with a gradient of 0
+"""
 
 from __future__ import annotations
 
@@ -13,6 +19,25 @@ from torch import nn
 from trainer_agent.model.flat import Plan
 from trainer_agent.own_loop.turns import OwnLoop
 from trireme_shared.protocol.errors import UserCodeError
+
+OWN_BACKWARD = (
+    "the script calls backward() itself; {instead} (for gradients that the loss needs, use torch.autograd.grad)"
+)
+MODE_CHANGED = (
+    "forward had {name} in {now} mode, and in an earlier minibatch it was in {before} mode; trainers do not share modes, so a module has "
+    "the same mode in every minibatch: set it in model() (or before the loop), or train in two jobs, the second with --init-from"
+)
+MODE_LEFT = (
+    "loss(model, batch) leaves {name} in {now} mode; every minibatch begins with it in {before} mode, as model() says, and not with what the one before "
+    "left: put back the modes that loss changes behind its forward pass, or set them in front of each, or in model()"
+)
+NAMED_PARAMETERS = 3  # parameters in a warning
+MOST_WARNINGS = 5  # warnings of a process
+NO_GRADIENT = (
+    "{names} got no gradient from a minibatch, so a step takes 0 as its gradient there, and {cause} moves {it} all the same (plain PyTorch "
+    "leaves a parameter without a gradient alone, if no other minibatch of the step has one). If nothing uses {it}, leave {it} out of the "
+    "optimizer, or call requires_grad_(False) in model()"
+)
 
 
 class UserCode(Protocol):
@@ -32,11 +57,6 @@ class UserCode(Protocol):
     def guard(self, code: Callable[..., Any], *arguments: Any) -> Any: ...
 
     def error_of(self, error: BaseException, *, fatal: bool = False) -> UserCodeError: ...
-
-
-OWN_BACKWARD = (
-    "the script calls backward() itself; {instead} (for gradients that the loss needs, use torch.autograd.grad)"
-)
 
 
 class BackwardGuard:
@@ -99,30 +119,10 @@ class BackwardGuard:
         return 1.0 if self._user.loop is None else self._user.loop.scaling.row_factor
 
 
-CHANGED = (
-    "forward had {name} in {now} mode, and in an earlier minibatch it was in {before} mode; trainers do not share modes, so a module has "
-    "the same mode in every minibatch: set it in model() (or before the loop), or train in two jobs, the second with --init-from"
-)
-LEFT = (
-    "loss(model, batch) leaves {name} in {now} mode; every minibatch begins with it in {before} mode, as model() says, and not with what the one before "
-    "left: put back the modes that loss changes behind its forward pass, or set them in front of each, or in model()"
-)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """All modules are in evaluation mode, and have their modes again afterwards."""
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode
-
-
 class Modes:
-    """Made when the script has built its model, before the first minibatch. `own_loop`: the script's own loop sets the modes."""
+    """Training mode and evaluation mode of the model's modules, as the script sets them. A mode that is another one in some minibatches would be
+    state that trainers do not share, so forward has the same modes in all of them. Made when the script has built its model, before the
+    first minibatch. `own_loop`: the script's own loop sets the modes."""
 
     def __init__(self, model: nn.Module, *, own_loop: bool) -> None:
         self._model, self._own_loop = model, own_loop
@@ -166,8 +166,8 @@ class Modes:
         if self._first is None:
             self._first = now
             begun = [module not in self._evaluating for module in self._modules]
-            self.left = "" if self._own_loop else self._difference(LEFT, begun, now)
-        if what := self._difference(CHANGED, self._first, now):
+            self.left = "" if self._own_loop else self._difference(MODE_LEFT, begun, now)
+        if what := self._difference(MODE_CHANGED, self._first, now):
             raise user.error_of(RuntimeError(what), fatal=True)
 
     def _difference(self, sentence: str, before: list[bool], now: list[bool]) -> str:
@@ -179,17 +179,21 @@ class Modes:
         return ""
 
 
-NAMED = 3  # parameters in a warning
-MOST = 5  # warnings of a process
-WARNING = (
-    "{names} got no gradient from a minibatch, so a step takes 0 as its gradient there, and {cause} moves {it} all the same (plain PyTorch "
-    "leaves a parameter without a gradient alone, if no other minibatch of the step has one). If nothing uses {it}, leave {it} out of the "
-    "optimizer, or call requires_grad_(False) in model()"
-)
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """All modules are in evaluation mode, and have their modes again afterwards."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
 
 
 class MissingGradients:
-    """`minibatch` after each backward. `warnings` are taken by `told`: each parameter is in one of them at most."""
+    """Notices trained parameters that get no gradient in a minibatch. A job steps them with a gradient of 0, since another lane may have one; where
+    that moves them, the user hears of it. `minibatch` after each backward. `warnings` are taken by `told`: each parameter is in one of them at most."""
 
     def __init__(self, plan: Plan) -> None:
         spec = plan.layout.optimizer
@@ -225,9 +229,9 @@ class MissingGradients:
 
     def _tell(self, names: list[str], cause: str) -> None:
         self._told |= set(names)
-        if not names or self._count == MOST:
+        if not names or self._count == MOST_WARNINGS:
             return
         self._count += 1
-        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        listed = f"the parameter{'s' if len(names) > 1 else ''} {', '.join(names[:NAMED])}{more}"
-        self._warnings.append(WARNING.format(names=listed, cause=cause, it="them" if len(names) > 1 else "it"))
+        more = f" and {len(names) - NAMED_PARAMETERS} more" if len(names) > NAMED_PARAMETERS else ""
+        listed = f"the parameter{'s' if len(names) > 1 else ''} {', '.join(names[:NAMED_PARAMETERS])}{more}"
+        self._warnings.append(NO_GRADIENT.format(names=listed, cause=cause, it="them" if len(names) > 1 else "it"))

@@ -1,11 +1,13 @@
-"""State that forward changes and trainers do not share: noticed, so that it can be refused.
+"""State that forward changes and trainers do not share, noticed so that it can be refused; and buffers whose mean over lanes may mean nothing, noticed so that the user hears of it.
 
     parameters                                        only the optimizer, at the parameter servers, changes them
     buffers that are neither floating-point nor int64  constants of the model
-    the optimizer: groups, options, state              see optimizer/watched.py
+    the optimizer: groups, options, state              see OptimizerWatch in model/optimizer.py
+    the model: which parameters, buffers, modules      as it was laid out (KeptModel)
 
 If forward changed them, the result would depend on which trainer computed which minibatch. Most changes show in torch's counter of
-in-place operations or in the address. Those through `.data` show in a digest, which is computed for some minibatches only.
+in-place operations or in the address. Those through `.data` show in a digest, which is computed for some minibatches only, or in three
+numbers of each parameter (Samples).
 """
 
 from __future__ import annotations
@@ -27,127 +29,13 @@ from trireme_shared.blocks.buffer_mean import bits_of, is_statistic
 from trireme_shared.protocol.records.layout import MOST_CONSTANTS, Constant
 
 Sampled = tuple[torch.Tensor, ...] | list[int]
-
-
-class Samples:
-    """Reads the bits of those numbers as integers, from a vector with the parameters in use or from the parameters `named`, wherever they lie."""
-
-    def __init__(self, plan: Plan, named: Mapping[str, torch.Tensor]) -> None:
-        indices: dict[int, list[int]] = {}
-        self._names: list[str] = []
-        places = sorted((p for p in plan.parameters if p.elements), key=lambda place: place.segment)
-        for place in places:
-            numbers = [place.first + number for number in _three(place.elements)]
-            indices.setdefault(place.segment, []).extend(numbers)
-            self._names += [place.name] * len(numbers)
-        self._gathered = {segment: torch.tensor(numbers) for segment, numbers in indices.items()}
-        self._parameters = [named[place.name] for place in places]
-        self._addresses: list[int] = []
-        self._readers: list[Callable[[], int]] = []
-
-    def of_vector(self, vector: Vector) -> tuple[torch.Tensor, ...]:
-        """In host memory. Of each segment."""
-        return tuple(
-            bits_of(vector.segments[segment]).index_select(0, numbers) for segment, numbers in self._gathered.items()
-        )
-
-    def of_parameters(self, addresses: list[int]) -> list[int]:
-        """`addresses`: of all parameters, now. [] if some are not in host memory: a GPU would be waited for."""
-        if self._addresses != addresses:  # seldom: an optimizer steps in place
-            self._addresses = addresses
-            on_host = all(parameter.is_cpu for parameter in self._parameters)
-            self._readers = [reader for each in self._parameters for reader in _readers(each)] if on_host else []
-        return list(map(call, self._readers))
-
-    def changed(self, before: Sampled, after: Sampled) -> str:
-        """The name of the first parameter that differs, or "". Both: of vectors, or of the parameters."""
-        if isinstance(before, tuple) and isinstance(after, tuple):
-            same = all(map(torch.equal, before, after))
-        else:
-            same = before == after
-        if same:
-            return ""
-        return next(compress(self._names, map(ne, _numbers(before), _numbers(after))))
-
-
-def _numbers(sampled: Sampled) -> Iterable[int]:
-    return chain.from_iterable(each.tolist() for each in sampled) if isinstance(sampled, tuple) else sampled
-
-
-def _readers(parameter: torch.Tensor) -> list[Callable[[], int]]:
-    """Each reads one of its three numbers where it lies: a tenth of the time that torch takes."""
-    bits = bits_of(parameter.detach()).numpy()
-    places: list[Any] = [(*np.unravel_index(number, bits.shape), ...) for number in _three(bits.size)]
-    return [bits[place].item for place in places]
-
-
-def _three(elements: int) -> tuple[int, ...]:
-    return tuple(sorted({0, elements // 2, elements - 1}))
-
-
 THAWED = (
     "changed requires_grad of the parameter {name}: it was {before} when training began, and now it is {now}; a job trains the same parameters "
     "from its first step to its last: set requires_grad in model() (or before trireme.prepare), and train what thaws or freezes later in a second "
     "job that begins with this one's model (--init-from)"
 )
-CHANGED = "changed the model: {what} since training began; a job lays its parameters out once: change the model in model() (or before trireme.prepare)"
-
-
-class KeptModel:
-    """Compared with the model as it is now."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        named = dict(model.named_parameters())
-        self._names, self._tensors = list(named), list(named.values())
-        self._trained = _trained(self._tensors)
-        self._parameters = _parameters(model)
-        self._buffers = dict.fromkeys(name for name, _ in model.named_buffers())
-        self._modules: dict[str, int] | None = None  # after the first minibatch, which may make modules that it needs
-
-    def change(self, *, fully: bool) -> str:
-        """What was changed, or "". `fully`: names and modules too, which takes longer."""
-        trained = _trained(self._tensors)
-        if trained != self._trained:
-            name = next(compress(self._names, map(ne, trained, self._trained)))
-            before = self._trained[self._names.index(name)]
-            return THAWED.format(name=name, before=before, now=not before)
-        return self._structure() if fully else ""
-
-    def _structure(self) -> str:
-        modules = {name: id(module) for name, module in self._model.named_modules()}
-        if self._modules is None:
-            self._modules = modules
-        for kind, before, now in (
-            ("parameter", self._parameters, _parameters(self._model)),
-            ("buffer", self._buffers, dict.fromkeys(name for name, _ in self._model.named_buffers())),
-            ("module", self._modules, modules),
-        ):
-            if now != before:
-                return CHANGED.format(what=_difference(kind, before, now))
-        return ""
-
-
-def _trained(parameters: list[nn.Parameter]) -> list[bool]:
-    return [parameter.requires_grad for parameter in parameters]
-
-
-def _parameters(model: nn.Module) -> dict[str, object]:
-    """A parameter is another one also if its shape is."""
-    return {name: (id(parameter), parameter.shape) for name, parameter in model.named_parameters()}
-
-
-def _difference(kind: str, before: Mapping[str, object], now: Mapping[str, object]) -> str:
-    for name in before:
-        if name not in now:
-            return f"the {kind} {name} was taken away"
-        if before[name] != now[name]:
-            return f"the {kind} {name} was replaced"
-    return f"the {kind} {next(name for name in now if name not in before)} was added"
-
-
+MODEL_CHANGED = "changed the model: {what} since training began; a job lays its parameters out once: change the model in model() (or before trireme.prepare)"
 FIRST_LOOKS, LOOK_EVERY = 3, 64  # minibatches whose digests are compared
-
 PARAMETER = (
     "changed the parameter {name}; only the optimizer may change parameters, because trainers do not share "
     "other changes (nn.Embedding does it with max_norm: leave that out)"
@@ -163,6 +51,11 @@ RESHAPED = (
 BUFFER = (
     "changed the buffer {name} of {dtype}; trainers share floating-point and int64 buffers only: use one of "
     "these, or a plain attribute if it only keeps what can be computed again"
+)
+AVERAGED = (
+    "the buffer {name} differs between lanes, and a step takes its mean over the lanes, weighted by their records. That is right for running "
+    "means. If it holds rows or values that must stay as they are (a queue, a codebook, a hidden state), set lanes=1, keep such values in an "
+    "int64 buffer (the first lane's count), or compute them from parameters"
 )
 
 
@@ -346,15 +239,131 @@ def words_of(values: torch.Tensor) -> torch.Tensor:
     return bits
 
 
-WARNING = (
-    "the buffer {name} differs between lanes, and a step takes its mean over the lanes, weighted by their records. That is right for running "
-    "means. If it holds rows or values that must stay as they are (a queue, a codebook, a hidden state), set lanes=1, keep such values in an "
-    "int64 buffer (the first lane's count), or compute them from parameters"
-)
+class KeptModel:
+    """The model as it was laid out: which parameters, buffers and modules it has, and which parameters are trained. A job lays parameters out once,
+    before training; what the script changes of the model afterwards would be trained by nobody, or by one trainer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        named = dict(model.named_parameters())
+        self._names, self._tensors = list(named), list(named.values())
+        self._trained = _trained(self._tensors)
+        self._parameters = _parameters(model)
+        self._buffers = dict.fromkeys(name for name, _ in model.named_buffers())
+        self._modules: dict[str, int] | None = None  # after the first minibatch, which may make modules that it needs
+
+    def change(self, *, fully: bool) -> str:
+        """What was changed, or "". `fully`: names and modules too, which takes longer."""
+        trained = _trained(self._tensors)
+        if trained != self._trained:
+            name = next(compress(self._names, map(ne, trained, self._trained)))
+            before = self._trained[self._names.index(name)]
+            return THAWED.format(name=name, before=before, now=not before)
+        return self._structure() if fully else ""
+
+    def _structure(self) -> str:
+        modules = {name: id(module) for name, module in self._model.named_modules()}
+        if self._modules is None:
+            self._modules = modules
+        for kind, before, now in (
+            ("parameter", self._parameters, _parameters(self._model)),
+            ("buffer", self._buffers, dict.fromkeys(name for name, _ in self._model.named_buffers())),
+            ("module", self._modules, modules),
+        ):
+            if now != before:
+                return MODEL_CHANGED.format(what=_difference(kind, before, now))
+        return ""
+
+
+def _trained(parameters: list[nn.Parameter]) -> list[bool]:
+    return [parameter.requires_grad for parameter in parameters]
+
+
+def _parameters(model: nn.Module) -> dict[str, object]:
+    """A parameter is another one also if its shape is."""
+    return {name: (id(parameter), parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _difference(kind: str, before: Mapping[str, object], now: Mapping[str, object]) -> str:
+    for name in before:
+        if name not in now:
+            return f"the {kind} {name} was taken away"
+        if before[name] != now[name]:
+            return f"the {kind} {name} was replaced"
+    return f"the {kind} {next(name for name in now if name not in before)} was added"
+
+
+class Samples:
+    """Three numbers of each trained parameter: by them a change through `.data`, which neither torch's counters nor addresses show, is noticed in
+    any minibatch, if it concerns the parameter as a whole. To compare all numbers takes as long as to read the model; UnsharedState does so now
+    and then. It reads the bits as integers, from a vector with the parameters in use or from the parameters `named`, wherever they lie."""
+
+    def __init__(self, plan: Plan, named: Mapping[str, torch.Tensor]) -> None:
+        indices: dict[int, list[int]] = {}
+        self._names: list[str] = []
+        places = sorted((p for p in plan.parameters if p.elements), key=lambda place: place.segment)
+        for place in places:
+            numbers = [place.first + number for number in _three(place.elements)]
+            indices.setdefault(place.segment, []).extend(numbers)
+            self._names += [place.name] * len(numbers)
+        self._gathered = {segment: torch.tensor(numbers) for segment, numbers in indices.items()}
+        self._parameters = [named[place.name] for place in places]
+        self._addresses: list[int] = []
+        self._readers: list[Callable[[], int]] = []
+
+    def of_vector(self, vector: Vector) -> tuple[torch.Tensor, ...]:
+        """In host memory. Of each segment."""
+        return tuple(
+            bits_of(vector.segments[segment]).index_select(0, numbers) for segment, numbers in self._gathered.items()
+        )
+
+    def of_parameters(self, addresses: list[int]) -> list[int]:
+        """`addresses`: of all parameters, now. [] if some are not in host memory: a GPU would be waited for."""
+        if self._addresses != addresses:  # seldom: an optimizer steps in place
+            self._addresses = addresses
+            on_host = all(parameter.is_cpu for parameter in self._parameters)
+            self._readers = [reader for each in self._parameters for reader in _readers(each)] if on_host else []
+        return list(map(call, self._readers))
+
+    def changed(self, before: Sampled, after: Sampled) -> str:
+        """The name of the first parameter that differs, or "". Both: of vectors, or of the parameters."""
+        if isinstance(before, tuple) and isinstance(after, tuple):
+            same = all(map(torch.equal, before, after))
+        else:
+            same = before == after
+        if same:
+            return ""
+        return next(compress(self._names, map(ne, _numbers(before), _numbers(after))))
+
+
+def _numbers(sampled: Sampled) -> Iterable[int]:
+    return chain.from_iterable(each.tolist() for each in sampled) if isinstance(sampled, tuple) else sampled
+
+
+def _readers(parameter: torch.Tensor) -> list[Callable[[], int]]:
+    """Each reads one of its three numbers where it lies: a tenth of the time that torch takes."""
+    bits = bits_of(parameter.detach()).numpy()
+    places: list[Any] = [(*np.unravel_index(number, bits.shape), ...) for number in _three(bits.size)]
+    return [bits[place].item for place in places]
+
+
+def _three(elements: int) -> tuple[int, ...]:
+    return tuple(sorted({0, elements // 2, elements - 1}))
 
 
 class AveragedBuffers:
-    """`lane` after each forward pass, `version` when the parameters in use are those of the next step. `warnings` are taken by `told`."""
+    """Notices floating-point buffers of which a step takes the mean over lanes, although they hold no statistics.
+
+        this lane's value after forward ─┐
+        another lane's, or that of the  ─┴─► differ ─► one warning with the buffer's name
+        next version: the lanes' mean
+
+    The mean of running means and variances over lanes is what a larger minibatch would have given, or nearly. The mean of two queues, codebooks
+    or hidden states is something else: rows of norm 1 become shorter. Values alone do not tell which of the two a buffer is: a running mean near
+    0 changes as much, relative to its size, as the row of a queue. So buffers of torch's normalisation layers, and those that are called like
+    theirs, count as statistics, and all others that differ between lanes are told. With one lane nothing differs.
+
+    `lane` after each forward pass, `version` when the parameters in use are those of the next step. `warnings` are taken by `told`."""
 
     def __init__(self, model: nn.Module, plan: Plan, lanes: int) -> None:
         self._places = [
@@ -398,7 +407,7 @@ class AveragedBuffers:
 
     def _compare(self, name: str, value: torch.Tensor) -> None:
         if not _same(value, self._kept[name][1]):
-            self._warnings.append(WARNING.format(name=name))
+            self._warnings.append(AVERAGED.format(name=name))
             self._places = [place for place in self._places if place.name != name]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import records
-from trainer_agent.model.watch.minibatch_rules import MOST, MissingGradients
+from trainer_agent.model.watch.minibatch_rules import MOST_WARNINGS, MissingGradients
 
 MODEL = """
 class Model(nn.Module):
@@ -68,4 +68,4 @@ def test_no_more_than_some_warnings_are_told(build):
     missing, number = MissingGradients(compute.plan), len(compute.plan.parameters)
     for left_out in range(number):
         missing.minibatch([each != left_out for each in range(number)])
-    assert number > MOST == len(missing.told())
+    assert number > MOST_WARNINGS == len(missing.told())
