@@ -1,4 +1,4 @@
-"""Lookups of rows of embedding tables, for plain requests and for streams.
+"""Rows of embedding tables: lookups over streams, and whole tables in portions.
 
 LookupRequest ─► ids ─► wait until the tables have the version ─► rows, LookupEnd
 TableRequest ─► rows of some slots, TableEnd
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trireme_shared.platform.runtime import clock
-from trireme_shared.platform.runtime.waiting import event_within
 from trireme_shared.protocol.errors import BadFrame, Gone, InvalidArgument, NotReady, TooLarge, TriremeError
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.wire.messages import LookupEnd, LookupRequest, TableEnd, TableRequest, Verdict
@@ -102,20 +101,6 @@ def ids_bytes(pserver: BlockServer, request: LookupRequest) -> int:
     dims = tables_in(pserver.loaded()).dims
     size_of(request.rows, dims, ids=False, rows=True, dtype=request.dtype)  # of the answer
     return size_of(request.rows, dims, ids=True, rows=False)
-
-
-async def lookup(pserver: BlockServer, request: LookupRequest, payload: memoryview) -> memoryview | LookupEnd:
-    """Rows, or why there are none. Raises as OpenLookup."""
-    pserver.check(request)
-    woken = asyncio.Event()
-    opened = OpenLookup(pserver, request, payload, woken.set)
-    try:
-        while (found := opened.answer()) is None:
-            await event_within(woken, opened.deadline - clock.monotonic())
-            woken.clear()
-        return found
-    finally:
-        opened.close()
 
 
 def portion(pserver: BlockServer, request: TableRequest) -> tuple[TableEnd, memoryview]:
