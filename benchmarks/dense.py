@@ -1,6 +1,6 @@
 """Dense parameters: push the gradient, step the optimizer, pull the parameters. All rows in one run, rounds interleaved.
 
-    python -m benchmarks.dense [--mib 1,16,64] [--rounds 15] [--optimizers SGD,Adam] [--rows floor,plain,...] [--calls 2000] [--peers FOLDER]
+    python -m benchmarks.dense [--mib 1,16,64] [--rounds 15] [--optimizers SGD,Adam] [--rows floor,tcp,...] [--calls 2000] [--peers FOLDER]
                                [--bind] [--markdown | --json]
 
 Times vary with the machine; the ratios within one run are what counts. `net` is what /proc/net/dev saw on the loopback
@@ -45,7 +45,6 @@ from trireme_shared.platform.runtime import process_setup
 
 TITLES = {
     "floor": "floor: raw duplex sockets, threads, TCP",
-    "plain": "ours, plain requests, TCP",
     "tcp": "ours, stream, TCP",
     "unix": "ours, stream, UNIX socket",
     "shm": "ours, stream, shared memory",
@@ -127,7 +126,6 @@ class Calls:
 def makers(directory: str, block_kib: int) -> dict[str, Callable[[], Contender]]:
     return {
         "floor": Floor,
-        "plain": lambda: Trireme("plain", 1, "", block_kib),
         "tcp": lambda: Trireme("tcp", 1, "", block_kib),
         "unix": lambda: Trireme("unix", 1, f"{directory}/one.sock", block_kib),
         "shm": lambda: Trireme("shm", 1, f"{directory}/three.sock", block_kib),

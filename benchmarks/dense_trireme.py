@@ -124,14 +124,13 @@ class Trainer:
         self._memory.forget_peak()
 
     def _connect(self, index: int, port: int):
-        from trainer_agent.data_plane.http import HttpPserver
         from trainer_agent.data_plane.stream import StreamPserver
         from trireme_shared.protocol.records import PserverMember
 
         url, uds = f"http://127.0.0.1:{port}", self._uds and f"{self._uds}-{index}"
         host = socket.gethostname()
         member = PserverMember(index=index, url=url, incarnation="ps", host=host, pid=0, uds=uds)
-        return HttpPserver(member) if self._kind == "plain" else StreamPserver(member, share=self._kind == "shm")
+        return StreamPserver(member, share=self._kind == "shm")
 
     async def _init(self, index: int) -> None:
         from trireme_shared.protocol.records.step import LanePosition, StepRecord
@@ -238,7 +237,7 @@ class Trainer:
 
 
 class Trireme:
-    """`kind`: plain, tcp, unix or shm. Blocks go to the pservers in turn."""
+    """`kind`: tcp, unix or shm. Blocks go to the pservers in turn."""
 
     def __init__(
         self, kind: str, trainers: int, path: str, block_kib: int, dtype: str = "float32", pservers: int = 1

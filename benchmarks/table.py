@@ -99,7 +99,7 @@ def _parsed() -> argparse.Namespace:
 
         return parse
 
-    kinds = ("shm", "unix", "tcp", "http")
+    kinds = ("shm", "unix", "tcp")
     parser.add_argument("--rows-of-table", type=some(ROWS), default=ROWS, metavar=",".join(ROWS))
     parser.add_argument("--peers", type=some(("Paddle", "TFRA", "torch")), default=("Paddle", "TFRA", "torch"))
     parser.add_argument("--transports", type=some(kinds), default=("shm", "unix", "tcp"), metavar=",".join(kinds))

@@ -29,7 +29,7 @@ from trainer_agent.collective.native.link import backend_of
 from trainer_agent.collective.ports import collective_ports
 from trainer_agent.data import minibatch_indices, minibatches_in
 from trainer_agent.data_plane.fleet_client import call_limit_s
-from trainer_agent.data_plane.http import HttpPserver, PserverPort, socket_of
+from trainer_agent.data_plane.http import PserverPort, socket_of
 from trainer_agent.data_plane.stream import StreamPserver
 from trainer_agent.membership.initialise import followed
 from trainer_agent.membership.lease import Life
@@ -289,7 +289,7 @@ class Connections(AbstractAsyncContextManager["Connections"]):
     def __init__(self, settings: Settings, stall_s: float) -> None:
         self._settings, self._stall_s = settings, stall_s
         self._tls = settings.tls.client()
-        self._open: dict[str, HttpPserver] = {}
+        self._open: dict[str, StreamPserver] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     async def __aexit__(self, *_: object) -> None:
@@ -321,9 +321,9 @@ class Connections(AbstractAsyncContextManager["Connections"]):
             self._open[member.incarnation] = self._port(member)
         return self._open[member.incarnation]
 
-    def _port(self, member: PserverMember) -> HttpPserver:
+    def _port(self, member: PserverMember) -> StreamPserver:
         token, stall_s, transport = self._settings.own_token, self._stall_s, self._settings.transport
-        if transport in {"tcp", "http"}:
+        if transport == "tcp":
             member = member.with_fields(uds="")
         elif transport != "auto" and not socket_of(member):
             raise InvalidArgument(
@@ -331,8 +331,6 @@ class Connections(AbstractAsyncContextManager["Connections"]):
                 f"to this process on {socket.gethostname()}",
                 hint="use auto, or give the parameter server a TRIREME_UDS that both can reach",
             )
-        if transport == "http":
-            return HttpPserver(member, token, tls=self._tls, stall_s=stall_s)
         return StreamPserver(member, token, tls=self._tls, stall_s=stall_s, share=transport in {"auto", "shm"})
 
 

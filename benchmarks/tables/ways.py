@@ -89,10 +89,9 @@ class Torch:
 
 
 class Server:
-    """Our trainer's end: look up what differs, spread it, push the sums, wait for the version. `kind`: shm, unix, tcp or http."""
+    """Our trainer's end: look up what differs, spread it, push the sums, wait for the version. `kind`: shm, unix or tcp."""
 
     def __init__(self, kind: str, data: Minibatches, port: int, uds: str) -> None:
-        from trainer_agent.data_plane.http import HttpPserver
         from trainer_agent.data_plane.stream import StreamPserver
         from trireme_shared.protocol.records import PserverMember
         from trireme_shared.protocol.records.layout import Layout, OptimizerSpec, Segment
@@ -110,7 +109,7 @@ class Server:
         host, url = socket.gethostname(), f"http://127.0.0.1:{port}"
         local = f"{uds}-0" if kind in ("shm", "unix") else ""
         member = PserverMember(index=0, url=url, incarnation="ps", host=host, pid=0, uds=local)
-        self._port = HttpPserver(member) if kind == "http" else StreamPserver(member, share=kind == "shm")
+        self._port = StreamPserver(member, share=kind == "shm")
 
     def begin(self) -> None:
         """All rows exist then, with a gradient of zero."""

@@ -58,7 +58,7 @@ async def slow(urls: Sequence[str], count: int, seconds: float) -> Answers:
 
     async def one(url: str, body: bool) -> str:
         host, port = address_of(url)
-        head = f"POST /v1/push HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: 1000\r\n"
+        head = f"POST /v1/init HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: 1000\r\n"
         words = (head + ("\r\n{" if body else "X-Slow: ")).encode()
         try:
             _, writer = await asyncio.open_connection(host, port)
@@ -85,7 +85,7 @@ def bombs_of(host: str, token: str) -> list[bytes]:
         head = f"POST {path} HTTP/1.1\r\n{line}Content-Length: {len(body)}\r\n{''.join(each + chr(13) + chr(10) for each in more)}\r\n"
         return head.encode() + body
 
-    paths = ("/v1/job/resizes", "/v1/resizes", "/v1/task-leases", "/v1/push", "/v1/pull", "/v1/ledger")
+    paths = ("/v1/job/resizes", "/v1/resizes", "/v1/task-leases", "/v1/init", "/v1/table", "/v1/ledger")
     found = [post(path, b"[" * deep + b"]" * deep) for path in paths]
     found += [post(path, b'{"a":' * deep) for path in paths]
     found += [post(path, b"\x91" * deep) for path in paths]  # msgpack: lists in lists

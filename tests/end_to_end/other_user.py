@@ -26,7 +26,7 @@ GOT = "GOT IN"
 TIMEOUT_S = 5.0
 ANYTHING = '{"key": "AA==", "range_end": "AA=="}'
 READS = ("/v1/job", "/v1/info", "/v1/config", "/metrics")  # beside the routes that the test tells
-WRITES = ("/v1/push", "/v1/pull", "/v1/init", "/v1/snapshots")
+WRITES = ("/v1/init", "/v1/ledger", "/v1/handoffs", "/v1/snapshots")
 PTRACE_ATTACH, PTRACE_DETACH = 16, 17
 
 Attempt = tuple[str, Callable[[], str | None]]

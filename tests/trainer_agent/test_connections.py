@@ -55,7 +55,7 @@ async def asked(url: str, waiting: list[str]):
     directory = Directory(Etcd(SimulatedEtcd().transport("trainer")), Keys("j"))
     directory.slots = SlotMap(version=1, owners=(0, 1))
     directory.pservers = {0: member(url, "z", 0), 1: member(url, "a")}
-    async with Connections(Settings(job="j", transport="http"), STALL_S) as connections:
+    async with Connections(Settings(job="j", transport="tcp"), STALL_S) as connections:
         call = asyncio.create_task(connections(directory.pservers[1]).info())
         try:
             await until(lambda: waiting, "the call to arrive", 10.0)

@@ -1,8 +1,7 @@
-"""One parameter server as the trainer sees it, and the same over HTTP.
+"""One parameter server as the trainer sees it (PserverPort), and those of its calls that are plain requests (stream.py has the
+others).
 
-    push: header, blocks as they come, end  -->  PushAnswer        pull: PullRequest  -->  blocks into their final place, PullEnd
-
-Each wait for the peer is limited to `stall_s`; the caller's iterator may take as long as backward does.
+Each wait for the peer is limited to `stall_s`; the caller's iterator may take as long as it needs.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from trireme_shared.protocol.wire.messages import (
     LedgerAnswer,
     LedgerQuery,
     LookupEnd,
-    LookupIds,
     LookupRequest,
     PserverInfo,
     PulledBlock,
@@ -46,7 +44,6 @@ from trireme_shared.tables.payload import MOST_BYTES
 Sink = Callable[[PulledBlock], memoryview]
 Placed = Callable[[PulledBlock], None]
 Answer = TypeVar("Answer", bound=Record)
-Item = TypeVar("Item", bound=Record)
 Body = bytes | AsyncGenerator[bytes | memoryview, None] | None
 
 ANSWER_BYTES = 64 << 20  # of an answer without blocks
@@ -83,7 +80,8 @@ class PserverPort(Protocol):
 
 
 class HttpPserver:
-    """A PserverPort by plain requests; uses the member's UNIX socket if it is on this host. Close it (`async with`)."""
+    """The plain requests of a PserverPort: initial values, whole tables, information. Uses the member's UNIX socket if it is on
+    this host. Close it (`async with`)."""
 
     def __init__(
         self, member: PserverMember, token: http.Token = "", *, tls: ssl.SSLContext | None = None, stall_s: float = 30.0
@@ -109,83 +107,6 @@ class HttpPserver:
             self.session = None
 
     async def init(self, header: InitHeader, blocks: AsyncIterator[tuple[InitBlock, memoryview]]) -> None:
-        await self._upload("/v1/init", header, blocks, PserverInfo)
-
-    async def push(self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, memoryview]]) -> PushAnswer:
-        return await self._upload("/v1/push", header, blocks, PushAnswer)
-
-    async def pull(self, request: PullRequest, sink: Sink, placed: Placed | None = None) -> PullEnd:
-        """Raises BadFrame if the answer breaks the protocol, or if a block has another size than the memory for it."""
-        current: PulledBlock | None = None
-
-        def place(header: codec.Fields, size: int) -> memoryview:
-            nonlocal current
-            current = codec.read(PulledBlock, header)
-            memory = sink(current).cast("B")
-            if memory.nbytes != size:
-                msg = f"{self._name} sent {size} bytes for block {current.block}, whose place has {memory.nbytes}"
-                raise BadFrame(msg)
-            return memory
-
-        decoder = codec.Decoder(codec.Limits(payload_bytes=1 << 32, blocks=len(request.blocks)), place)
-        limit_s = self._stall_s + waits_s(request)
-        end: codec.Fields = {}
-        try:
-            async with (
-                asyncio.timeout(limit_s) as limit,
-                self._request("POST", "/v1/pull", codec.encode(request)) as response,
-            ):
-                async for chunk in response.content.iter_any():
-                    limit.reschedule(clock.monotonic() + limit_s)
-                    for event in decoder.feed(chunk):
-                        if isinstance(event, codec.Filled) and placed is not None and current is not None:
-                            placed(current)
-                            if current.same:  # a few bytes came, and a whole block was copied
-                                await asyncio.sleep(0)
-                        elif isinstance(event, codec.Ended):
-                            end = event.header
-        except TimeoutError as error:
-            raise self._silent("/v1/pull", limit_s) from error
-        decoder.finish()
-        return codec.read(PullEnd, end)
-
-    async def lookup(self, request: LookupRequest, ids: memoryview) -> tuple[LookupEnd, memoryview]:
-        body = b"".join([codec.encode(request), codec.encode_block(LookupIds(), ids.nbytes), ids, codec.encode_end()])
-        return await self._rows("/v1/lookup", body, LookupEnd, self._stall_s + request.wait_s)
-
-    async def table(self, request: TableRequest) -> tuple[TableEnd, memoryview]:
-        return await self._rows("/v1/table", codec.encode(request), TableEnd, self._stall_s)
-
-    async def _rows(self, path: str, body: bytes, kind: type[Answer], limit_s: float) -> tuple[Answer, memoryview]:
-        rows = memoryview(b"")
-
-        def place(_: codec.Fields, size: int) -> memoryview:
-            nonlocal rows
-            rows = memoryview(bytearray(size))
-            return rows
-
-        decoder = codec.Decoder(codec.Limits(payload_bytes=MOST_BYTES, blocks=1), place)
-        end: codec.Fields = {}
-        try:
-            async with asyncio.timeout(limit_s), self._request("POST", path, body) as response:
-                async for chunk in response.content.iter_any():
-                    for event in decoder.feed(chunk):
-                        if isinstance(event, codec.Ended):
-                            end = event.header
-        except TimeoutError as error:
-            raise self._silent(path, limit_s) from error
-        decoder.finish()
-        return codec.read(kind, end), rows
-
-    async def info(self) -> PserverInfo:
-        return await self._ask("/v1/info", None, PserverInfo)
-
-    async def ledger(self, query: LedgerQuery) -> LedgerAnswer:
-        return await self._ask("/v1/ledger", query, LedgerAnswer)
-
-    async def _upload(
-        self, path: str, header: Record, blocks: AsyncIterator[tuple[Item, memoryview]], kind: type[Answer]
-    ) -> Answer:
         """Send blocks as the caller makes them; only waits for the pserver have a limit."""
         failure: Exception | None = None
         try:
@@ -214,14 +135,44 @@ class HttpPserver:
                         failure = error
                         raise
 
-                async with self._request("POST", path, body()) as response:
-                    return await self._answer(response, kind)
+                async with self._request("POST", "/v1/init", body()) as response:
+                    await self._answer(response, PserverInfo)
         except TimeoutError as error:
-            raise self._silent(path, self._stall_s) from error
+            raise self._silent("/v1/init") from error
         except PeerError:
             if failure is not None:
                 raise failure from None  # the caller's iterator failed, not the connection
             raise
+
+    async def table(self, request: TableRequest) -> tuple[TableEnd, memoryview]:
+        rows = memoryview(b"")
+
+        def place(_: codec.Fields, size: int) -> memoryview:
+            nonlocal rows
+            rows = memoryview(bytearray(size))
+            return rows
+
+        decoder = codec.Decoder(codec.Limits(payload_bytes=MOST_BYTES, blocks=1), place)
+        end: codec.Fields = {}
+        try:
+            async with (
+                asyncio.timeout(self._stall_s),
+                self._request("POST", "/v1/table", codec.encode(request)) as response,
+            ):
+                async for chunk in response.content.iter_any():
+                    for event in decoder.feed(chunk):
+                        if isinstance(event, codec.Ended):
+                            end = event.header
+        except TimeoutError as error:
+            raise self._silent("/v1/table") from error
+        decoder.finish()
+        return codec.read(TableEnd, end), rows
+
+    async def info(self) -> PserverInfo:
+        return await self._ask("/v1/info", None, PserverInfo)
+
+    async def ledger(self, query: LedgerQuery) -> LedgerAnswer:
+        return await self._ask("/v1/ledger", query, LedgerAnswer)
 
     async def _ask(self, path: str, query: Record | None, kind: type[Answer]) -> Answer:
         body = None if query is None else codec.encode(query)
@@ -229,7 +180,7 @@ class HttpPserver:
             async with asyncio.timeout(self._stall_s), self._request("POST" if body else "GET", path, body) as response:
                 return await self._answer(response, kind)
         except TimeoutError as error:
-            raise self._silent(path, self._stall_s) from error
+            raise self._silent(path) from error
 
     @asynccontextmanager
     async def _request(self, method: str, path: str, body: Body) -> AsyncGenerator[aiohttp.ClientResponse, None]:
@@ -261,8 +212,10 @@ class HttpPserver:
             )
         return self.session
 
-    def _silent(self, path: str, seconds: float) -> DeadlineExceeded:
-        return DeadlineExceeded(f"{path} at {self._name}: nothing moved for {seconds:g} s", silent_s=seconds)
+    def _silent(self, path: str) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"{path} at {self._name}: nothing moved for {self._stall_s:g} s", silent_s=self._stall_s
+        )
 
     @staticmethod
     async def _answer(response: aiohttp.ClientResponse, kind: type[Answer]) -> Answer:
@@ -273,11 +226,6 @@ class HttpPserver:
             return from_map(codec.decode(await _whole(response), ANSWER_BYTES))
         except BadFrame:
             return PeerError(f"{self._name} answered {response.status} {response.reason}")
-
-
-def waits_s(request: PullRequest) -> float:
-    """How long the pserver may wait before it sends the first block: a pull of what is there does not wait."""
-    return 0.0 if request.version is None else request.wait_s
 
 
 def socket_of(member: PserverMember) -> str:

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from functools import lru_cache, partial
 from typing import Any
 
-from trainer_agent.data_plane.http import HttpPserver, Placed, Sink, socket_of, waits_s
+from trainer_agent.data_plane.http import HttpPserver, Placed, Sink, socket_of
 from trainer_agent.data_plane.trainer_stream import TrainerStream
 from trireme_shared.platform.runtime import clock, http, telemetry
 from trireme_shared.protocol.errors import CallerError, NotReady, PeerError
@@ -40,8 +40,8 @@ log = telemetry.logger("stream")
 
 
 class StreamPserver(HttpPserver):
-    """A PserverPort: pushes and pulls on the stream, over the UNIX socket if the member is on this host, else TCP; the rest,
-    and everything if the pserver refuses to upgrade, as plain requests. Close it (`async with`).
+    """A PserverPort: pushes, pulls and lookups on the stream, over the UNIX socket if the member is on this host, else TCP; the
+    rest as plain requests. Close it (`async with`).
 
     `share`: over a UNIX socket, each side reads payloads where the other has them, if both can."""
 
@@ -58,7 +58,6 @@ class StreamPserver(HttpPserver):
         self.stream: TrainerStream | None = None
         self._connecting = asyncio.Lock()
         self._failed: tuple[float, PeerError] | None = None  # when the last attempt to connect failed, and why
-        self.refused = False
         self._share = share
 
     def __repr__(self) -> str:
@@ -70,9 +69,8 @@ class StreamPserver(HttpPserver):
         await super().close()
 
     async def push(self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, memoryview]]) -> PushAnswer:
+        """Payloads must stay unchanged until this returns."""
         stream = await self._connected()
-        if stream is None:
-            return await super().push(header, blocks)
         with stream.call("push", header) as (number, call):
             try:
                 async with leave_when_done(call.answer):  # an answer before the end is a refusal: send no more
@@ -99,15 +97,11 @@ class StreamPserver(HttpPserver):
 
     async def pull(self, request: PullRequest, sink: Sink, placed: Placed | None = None) -> PullEnd:
         stream = await self._connected()
-        if stream is None:
-            return await super().pull(request, sink, placed)
         with stream.call("pull", request, sink, placed) as (_, call):
-            return codec.read(PullEnd, await stream.answered(call, self._stall_s + waits_s(request)))
+            return codec.read(PullEnd, await stream.answered(call, self._stall_s + _waits_s(request)))
 
     async def lookup(self, request: LookupRequest, ids: memoryview) -> tuple[LookupEnd, memoryview]:
         stream = await self._connected()
-        if stream is None:
-            return await super().lookup(request, ids)
         with stream.call("lookup", request) as (number, call):
             await stream.taken(self._stall_s)
             if ids.nbytes:
@@ -117,23 +111,21 @@ class StreamPserver(HttpPserver):
             end = codec.read(LookupEnd, await stream.answered(call, self._stall_s + request.wait_s))
             return end, call.rows
 
-    async def _connected(self) -> TrainerStream | None:
-        """None: plain requests are what this pserver understands. Raises PeerError: an attempt that failed counts for all calls that waited for it."""
+    async def _connected(self) -> TrainerStream:
+        """Raises PeerError: an attempt that failed counts for all calls that waited for it."""
         began = clock.monotonic()
         async with self._connecting:
-            if self.refused:
-                return None
             if self._failed is not None and self._failed[0] > began:
                 raise self._failed[1].with_traceback(None)
             if self.stream is None or not self.stream.usable:
                 self.stream = await self._opened()
-            if self.stream is not None and self._share and not self.stream.memory.on:
+            if self._share and not self.stream.memory.on:
                 await self._try_to_share(self.stream)
                 if not self.stream.usable:  # it was given up, since what it was told cannot be taken back
                     self.stream = await self._opened()
             return self.stream
 
-    async def _opened(self) -> TrainerStream | None:
+    async def _opened(self) -> TrainerStream:
         name = f"{self.member.name} at {self.member.url}"
         uds = socket_of(self.member)
         make, limit_s = partial(TrainerStream, name), min(CONNECT_S, self._stall_s)
@@ -141,11 +133,9 @@ class StreamPserver(HttpPserver):
         try:
             url, meant = self.member.url, self.member.incarnation
             stream = await upgrade(url, make, meant, uds=uds, token=self._token, tls=self._tls, limit_s=limit_s)
-        except UpgradeRefused as error:
-            log.warning("upgrade_refused", pserver=self.member.name, cause=error.message)
-            self.refused = True
-            return None
         except PeerError as error:
+            if isinstance(error, UpgradeRefused):
+                log.warning("upgrade_refused", pserver=self.member.name, cause=error.message)
             self._failed = clock.monotonic(), error
             raise
         log.info("stream_open", pserver=self.member.name, over="unix" if uds else "tcp")
@@ -212,3 +202,8 @@ async def leave_when_done(future: asyncio.Future[Any]) -> AsyncIterator[None]:
     except TimeoutError:
         if not limit.expired():
             raise
+
+
+def _waits_s(request: PullRequest) -> float:
+    """How long the pserver may wait before it sends the first block: a pull of what is there does not wait."""
+    return 0.0 if request.version is None else request.wait_s

@@ -8,9 +8,10 @@ from contextlib import aclosing
 from typing import Any
 
 from master_service.leadership.master import Master
+from tests.equipment.cluster.lookups import lookup
 from trireme_shared.protocol.errors import NotFound, PeerError
 from trireme_shared.protocol.wire.messages import LookupEnd, PullEnd
-from trireme_shared.serving.data_plane.lookups import found_end, lookup, portion
+from trireme_shared.serving.data_plane.lookups import found_end, portion
 from trireme_shared.serving.pserver import Pserver
 
 

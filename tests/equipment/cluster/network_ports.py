@@ -12,6 +12,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, Self
 
 from pserver_service.handoff_client import Parts
+from tests.equipment.cluster.lookups import lookup
 from tests.equipment.cluster.network import Network, Pipe, replay
 from trainer_agent.data_plane.http import waits_s
 from trireme_shared.platform.membership.directory import Directory
@@ -48,7 +49,7 @@ from trireme_shared.protocol.wire.messages import (
     TableEnd,
     TableRequest,
 )
-from trireme_shared.serving.data_plane.lookups import found_end, lookup, portion
+from trireme_shared.serving.data_plane.lookups import found_end, portion
 
 MASTER_TIMEOUT_S = 10.0
 STALL_S = 30.0

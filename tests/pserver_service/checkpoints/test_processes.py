@@ -16,7 +16,7 @@ import pytest
 from tests.equipment.etcd.real import embedded_etcd
 from tests.pserver_service.checkpoints import parts
 from tests.pserver_service.checkpoints.cluster import stream
-from trainer_agent.data_plane.http import HttpPserver
+from trainer_agent.data_plane.stream import StreamPserver
 from trireme.launch.processes import PYTHON_MODULE, ForkServer, Process, inherited_environment
 from trireme_shared.checkpoints import stored
 from trireme_shared.platform.etcd import Etcd, Put, connect
@@ -86,7 +86,7 @@ class Job:
         members, values = await self.whole(), parts.initial(LAYOUT)
         for index, member in members.items():
             numbers = parts.blocks_of(LAYOUT, index, parts.slot_map(2))
-            async with HttpPserver(member, TOKEN) as pserver:
+            async with StreamPserver(member, TOKEN) as pserver:
                 items = [(InitBlock(block=n), parts.bytes_view(values[n])) for n in numbers]
                 await pserver.init(parts.header_of(LAYOUT, index), stream(items))
         await self.etcd.put(KEYS.layout, LAYOUT.to_bytes())
@@ -168,7 +168,7 @@ class Job:
     async def push(self, member: PserverMember, step: int, generation: int) -> int:
         """A step's gradients; how many blocks took them. Raises PeerError."""
         applied = 0
-        async with HttpPserver(member, TOKEN, stall_s=5.0) as pserver:
+        async with StreamPserver(member, TOKEN, stall_s=5.0) as pserver:
             for lane in range(parts.LANES):
                 gradients = parts.gradient(LAYOUT, step, lane)
                 numbers = parts.blocks_of(LAYOUT, member.index, parts.slot_map(2))
@@ -180,7 +180,7 @@ class Job:
                 applied += (await self._answer(pserver, header, items)).applied
         return applied
 
-    async def _answer(self, pserver: HttpPserver, header: PushHeader, items: list) -> PushAnswer:
+    async def _answer(self, pserver: StreamPserver, header: PushHeader, items: list) -> PushAnswer:
         """Again while the parameter server has not read the generation from etcd yet."""
         async with asyncio.timeout(WAIT_S):
             while True:

@@ -177,7 +177,7 @@ class PullRequest(MessageHeader):
 
 
 class PulledBlock(Record):
-    """`version`: in plain requests only; on a stream it is left out, so that the headers of all steps are equal. `dtype`: of the
+    """`version`: where no wire is between; on a stream it is left out, so that the headers of all steps are equal. `dtype`: of the
     payload, if it is not the block's own. `same`: the bits are those of the pull that the request's `known` names; no payload."""
 
     block: int

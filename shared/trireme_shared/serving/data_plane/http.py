@@ -1,21 +1,19 @@
-"""The data plane as plain requests: decode -> Pserver -> encode. Nothing is decided here.
+"""The routes of the data plane: what a job needs once or seldom as plain requests, what every step needs on a stream. Nothing
+is decided here.
 
-POST /v1/init  /v1/push   header, blocks, end  ->  PushAnswer map
-POST /v1/pull             PullRequest map      ->  header, blocks as they arrive, end
-POST /v1/lookup           LookupRequest, ids   ->  header, rows, end
+GET  /v1/stream, Upgrade: trireme-frames/1     ->  101, then pushes, pulls and lookups as frames (serving/transport/stream.py)
+
+POST /v1/init             header, blocks, end  ->  PserverInfo map
 POST /v1/table            TableRequest map     ->  header, ids and rows, end
 POST /v1/handoffs         header, parts, end   ->  HandoffAnswer map
 POST /v1/ledger           LedgerQuery map      ->  LedgerAnswer map
 GET  /v1/info                                  ->  PserverInfo map (JSON if the caller accepts only that)
-
-GET  /v1/stream, Upgrade: trireme-frames/1     ->  101, pushes and pulls as frames (shared/trireme_shared/serving/transport/stream.py)
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Generic, TypeVar
@@ -34,23 +32,16 @@ from trireme_shared.protocol.wire.messages import (
     InitBlock,
     InitHeader,
     LedgerQuery,
-    LookupEnd,
     LookupIds,
-    LookupRequest,
-    PullEnd,
-    PullRequest,
-    PushBlock,
-    PushHeader,
     TableRequest,
 )
 from trireme_shared.serving.block_server import BlockServer
 from trireme_shared.serving.core.geometry import MAX_BLOCK_BYTES, MAX_BLOCKS, MAX_INIT_PARTS
-from trireme_shared.serving.data_plane.lookups import found_end, ids_bytes, lookup, portion
+from trireme_shared.serving.data_plane.lookups import portion
 from trireme_shared.serving.data_plane.stream import PserverStream, RoundRobin
 from trireme_shared.serving.pserver import Pserver
 from trireme_shared.serving.transport.shared_memory import AnswerMemory
-from trireme_shared.serving.transport.stream import PATH, UPGRADE, unbuffered
-from trireme_shared.tables.payload import MOST_BYTES
+from trireme_shared.serving.transport.stream import PATH, UPGRADE
 
 Header = TypeVar("Header", bound=Record)
 Item = TypeVar("Item", bound=Record)
@@ -59,7 +50,7 @@ SLICE_BYTES = 256 << 10  # written at once: large enough to be cheap, small enou
 SMALL_BYTES = 64 << 10
 PSERVER = web.AppKey("pserver", BlockServer)
 ACCESS = web.AppKey("access", Access)
-MESSAGE_BYTES = 16 << 20  # of a message without blocks: a pull names its blocks
+MESSAGE_BYTES = 16 << 20  # of a message without blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,65 +93,13 @@ async def init(request: web.Request) -> web.Response:
     return _message(await pserver.info())
 
 
-@routes.post("/v1/push")
-async def push(request: web.Request) -> web.Response:
-    pserver = request.app[PSERVER]
-    body = Incoming(request.content, PushHeader, PushBlock, request.app[TIME_LIMITS])
-    header = await body.open()
-    buffer, blocks = pserver.memory_for(header)
-    try:
-        tables = pserver.loaded().rows is not None
-        limits = codec.Limits(payload_bytes=max(buffer.view.nbytes, MOST_BYTES * tables), blocks=blocks)
-        return _message(await pserver.push(header, body.blocks(limits, buffer.view)))
-    finally:
-        buffer.release()
-
-
-@routes.post("/v1/lookup")
-async def rows(request: web.Request) -> web.Response:
-    pserver = request.app[PSERVER]
-    body = Incoming(request.content, LookupRequest, LookupIds, request.app[TIME_LIMITS])
-    wanted = await body.open()
-    size, ids = ids_bytes(pserver, wanted), memoryview(b"")
-    async for _, payload in body.blocks(codec.Limits(payload_bytes=size, blocks=1)):
-        ids = payload
-    found = await lookup(pserver, wanted, ids)
-    return _rows(pserver, found, None) if isinstance(found, LookupEnd) else _rows(pserver, found_end(pserver), found)
-
-
 @routes.post("/v1/table")
 async def table(request: web.Request) -> web.Response:
     pserver = request.app[PSERVER]
-    return _rows(pserver, *portion(pserver, codec.read(TableRequest, await _body(request))))
-
-
-@routes.post("/v1/pull")
-async def pull(request: web.Request) -> web.StreamResponse:
-    pserver, stall_s = request.app[PSERVER], request.app[TIME_LIMITS].stall_s
-    wanted = codec.read(PullRequest, await _body(request))
-    async with aclosing(pserver.pull(wanted)) as answer:
-        found = await anext(answer)  # errors of the whole request are raised here, before the status is sent
-        response = web.StreamResponse(headers={"Content-Type": codec.CONTENT_TYPE})
-        assert request.transport is not None
-        # so that `write` returns when the kernel has all bytes, and buffers can be reused
-        unbuffered(request.transport)
-        await response.prepare(request)
-        opening = {"protocol": PROTOCOL_VERSION, "job": pserver.job, "generation": pserver.generation}
-        await response.write(codec.encode(opening))
-        try:
-            while not isinstance(found, PullEnd):
-                item, payload = found
-                async with asyncio.timeout(stall_s):
-                    await write_block(response, codec.encode_block(item, payload.nbytes), payload)
-                found = await anext(answer)
-            async with asyncio.timeout(stall_s):
-                await response.write(codec.encode_end(found))
-                await response.write_eof()
-        except BaseException:
-            if request.transport is not None:
-                request.transport.abort()  # drop the queued bytes: their memory is released now
-            raise
-    return response
+    end, rows = portion(pserver, codec.read(TableRequest, await _body(request)))
+    opening = {"protocol": PROTOCOL_VERSION, "job": pserver.job, "generation": pserver.generation}
+    parts = codec.encode(opening), codec.encode_block(LookupIds(), rows.nbytes), bytes(rows), codec.encode_end(end)
+    return web.Response(body=b"".join(parts), content_type=codec.CONTENT_TYPE)
 
 
 @routes.post("/v1/handoffs")
@@ -241,15 +180,6 @@ def _message(record: Record) -> web.Response:
     return web.Response(body=codec.encode(record), content_type=codec.CONTENT_TYPE)
 
 
-def _rows(pserver: BlockServer, end: Record, payload: memoryview | None) -> web.Response:
-    """With rows of embedding tables."""
-    opening = {"protocol": PROTOCOL_VERSION, "job": pserver.job, "generation": pserver.generation}
-    parts = [codec.encode(opening), codec.encode_end(end)]
-    if payload is not None:
-        parts[1:1] = [codec.encode_block(LookupIds(), payload.nbytes), bytes(payload)]
-    return web.Response(body=b"".join(parts), content_type=codec.CONTENT_TYPE)
-
-
 async def _body(request: web.Request) -> codec.Fields:
     """A message without blocks. Raises BadFrame, TooLarge, DeadlineExceeded."""
     body = Incoming(request.content, Record, Record, request.app[TIME_LIMITS])
@@ -279,14 +209,10 @@ class Incoming(Generic[Header, Item]):
             raise BadFrame(msg)
         return codec.read(self._header_kind, event.header)
 
-    async def blocks(
-        self, limits: codec.Limits, memory: memoryview | None = None
-    ) -> AsyncIterator[tuple[Item, memoryview]]:
-        """All blocks up to the end map. A payload is valid until the next is asked for; it lies in `memory` (of
-        `limits.payload_bytes`), if given. Raises BadFrame, TooLarge, DeadlineExceeded; blocks yielded before were complete."""
+    async def blocks(self, limits: codec.Limits) -> AsyncIterator[tuple[Item, memoryview]]:
+        """All blocks up to the end map. A payload is valid until the next is asked for. Raises BadFrame, TooLarge,
+        DeadlineExceeded; blocks yielded before were complete."""
         self._decoder.limits = limits
-        if memory is not None:
-            self._memory = memory
         async for event in self._events:
             if isinstance(event, codec.Filled):
                 assert self._item is not None

@@ -1,4 +1,4 @@
-"""Lookups of rows of embedding tables, for plain requests and for streams.
+"""Rows of embedding tables: lookups over streams, and whole tables in portions.
 
 LookupRequest ─► ids ─► wait until the tables have the version ─► rows, LookupEnd
 TableRequest ─► rows of some slots, TableEnd
@@ -22,6 +22,7 @@ from trireme_shared.tables.payload import MOST_BYTES, ids_in, size_of
 
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.rows import TableRows
+
 
 MOST_WAIT_S = 60.0
 
@@ -102,20 +103,6 @@ def ids_bytes(pserver: BlockServer, request: LookupRequest) -> int:
     dims = tables_in(pserver.loaded()).dims
     size_of(request.rows, dims, ids=False, rows=True, dtype=request.dtype)  # of the answer
     return size_of(request.rows, dims, ids=True, rows=False)
-
-
-async def lookup(pserver: BlockServer, request: LookupRequest, payload: memoryview) -> memoryview | LookupEnd:
-    """Rows, or why there are none. Raises as OpenLookup."""
-    pserver.check(request)
-    woken = asyncio.Event()
-    opened = OpenLookup(pserver, request, payload, woken.set)
-    try:
-        while (found := opened.answer()) is None:
-            await event_within(woken, opened.deadline - clock.monotonic())
-            woken.clear()
-        return found
-    finally:
-        opened.close()
 
 
 def portion(pserver: BlockServer, request: TableRequest) -> tuple[TableEnd, memoryview]:

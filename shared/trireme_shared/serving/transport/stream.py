@@ -267,7 +267,7 @@ Stream = TypeVar("Stream", bound=FrameStream)
 
 
 class UpgradeRefused(PeerError):
-    """The peer does not upgrade: use plain HTTP."""
+    """The peer does not upgrade: it is another version, or something between it and us does not let the upgrade through."""
 
 
 async def upgrade(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.equipment.cluster.lookups import lookup
 from tests.equipment.replaced import replaced
 from tests.pserver_service.checkpoints import parts
 from tests.pserver_service.jobs import (
@@ -38,7 +39,7 @@ from trireme_shared.serving.core.calls import OpenPush
 from trireme_shared.serving.core.moving import LeavingBlocks
 from trireme_shared.serving.core.optimizers import BlockOptimizer
 from trireme_shared.serving.core.stores import store_of
-from trireme_shared.serving.data_plane.lookups import found_end, lookup
+from trireme_shared.serving.data_plane.lookups import found_end
 from trireme_shared.serving.optimizers.classes import CLASSES
 from trireme_shared.serving.pserver import Pserver
 

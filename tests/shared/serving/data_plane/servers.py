@@ -1,7 +1,9 @@
-"""A pserver on real sockets, with the trainer's client and a plain one."""
+"""A pserver on real sockets, with the trainer's client and one that has sockets and a msgpack library only."""
 
+import asyncio
 import io
 import socket
+from contextlib import asynccontextmanager
 from functools import partial
 
 import aiohttp
@@ -10,7 +12,6 @@ import pytest_asyncio
 import torch
 
 from tests.pserver_service.jobs import JOB, init_header, layout_of, settled, stream, values_of
-from trainer_agent.data_plane.http import HttpPserver
 from trainer_agent.data_plane.stream import StreamPserver
 from trireme_shared.blocks.buffers import bytes_of
 from trireme_shared.platform.security.access import Access
@@ -30,7 +31,7 @@ LAYOUT = layout_of(200_000, block_bytes=1 << 18, optimizer=PLAIN)  # three block
 SIZES = {block.number: block.elements for block in LAYOUT.blocks()}
 STALL_S = 1.0  # the server's patience with tests of modules that import this name
 PATIENCE_S = 20.0  # with all others: a busy machine is not what they test
-TRANSPORTS = ["tcp", "unix", "stream tcp", "stream unix", "stream shm"]
+TRANSPORTS = ["tcp", "unix", "shm"]
 
 
 class Sharer(StreamPserver):
@@ -59,11 +60,9 @@ class Sharer(StreamPserver):
 
 
 CONNECT = {
-    "tcp": HttpPserver,
-    "unix": HttpPserver,
-    "stream tcp": StreamPserver,
-    "stream unix": partial(StreamPserver, share=False),
-    "stream shm": Sharer,
+    "tcp": StreamPserver,
+    "unix": partial(StreamPserver, share=False),
+    "shm": Sharer,
 }
 
 
@@ -75,7 +74,7 @@ def accepting(token: str) -> Access:
 class Server:
     """A pserver on a socket, and a client of it."""
 
-    def __init__(self, pserver: Pserver, url: str, uds: str, connect=HttpPserver) -> None:
+    def __init__(self, pserver: Pserver, url: str, uds: str, connect=StreamPserver) -> None:
         self.pserver, self.url = pserver, url
         host = socket.gethostname()
         self.member = PserverMember(index=0, url=url, incarnation="ps-1", host=host, pid=1, uds=uds)
@@ -98,12 +97,57 @@ class Server:
         ):
             return answer.status, list(msgpack.Unpacker(io.BytesIO(await answer.read()), raw=False))
 
+    @asynccontextmanager
+    async def any_client(self, token: str = TOKEN):
+        """A stream that is opened as docs/mechanisms.md says, by who has sockets and a msgpack library only."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(self.url.rsplit(":", 1)[1]))
+        writer.write(
+            b"GET /v1/stream HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: trireme-frames/1\r\n"
+            + f"Trireme-Pserver: {self.member.incarnation}\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
+        )
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 101 "), head
+            yield AnyClient(reader, writer)
+        finally:
+            writer.close()
+
+
+class AnyClient:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        self._unpacker = msgpack.Unpacker(raw=False, max_buffer_size=1 << 30)
+
+    def send(self, *frames) -> None:
+        """Maps, and blocks as [map, bytes]."""
+        self.writer.write(b"".join(map(msgpack.packb, frames)))
+
+    async def next(self, limit_s: float = 20.0):
+        """The next map, or block."""
+        async with asyncio.timeout(limit_s):
+            while True:
+                for frame in self._unpacker:
+                    return frame
+                received = await self.reader.read(1 << 20)
+                assert received, "the stream is over"
+                self._unpacker.feed(received)
+
+    async def answer(self, call: str, message: dict, *blocks, number: int = 1) -> list:
+        """The blocks and the last map that a call is answered with."""
+        self.send({"id": number, "call": call, "message": message})
+        if call != "pull":
+            self.send(*([{"id": number, **header}, payload] for header, payload in blocks), {"id": number, "end": True})
+        found = [await self.next()]
+        while isinstance(found[-1], list):
+            found.append(await self.next())
+        return found
+
 
 @pytest_asyncio.fixture
 async def server(request, tmp_path):
-    """Plain requests over TCP; `parametrize("server", TRANSPORTS, indirect=True)` for all."""
+    """Over TCP; `parametrize("server", TRANSPORTS, indirect=True)` for all."""
     transport = getattr(request, "param", "tcp")
-    uds = "" if "tcp" in transport else str(tmp_path / "ps.sock")
+    uds = "" if transport == "tcp" else str(tmp_path / "ps.sock")
     connect = CONNECT[transport]
     ports = ServerPorts(RegionAllocator if connect is Sharer else None, row_steps=RowTurns)
     pserver = Pserver(JOB, "ps-1", index=0, ports=ports)

@@ -15,9 +15,9 @@ from trireme_shared.blocks.buffers import bytes_of
 from trireme_shared.protocol.wire import codec
 from trireme_shared.serving.transport.stream import FrameStream, upgrade
 
-streamed = pytest.mark.parametrize("server", ["stream tcp", "stream unix", "stream shm"], indirect=True)
-over_shm = pytest.mark.parametrize("server", ["stream shm"], indirect=True)
-over_tcp = pytest.mark.parametrize("server", ["stream tcp"], indirect=True)
+streamed = pytest.mark.parametrize("server", ["tcp", "unix", "shm"], indirect=True)
+over_shm = pytest.mark.parametrize("server", ["shm"], indirect=True)
+over_tcp = pytest.mark.parametrize("server", ["tcp"], indirect=True)
 
 
 class Raw(FrameStream):

@@ -6,10 +6,9 @@ import socket
 import pytest
 import torch
 
-from tests.pserver_service.jobs import async_header, item, pull_request, push_header
-from tests.shared.serving.data_plane.servers import SIZES, TOKEN, TRANSPORTS, Flat, gradients, server
+from tests.pserver_service.jobs import JOB, async_header, init_header, item, pull_request, push_header, stream
+from tests.shared.serving.data_plane.servers import LAYOUT, SIZES, TOKEN, TRANSPORTS, Flat, gradients, server
 from trainer_agent.data_plane.http import HttpPserver
-from trainer_agent.data_plane.stream import StreamPserver
 from trireme_shared.blocks.buffers import bytes_of
 from trireme_shared.protocol.errors import (
     CallerError,
@@ -20,9 +19,10 @@ from trireme_shared.protocol.errors import (
     StaleGeneration,
 )
 from trireme_shared.protocol.records import Mode, PserverMember
-from trireme_shared.protocol.wire.messages import LedgerAnswer, LedgerQuery, PushBlock
+from trireme_shared.protocol.wire.messages import LedgerAnswer, LedgerQuery, PushBlock, TableRequest
 
 __all__ = ["server"]
+TABLE = TableRequest(job=JOB, generation=1, version=0, table=0, first=0)
 everywhere = pytest.mark.parametrize("server", TRANSPORTS, indirect=True)
 
 
@@ -39,11 +39,10 @@ async def test_init_push_and_pull_through_the_trainers_client(server):
     assert all(torch.equal(flat.values[k], values[k] - 1 - 1 - 1) for k in SIZES)
     info = await server.client.info()
     assert (info.ready, info.lowest, info.highest, info.blocks, info.bytes) == (True, 3, 3, 4, 800_000)
-    plain = getattr(server.client, "plain", server.client)
-    assert plain.session.connector.__class__.__name__ == ("UnixConnector" if server.member.uds else "TCPConnector")
-    if isinstance(server.client, StreamPserver):
-        family = server.client.stream.transport.get_extra_info("socket").family
-        assert family is (socket.AF_UNIX if server.member.uds else socket.AF_INET)
+    connector = server.client.session.connector.__class__.__name__
+    assert connector == ("UnixConnector" if server.member.uds else "TCPConnector")
+    family = server.client.stream.transport.get_extra_info("socket").family
+    assert family is (socket.AF_UNIX if server.member.uds else socket.AF_INET)
 
 
 @everywhere
@@ -132,15 +131,15 @@ async def test_a_dead_or_silent_pserver_is_a_peer_error():
         async with HttpPserver(member, stall_s=0.2) as client:
             with pytest.raises(DeadlineExceeded, match=r"/v1/info .*nothing moved for 0.2 s"):
                 await client.info()
-            with pytest.raises(DeadlineExceeded, match="/v1/push"):
-                await client.push(push_header(0), gradients())
-            with pytest.raises(DeadlineExceeded, match="/v1/pull"):
-                await client.pull(pull_request(0, SIZES, wait_s=0.1), Flat().sink)
+            with pytest.raises(DeadlineExceeded, match="/v1/init"):
+                await client.init(init_header(LAYOUT), stream())
+            with pytest.raises(DeadlineExceeded, match="/v1/table"):
+                await client.table(TABLE)
     async with HttpPserver(member, stall_s=5) as client:
         for call in (
             client.info(),
-            client.push(push_header(0), gradients()),
-            client.pull(pull_request(0, SIZES), Flat().sink),
+            client.init(init_header(LAYOUT), stream()),
+            client.table(TABLE),
         ):
             with pytest.raises(PeerError, match="ClientConnectorError"):
                 await call
@@ -156,5 +155,6 @@ async def test_a_pserver_that_dies_in_the_middle_of_an_answer_is_a_peer_error():
     async with await asyncio.start_server(half, "127.0.0.1", 0) as listening:
         url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
         async with HttpPserver(PserverMember(index=0, url=url, incarnation="i", host="h", pid=1)) as client:
-            with pytest.raises(PeerError):
-                await client.pull(pull_request(0, SIZES), Flat().sink)
+            for call in (client.info(), client.table(TABLE)):
+                with pytest.raises(PeerError):
+                    await call

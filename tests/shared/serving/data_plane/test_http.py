@@ -1,4 +1,4 @@
-"""The data plane by plain HTTP and a plain msgpack library: what is answered, what is refused, who is slow."""
+"""The data plane by sockets and a plain msgpack library: what is answered, what is refused, who is slow."""
 
 import asyncio
 import gzip
@@ -12,8 +12,18 @@ import pytest
 import torch
 
 from tests.equipment.metric_names import wrong_metrics
-from tests.pserver_service.jobs import JOB, item, layout_of, payload_of, pull_request, push_header, stream
-from tests.shared.serving.data_plane.servers import PLAIN, SIZES, STALL_S, TOKEN, TRANSPORTS, Flat, gradients, server
+from tests.pserver_service.jobs import JOB, init_header, item, layout_of, payload_of, pull_request, push_header, stream
+from tests.shared.serving.data_plane.servers import (
+    LAYOUT,
+    PLAIN,
+    SIZES,
+    STALL_S,
+    TOKEN,
+    TRANSPORTS,
+    Flat,
+    gradients,
+    server,
+)
 from trainer_agent.data_plane.http import HttpPserver
 from trireme_shared.blocks.buffers import bytes_of
 from trireme_shared.protocol.errors import CallerError, DeadlineExceeded, Unauthorized
@@ -23,31 +33,30 @@ from trireme_shared.serving.pserver import Pserver
 
 __all__ = ["server"]
 everywhere = pytest.mark.parametrize("server", TRANSPORTS, indirect=True)
+INIT = init_header(LAYOUT, lanes=4).model_dump(mode="json")
 
 
 def frames(*parts) -> bytes:
     return b"".join(msgpack.packb(part) for part in parts)
 
 
-def plain_push(step: int = 0, *, count: int = 4, end: bool = True, **fields) -> bytes:
-    header = push_header(step, **fields).model_dump(mode="json")
-    blocks = [[{"block": k, "lanes": [0, 4], "count": 4}, payload_of(torch.ones(SIZES[k]))] for k in range(count)]
-    return frames(header, *blocks, *([{"end": True}] if end else []))
+def plain_init(*, count: int = 4, end: bool = True) -> bytes:
+    blocks = [[{"block": k}, payload_of(torch.ones(SIZES[k]))] for k in range(count)]
+    return frames(INIT, *blocks, *([{"end": True}] if end else []))
 
 
-async def test_any_http_client_and_msgpack_library_can_train(server):
+async def test_who_has_sockets_and_a_msgpack_library_can_train(server):
     values = await server.initialise()
-    assert await server.raw("/v1/push", plain_push()) == (
-        200,
-        [{"applied": 4, "duplicate": 0, "first": [0, 1, 2, 3], "refused": [], "generation": 1}],
-    )
-    status, parts = await server.raw("/v1/pull", msgpack.packb(pull_request(1, [3, 0]).model_dump()))
-    assert status == 200
-    header, last, first, end = parts
-    assert header == {"protocol": 1, "job": JOB, "generation": 1}
-    assert last == [{"block": 3, "version": 1}, payload_of(values[3] - 1)]
-    assert first == [{"block": 0, "version": 1}, payload_of(values[0] - 1)]
-    assert (end["end"], end["code"], end["record"]["version"]) == (True, "OK", 1)
+    blocks = [({"block": k, "lanes": [0, 4], "count": 4}, payload_of(torch.ones(SIZES[k]))) for k in SIZES]
+    async with server.any_client() as client:
+        [end] = await client.answer("push", push_header(0).model_dump(mode="json"), *blocks)
+        pushed = {"applied": 4, "duplicate": 0, "first": [0, 1, 2, 3], "refused": [], "generation": 1}
+        assert end == {"id": 1, "end": True, "message": pushed}
+        last, first, end = await client.answer("pull", pull_request(1, [3, 0]).model_dump(mode="json"), number=2)
+        assert last == [{"id": 2, "block": 3}, payload_of(values[3] - 1)]
+        assert first == [{"id": 2, "block": 0}, payload_of(values[0] - 1)]
+        assert (end["id"], end["end"], end["message"]["code"]) == (2, True, "OK")
+        assert end["message"]["record"]["version"] == 1
     status, [info] = await server.raw("/v1/info", method="GET")
     assert (status, info["ready"], info["highest"]) == (200, True, 1)
     async with aiohttp.ClientSession(
@@ -63,17 +72,18 @@ async def test_without_the_token_nothing_is_answered(server, token):
     await server.initialise()
     for method, path in [
         ("GET", "/v1/info"),
-        ("POST", "/v1/push"),
-        ("POST", "/v1/pull"),
+        ("GET", "/v1/stream"),
+        ("POST", "/v1/table"),
+        ("POST", "/v1/handoffs"),
         ("POST", "/v1/init"),
         ("POST", "/v1/ledger"),
     ]:
-        status, [error] = await server.raw(path, plain_push() if method == "POST" else None, token=token, method=method)
+        status, [error] = await server.raw(path, plain_init() if method == "POST" else None, token=token, method=method)
         assert (status, error["code"], error["retryable"]) == (401, "UNAUTHENTICATED", False)
     assert (await server.client.info()).highest == 0
     async with HttpPserver(server.member, token) as client:
         with pytest.raises(Unauthorized, match="bearer token"):
-            await client.push(push_header(0), gradients())
+            await client.init(init_header(LAYOUT), stream())
 
 
 async def test_a_token_that_is_no_text_is_a_wrong_token(server):
@@ -89,30 +99,24 @@ async def test_a_token_that_is_no_text_is_a_wrong_token(server):
     assert answer.startswith(b"HTTP/1.1 401 "), answer
 
 
-async def test_a_body_that_ends_early_keeps_whole_blocks_and_nothing_else(server):
-    values = await server.initialise()
-    whole = len(plain_push(count=1, end=False))
-    status, [error] = await server.raw("/v1/push", plain_push(count=2, end=False)[: whole + 100_000])
-    assert (status, error["code"]) == (400, "BAD_FRAME")
-    assert "broke off after 2 blocks" in error["message"]
-    blocks = server.pserver.store.blocks
-    assert [block.version for block in blocks.values()] == [1, 0, 0, 0]
-    assert torch.equal(blocks[1].current.tensor, values[1])
-    status, [error] = await server.raw("/v1/push", plain_push(count=2, end=False))
-    assert (status, error["code"]) == (400, "BAD_FRAME")
+async def test_initial_values_that_end_early_are_not_taken(server):
+    for body in (plain_init(count=2)[:-1000], plain_init(count=2, end=False)):
+        status, [error] = await server.raw("/v1/init", body)
+        assert (status, error["code"]) == (400, "BAD_FRAME")
+        assert "broke off after" in error["message"]
+        assert server.pserver.store is None
+    assert (await server.raw("/v1/init", plain_init()))[0] == 200
 
 
 async def test_a_connection_that_is_cut_keeps_whole_blocks_and_nothing_else(server):
     await server.initialise()
-    body = plain_push(count=2)[:-1000]
-    _, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
-    writer.write(
-        f"POST /v1/push HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body) + 5000}\r\n\r\n".encode()
+    body = frames(
+        {"id": 1, "call": "push", "message": push_header(0).model_dump(mode="json")},
+        *([{"id": 1, "block": k, "lanes": [0, 4], "count": 4}, payload_of(torch.ones(SIZES[k]))] for k in range(2)),
     )
-    writer.write(body)
-    await writer.drain()
-    writer.close()
-    await writer.wait_closed()
+    async with server.any_client() as client:
+        client.writer.write(body[:-1000])
+        await client.writer.drain()
     async with asyncio.timeout(5):
         while server.pserver.store.blocks[0].version == 0 or server.pserver.store.pool.free_bytes == 0:
             await asyncio.sleep(0.01)
@@ -125,86 +129,98 @@ async def test_a_connection_that_is_cut_keeps_whole_blocks_and_nothing_else(serv
         (b"", 400, "BAD_FRAME"),
         (b"GET / HTTP/1.1", 400, "BAD_FRAME"),
         (msgpack.packb({"step": 1}), 400, "BAD_FRAME"),
-        (frames(push_header(0).model_dump(), [{"block": "x", "count": 1}, b""]), 400, "BAD_FRAME"),
-        (
-            frames(push_header(0).model_dump(), [{"block": 0, "lanes": [0, 4], "count": 4}, bytes((1 << 18) + 1)]),
-            413,
-            "TOO_LARGE",
-        ),
+        (frames(INIT, [{"block": "x"}, b""]), 400, "BAD_FRAME"),
+        (frames(INIT, [{"block": 0}, bytes((1 << 18) + 1)]), 413, "TOO_LARGE"),
+        (frames(INIT, [{"block": 0}, bytes(1000)], {"end": True}), 400, "BAD_FRAME"),
         (frames({"x": "y" * (5 << 20)}), 413, "TOO_LARGE"),
-        (frames(push_header(0).model_dump()) + b"\x92\x80\xc6\xff\xff\xff\xff", 413, "TOO_LARGE"),
-        (frames(push_header(0).model_dump(), *[[{"block": 3, "count": 0}, b""]] * 33), 413, "TOO_LARGE"),
+        (frames(INIT) + b"\x92\x80\xc6\xff\xff\xff\xff", 413, "TOO_LARGE"),
+        (frames(INIT, *[[{"block": 3}, payload_of(torch.ones(SIZES[3]))]] * 2), 400, "BAD_FRAME"),
     ],
 )
-async def test_malformed_bodies_change_no_block(server, body, status, code):
-    await server.initialise()
-    found, [error] = await server.raw("/v1/push", body)
+async def test_malformed_bodies_are_refused_and_nothing_of_them_stays(server, body, status, code):
+    found, [error] = await server.raw("/v1/init", body)
     assert (found, error["code"]) == (status, code), error
     assert set(error) == {"code", "message", "retryable", "hint", "details"}
-    assert (await server.client.info()).highest == 0
+    assert server.pserver.store is None
 
 
-async def test_a_message_of_the_wrong_size_is_refused_per_block(server):
+async def test_a_payload_of_the_wrong_size_is_refused_per_block(server):
     await server.initialise()
-    body = frames(push_header(0).model_dump(), [{"block": 0, "lanes": [0, 4], "count": 4}, bytes(1000)], {"end": True})
-    status, [answer] = await server.raw("/v1/push", body)
-    assert (status, [refusal["code"] for refusal in answer["refused"]]) == (200, ["LAYOUT_MISMATCH"])
+    async with server.any_client() as client:
+        wrong = {"block": 0, "lanes": [0, 4], "count": 4}, bytes(1000)
+        [end] = await client.answer("push", push_header(0).model_dump(mode="json"), wrong)
+    assert [refusal["code"] for refusal in end["message"]["refused"]] == ["LAYOUT_MISMATCH"]
 
 
-async def test_pull_and_ledger_bodies_are_checked(server):
+async def test_requests_without_blocks_are_checked(server):
     await server.initialise()
-    for path in ("/v1/pull", "/v1/ledger"):
+    for path in ("/v1/ledger", "/v1/table"):
         for body in (b"", b"\x93", msgpack.packb({"a": 1}), bytes(17 << 20)):
             status, [error] = await server.raw(path, body)
             assert error["code"] in {"BAD_FRAME", "TOO_LARGE"}, (path, error)
             assert status in {400, 413}
-    status, [error] = await server.raw("/v1/pull", codec.encode(pull_request(0, [99])))
-    assert (status, error["code"]) == (421, "WRONG_OWNER")
-    status, [error] = await server.raw("/v1/pull", codec.encode(pull_request(0, [1, 0, 1])))
-    assert (status, error["code"]) == (400, "INVALID_ARGUMENT")
-    assert "block 1 is named twice" in error["message"]
+
+
+async def test_pulls_are_checked(server):
+    await server.initialise()
+    async with server.any_client() as client:
+        [end] = await client.answer("pull", codec.plain(pull_request(0, [99])))
+        assert (end["id"], end["error"]["code"]) == (1, "WRONG_OWNER")
+        [end] = await client.answer("pull", codec.plain(pull_request(0, [1, 0, 1])))
+        assert end["error"]["code"] == "INVALID_ARGUMENT"
+        assert "block 1 is named twice" in end["error"]["message"]
 
 
 @pytest.mark.parametrize("wait_s", [math.nan, math.inf, -math.inf])
 async def test_a_pull_waits_a_finite_time(server, wait_s):
     """Without a limit nobody would ever free it."""
     await server.initialise()
-    status, [error] = await server.raw(
-        "/v1/pull", msgpack.packb({**pull_request(1, [0]).model_dump(), "wait_s": wait_s})
-    )
-    assert (status, error["code"]) == (400, "BAD_FRAME")
-    assert "wait_s" in error["message"]
+    async with server.any_client() as client:
+        [end] = await client.answer("pull", {**pull_request(1, [0]).model_dump(mode="json"), "wait_s": wait_s})
+        assert end["error"]["code"] == "BAD_FRAME"
+        assert "wait_s" in end["error"]["message"]
     assert not server.pserver.pulls
 
 
 async def test_unknown_paths_and_methods_are_errors_of_the_same_kind(server):
     status, [error] = await server.raw("/v1/none")
     assert (status, error["code"]) == (404, "BAD_FRAME")
-    status, [error] = await server.raw("/v1/push", method="GET")
+    status, [error] = await server.raw("/v1/init", method="GET")
     assert (status, error["code"]) == (405, "BAD_FRAME")
 
 
 # ---------------------------------------------------------------- slow and vanished peers
 
 
-async def test_a_stalled_push_is_given_up_and_blocks_nobody(server):
-    await server.initialise()
+async def test_stalled_initial_values_are_given_up_and_block_nobody(server):
     reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
-    body = plain_push(count=2)
+    body = plain_init(count=2)
     writer.write(
-        f"POST /v1/push HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        f"POST /v1/init HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     )
     writer.write(body[:-1000])
-    async with asyncio.timeout(STALL_S):
-        while server.pserver.store.blocks[0].version == 0:
-            await asyncio.sleep(0.01)
-        assert (await server.client.push(push_header(0), gradients())).duplicate == 1
+    await writer.drain()
+    await server.initialise()
     async with asyncio.timeout(10):
         assert b"504" in await reader.readline()
     writer.close()
 
 
-@pytest.mark.parametrize("server", ["tcp", "stream tcp"], indirect=True)
+async def test_a_stalled_push_is_given_up_and_blocks_nobody(server):
+    await server.initialise()
+    async with server.any_client() as client:
+        client.send({"id": 1, "call": "push", "message": push_header(0).model_dump(mode="json")})
+        blocks = (
+            [{"id": 1, "block": k, "lanes": [0, 4], "count": 4}, payload_of(torch.ones(SIZES[k]))] for k in (0, 1)
+        )
+        client.writer.write(frames(*blocks)[:-1000])
+        async with asyncio.timeout(STALL_S):
+            while server.pserver.store.blocks[0].version == 0:
+                await asyncio.sleep(0.01)
+            assert (await server.client.push(push_header(0), gradients())).duplicate == 1
+        assert (await client.next(10))["error"]["code"] == "DEADLINE_EXCEEDED"
+
+
 async def test_between_blocks_a_push_may_pause_for_longer_but_not_for_ever(server):
     await server.initialise()
 
@@ -214,28 +230,8 @@ async def test_between_blocks_a_push_may_pause_for_longer_but_not_for_ever(serve
         yield item(1, torch.ones(SIZES[1]))
 
     assert (await server.client.push(push_header(0), pausing(1.2 * STALL_S))).applied == 2
-    with pytest.raises(DeadlineExceeded, match=r"no (byte of the body|block of a push) came for 2 s"):
+    with pytest.raises(DeadlineExceeded, match="no block of a push came for 2 s"):
         await server.client.push(push_header(0), pausing(60))
-
-
-async def test_a_puller_that_does_not_read_is_cut_off_and_blocks_nobody(server):
-    layout = layout_of(4_000_000, block_bytes=1 << 20, optimizer=PLAIN)
-    await server.initialise(layout)
-    _, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]), limit=1024)
-    body = codec.encode(pull_request(0, range(16)))
-    writer.write(
-        f"POST /v1/pull HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        + body
-    )
-    await asyncio.sleep(0.05)
-    assert len(server.pserver.pulls) == 1
-    for step in range(3):
-        items = (item(block.number, torch.ones(block.elements)) for block in layout.blocks())
-        assert (await server.client.push(push_header(step), stream(*items))).applied == 16
-    async with asyncio.timeout(5):
-        while server.pserver.pulls:
-            await asyncio.sleep(0.01)
-    writer.close()
 
 
 @everywhere
@@ -327,7 +323,7 @@ async def test_a_packed_body_is_not_unpacked(server):
     for body in (gzip.compress(bytes(1 << 24)), b"\x1f\x8b" + bytes(100)):
         async with (
             aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}", "Content-Encoding": "gzip"}) as session,
-            session.post(f"{server.url}/v1/pull", data=body) as answer,
+            session.post(f"{server.url}/v1/init", data=body) as answer,
         ):
             assert answer.status == 400
             assert msgpack.unpackb(await answer.read())["code"] == "BAD_FRAME"

@@ -14,7 +14,14 @@ from tests.shared.serving.data_plane.servers import LAYOUT, PLAIN, SIZES, TOKEN,
 from tests.shared.serving.data_plane.streams import Raw, all_given_back, growth, over_tcp, streamed, versions
 from trainer_agent.data_plane.stream import StreamPserver
 from trireme_shared.blocks.buffers import bytes_of
-from trireme_shared.protocol.errors import DeadlineExceeded, NotReady, PeerError, StaleGeneration, Unauthorized
+from trireme_shared.protocol.errors import (
+    DeadlineExceeded,
+    Forbidden,
+    NotReady,
+    PeerError,
+    StaleGeneration,
+    Unauthorized,
+)
 from trireme_shared.protocol.records import PserverMember
 from trireme_shared.serving.core.stores import store_of
 from trireme_shared.serving.data_plane import http
@@ -97,7 +104,7 @@ async def test_a_generation_that_ends_during_a_push_refuses_the_rest_of_its_bloc
 
 
 @streamed
-async def test_pulls_end_as_they_do_in_plain_requests(server):
+async def test_pulls_end_with_the_reason_why_nothing_comes(server):
     await server.initialise()
     assert (await server.client.pull(pull_request(1, SIZES, wait_s=0.05), Flat().sink)).code == "TOO_EARLY"
     for step in range(3):
@@ -167,7 +174,7 @@ async def test_two_trainers_push_their_lanes_and_pull_the_same_version(server):
     await all_given_back(server)
 
 
-@pytest.mark.parametrize("server", ["stream tcp", "stream shm"], indirect=True)
+@pytest.mark.parametrize("server", ["tcp", "shm"], indirect=True)
 async def test_a_hundred_steady_steps_allocate_nothing_that_stays(server):
     await server.initialise()
     flat = Flat()
@@ -237,18 +244,25 @@ async def test_the_upgrade_needs_its_header_and_the_token(server):
             await stranger.push(push_header(0), gradients())
 
 
-async def test_a_pserver_that_does_not_upgrade_is_asked_in_plain_requests():
-    pserver = Pserver(JOB, "ps-1", index=0)
+async def test_a_pserver_that_does_not_upgrade_is_a_peer_error_that_says_so():
+    async def refuses(_: web.Request) -> web.Response:
+        return web.Response(status=403)
+
     app = web.Application()
-    modern = make_app(pserver)
-    for key in (ARRIVALS, http.PSERVER, http.TIME_LIMITS):
-        app[key] = modern[key]
-    app.add_routes(route for route in http.routes if route.path != "/v1/stream")
+    app[ARRIVALS] = make_app(Pserver(JOB, "ps-1", index=0))[ARRIVALS]
+    app.router.add_get("/v1/stream", refuses)
     async with serving(app, "127.0.0.1", 0) as listening:
         member = PserverMember(index=0, url=f"http://127.0.0.1:{listening.port}", incarnation="ps-1", host="h", pid=1)
         async with StreamPserver(member) as client:
-            end = await client.pull(pull_request(0, [], generation=0), Flat().sink)
-            assert (end.code, client.refused) == ("NOT_READY", True)
+            with pytest.raises(Forbidden, match="role member"):
+                await client.pull(pull_request(0, [], generation=0), Flat().sink)
+    app = web.Application()
+    app[ARRIVALS] = make_app(Pserver(JOB, "ps-1", index=0))[ARRIVALS]
+    async with serving(app, "127.0.0.1", 0) as listening:
+        member = PserverMember(index=0, url=f"http://127.0.0.1:{listening.port}", incarnation="ps-1", host="h", pid=1)
+        async with StreamPserver(member) as client:
+            with pytest.raises(PeerError, match=r"does not upgrade to trireme-frames/1: .*404"):
+                await client.pull(pull_request(0, [], generation=0), Flat().sink)
 
 
 async def test_a_dead_or_silent_pserver_is_a_peer_error():

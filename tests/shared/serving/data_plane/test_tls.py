@@ -1,4 +1,4 @@
-"""Parameters and gradients over TLS: plain requests and streams, with and without certificates of clients."""
+"""Parameters and gradients over TLS: streams and plain requests, with and without certificates of clients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from pserver_service.handoff_client import HttpHandoff
 from tests.pserver_service.jobs import JOB, pull_request, push_header, settled
 from tests.shared.serving.data_plane.servers import SIZES, TOKEN, Flat, Server, accepting, gradients
-from trainer_agent.data_plane.http import HttpPserver
 from trainer_agent.data_plane.stream import StreamPserver
 from trireme_shared.platform.security import authority
 from trireme_shared.platform.security.tls import Tls
@@ -32,19 +31,18 @@ def tls(tmp_path_factory):
 
 
 @asynccontextmanager
-async def served(tls, connect):
+async def served(tls):
     pserver = Pserver(JOB, "ps-1", index=0)
     app = make_app(pserver, accepting(TOKEN), stall_s=20, idle_s=40)
     async with serving(app, "127.0.0.1", 0, tls=tls.server()) as listening:
-        made = Server(pserver, f"https://127.0.0.1:{listening.port}", "", connect)
+        made = Server(pserver, f"https://127.0.0.1:{listening.port}", "")
         yield made
     await settled(pserver)
 
 
-@pytest.mark.parametrize("connect", [HttpPserver, StreamPserver])
-async def test_steps_over_tls_give_what_they_give_without(tls, connect):
-    async with served(tls, connect) as server:
-        server.client = connect(server.member, TOKEN, tls=tls.client(), stall_s=20)
+async def test_steps_over_tls_give_what_they_give_without(tls):
+    async with served(tls) as server:
+        server.client = StreamPserver(server.member, TOKEN, tls=tls.client(), stall_s=20)
         async with server.client as client:
             values, flat = await server.initialise(lanes=4), Flat()
             await asyncio.gather(
@@ -52,19 +50,19 @@ async def test_steps_over_tls_give_what_they_give_without(tls, connect):
             )
             for number, value in values.items():
                 assert torch.equal(flat.values[number], value - 0.5)
-            assert getattr(client, "refused", False) is False, "the stream was upgraded"
 
 
-@pytest.mark.parametrize("connect", [HttpPserver, StreamPserver])
-async def test_who_lacks_a_certificate_trusts_another_authority_or_speaks_plain_http_gets_nothing(tls, connect):
-    async with served(tls, connect) as server:
+async def test_who_lacks_a_certificate_trusts_another_authority_or_speaks_plain_http_gets_nothing(tls):
+    async with served(tls) as server:
         plain = server.member.model_copy(update={"url": server.url.replace("https", "http")})
         cases = ((server.member, Tls(ca=tls.ca).client()), (server.member, None), (plain, None))
         for member, context in cases:
-            async with connect(member, TOKEN, tls=context, stall_s=5) as stranger:
+            async with StreamPserver(member, TOKEN, tls=context, stall_s=5) as stranger:
                 with pytest.raises(PeerError):
                     await stranger.push(push_header(0), gradients())
-        async with connect(server.member, "wrong", tls=tls.client(), stall_s=5) as stranger:
+                with pytest.raises(PeerError):
+                    await stranger.info()
+        async with StreamPserver(server.member, "wrong", tls=tls.client(), stall_s=5) as stranger:
             with pytest.raises(Unauthorized):
                 await stranger.push(push_header(0), gradients())
 
@@ -75,7 +73,7 @@ async def test_slots_are_handed_over_with_tls(tls):
 
     header = HandoffHeader(job=JOB, generation=1, migration="op-1.1", group=0, source=1, timeline=0, whole=True)
     part = HandoffPart(block=7, name="", dtype="float32"), memoryview(bytes(64))
-    async with served(tls, HttpPserver) as server:
+    async with served(tls) as server:
         server.pserver.handoffs = SimpleNamespace(take=take)
         ours, stranger = HttpHandoff(server.member, TOKEN, tls=tls.client()), HttpHandoff(server.member, TOKEN)
         try:

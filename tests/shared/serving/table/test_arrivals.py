@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.equipment.cluster.lookups import lookup
 from tests.pserver_service.checkpoints import parts
 from tests.pserver_service.jobs import async_header, init_header
 from tests.shared.serving.table.tables import LAYOUT, NONE, SPECS, ids, pushed_rows, values_in, wanted
@@ -17,7 +18,7 @@ from trireme_shared.protocol.wire.messages import TableRequest, Verdict
 from trireme_shared.serving.block_server import BlockServer
 from trireme_shared.serving.core.calls import OpenPush
 from trireme_shared.serving.core.stores import AsyncStore
-from trireme_shared.serving.data_plane.lookups import lookup, portion
+from trireme_shared.serving.data_plane.lookups import portion
 from trireme_shared.serving.pserver import Pserver
 from trireme_shared.tables.hashing import slots_of
 from trireme_shared.tables.table import stamps_of

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pserver_service.checkpoints import copies
+from tests.equipment.cluster.lookups import lookup
 from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import async_header, initialised, stream
 from tests.shared.serving.data_plane.servers import server
@@ -21,7 +22,6 @@ from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.protocol.wire.messages import LedgerQuery, Verdict
 from trireme_shared.serving.core.table import rows as kept
 from trireme_shared.serving.data_plane import row_turns
-from trireme_shared.serving.data_plane.lookups import lookup
 from trireme_shared.serving.data_plane.row_turns import RowTurns
 from trireme_shared.serving.ports import ServerPorts
 from trireme_shared.tables.hashing import slots_of
@@ -29,7 +29,7 @@ from trireme_shared.tables.kernels import rows as row_loops
 from trireme_shared.tables.table import Table
 
 __all__ = ["server"]
-over_sockets = pytest.mark.parametrize("server", ["stream tcp", "stream unix"], indirect=True)
+over_sockets = pytest.mark.parametrize("server", ["tcp", "unix"], indirect=True)
 MANY, FEW = np.arange(20_000), ids(3, 9)
 LAST = MANY[-1:]
 

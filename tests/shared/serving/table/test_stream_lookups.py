@@ -182,7 +182,7 @@ async def test_a_pull_of_a_version_waits_for_the_tables(server):
     assert missing_lanes(server.pserver.store) == ((0, 4),)
 
 
-@pytest.mark.parametrize("server", ["stream tcp", "stream unix"], indirect=True)
+@pytest.mark.parametrize("server", ["tcp", "unix"], indirect=True)
 async def test_a_step_in_portions_lets_lookups_wait_and_is_forgotten_by_a_roll_back(server, monkeypatch):
     await made(server)
     monkeypatch.setattr(row_turns, "TURN_S", 0.0)  # as long as it can take
@@ -221,7 +221,7 @@ async def test_a_step_in_portions_lets_lookups_wait_and_is_forgotten_by_a_roll_b
         copied.close()
 
 
-@pytest.mark.parametrize("server", ["stream tcp"], indirect=True)
+@pytest.mark.parametrize("server", ["tcp"], indirect=True)
 async def test_a_step_waits_until_a_snapshot_that_keeps_too_much_is_read_or_given_up(server, monkeypatch):
     await made(server)
     rows = server.pserver.store.rows

@@ -6,7 +6,6 @@ import asyncio
 import math
 import tracemalloc
 
-import msgpack
 import numpy as np
 import pytest
 
@@ -174,23 +173,6 @@ async def test_rows_that_nobody_reads_are_made_one_answer_at_a_time(server):
         ends = [await raw.next(20) for _ in range(calls)]
     assert {each["message"]["code"] for each in ends} == {"OK"}
     assert sorted(each["id"] for each in ends) == list(range(calls))
-
-
-async def test_plain_requests_are_held_to_the_same(server):
-    await server.initialise(LAYOUT)
-    opened = msgpack.packb(codec.plain(LookupRequest(job=JOB, generation=1, version=0, rows=(2, 1))))
-    huge = msgpack.packb(codec.plain(LookupRequest(job=JOB, generation=1, version=0, rows=(HUGE, 0))))
-    block = codec.encode_block({"lookup": True}, len(GOOD_IDS)) + GOOD_IDS
-    for body, why in (
-        (huge, "use a smaller minibatch"),
-        (opened + codec.encode_end(LookupRequest(job=JOB, generation=1, version=0, rows=())), "0 bytes for 3 ids"),
-        (opened + block + block, "more than 1 blocks"),
-        (opened + codec.encode_block({"lookup": True}, 1 << 30), "the limit is 24"),
-    ):
-        status, found = await server.raw("/v1/lookup", body)
-        assert status >= 400
-        assert why in str(found), found
-    await unharmed(server)
 
 
 async def test_a_lane_without_ids_is_there_all_the_same(server):
