@@ -13,7 +13,7 @@ from master_service.cluster.takeover import ClusterTakeover
 from master_service.cluster.watch import PoolWatch
 from master_service.cluster.writer import MAX_BYTES, MAX_CHANGES, ClusterWriter
 from master_service.core.changes import Decision, Event
-from master_service.core.decisions import job_schedules
+from master_service.core.decisions import cluster_jobs
 from master_service.core.decisions.cluster_jobs import finish, follow_resize
 from master_service.core.decisions.scheduling.pool_view import lost_places
 from master_service.core.decisions.scheduling.schedule import Portions, schedule
@@ -113,7 +113,7 @@ class ClusterTerm:
     async def _create_due_jobs(self) -> float | None:
         """Those of schedules. Seconds until the next time of one; None: there is none."""
         while True:
-            due = await self.writer.decide(lambda state, _: job_schedules.due(state, clock.wall_time()))
+            due = await self.writer.decide(lambda state, _: cluster_jobs.run_due_schedule(state, clock.wall_time()))
             if not due.again:
                 return due.next_look_s
 
