@@ -342,25 +342,7 @@ def events(kept: EventLog, after: int, page_size: int) -> EventPage:
     )
 
 
-T = TypeVar("T")
-
-TOKEN_PATTERN = r"^[0-9]{0,18}$"  # noqa: S105
-
-
-def page_of(items: Sequence[T], start: int, page_size: int) -> tuple[Sequence[T], str]:
-    """The items from `start` on, and the token of the next page, empty if there is none."""
-    end = start + page_size
-    return items[start:end], str(end) if end < len(items) else ""
-
-
-def offset_of(page_token: str) -> int:
-    if not page_token:
-        return 0
-    if not (page_token.isascii() and page_token.isdigit() and len(page_token) < 19):
-        raise InvalidArgument(
-            f"page_token {page_token[:40]!r} was not given by this API; use next_page_token of the last page"
-        )
-    return int(page_token)
+# ------------------------------------------------------------------ metrics and evaluations
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,3 +434,26 @@ def _summary(name: str, series: Series) -> SeriesSummary:
     steps = [bucket.step for bucket in series]
     last = steps[-1] + series.width - 1
     return SeriesSummary(name=name, first_step=steps[0], last_step=last, points=len(steps), width=series.width)
+
+
+# ------------------------------------------------------------------ pages of lists
+
+T = TypeVar("T")
+
+TOKEN_PATTERN = r"^[0-9]{0,18}$"  # noqa: S105
+
+
+def page_of(items: Sequence[T], start: int, page_size: int) -> tuple[Sequence[T], str]:
+    """The items from `start` on, and the token of the next page, empty if there is none."""
+    end = start + page_size
+    return items[start:end], str(end) if end < len(items) else ""
+
+
+def offset_of(page_token: str) -> int:
+    if not page_token:
+        return 0
+    if not (page_token.isascii() and page_token.isdigit() and len(page_token) < 19):
+        raise InvalidArgument(
+            f"page_token {page_token[:40]!r} was not given by this API; use next_page_token of the last page"
+        )
+    return int(page_token)

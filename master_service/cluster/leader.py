@@ -17,7 +17,7 @@ from master_service.cluster.term import ClusterTerm
 from master_service.control.events import EventFeed
 from master_service.control.task_service import Probe
 from master_service.core.changes import Decision, Event
-from master_service.core.decisions import cluster_jobs, job_schedules
+from master_service.core.decisions import cluster_jobs
 from master_service.core.decisions.requests import ANY, Expected, Once
 from master_service.core.decisions.scheduling.schedule import who_has
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place, failed_tasks
@@ -262,11 +262,11 @@ class ClusterMaster:
     ) -> JobSchedule:
         """Raises Conflict, InvalidArgument."""
         now = clock.wall_time()
-        return await self._decide(lambda state, _: job_schedules.create(state, schedule, source, now), once)
+        return await self._decide(lambda state, _: cluster_jobs.create_schedule(state, schedule, source, now), once)
 
     async def delete_schedule(self, name: str, expected: Expected = ANY) -> JobSchedule:
         """Its jobs stay. Raises NotFound."""
-        return await self._decide(expected.schedule(name, lambda state, _: job_schedules.delete(state, name)))
+        return await self._decide(expected.schedule(name, lambda state, _: cluster_jobs.delete_schedule(state, name)))
 
     async def drain_member(self, member: str, once: Once[Place] | None = None, expected: Expected = ANY) -> Place:
         """It gets no work any more, and what it runs leaves in order. Raises NotFound."""

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from master_service.cluster.store import MAX_BYTES, MAX_CHANGES, ClusterTakeover, ClusterWriter, PoolWatch
 from master_service.core.changes import Decision, Event
-from master_service.core.decisions import job_schedules
+from master_service.core.decisions import cluster_jobs
 from master_service.core.decisions.cluster_jobs import finish, follow_resize
 from master_service.core.decisions.scheduling.pool_view import lost_places
 from master_service.core.decisions.scheduling.schedule import Portions, schedule
@@ -122,7 +122,7 @@ class ClusterTerm:
     async def _create_due_jobs(self) -> float | None:
         """Those of schedules. Seconds until the next time of one; None: there is none."""
         while True:
-            due = await self.writer.decide(lambda state, _: job_schedules.due(state, clock.wall_time()))
+            due = await self.writer.decide(lambda state, _: cluster_jobs.run_due_schedule(state, clock.wall_time()))
             if not due.again:
                 return due.next_look_s
 

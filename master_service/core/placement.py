@@ -160,6 +160,8 @@ def runs_of(shares: Sequence[int]) -> Runs:
     return tuple((share, len(list(run))) for share, run in groupby(shares))
 
 
+# -------------------------------------------------------------------- which slots move
+
 GROUP_BYTES = 32 << 20
 LEAST_GROUP_BYTES = 8 << 20
 GROUPS = 64

@@ -1,13 +1,15 @@
-"""The jobs of a cluster: submit, list, pause, resume, cancel, delete; its pool, and its schedules. Everything inside one job is in the other modules."""
+"""The jobs of a cluster: submit, list, pause, resume, cancel, delete; its pool, and its schedules. Routes first, then what their answers show."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
-from master_service.api import render_cluster
+from master_service.api import render
+from master_service.api.render import offset_of, page_of
 from master_service.api.routes.dependencies import (
     AnsweringInCluster,
     ExpectedVersion,
@@ -18,17 +20,22 @@ from master_service.api.routes.dependencies import (
     answered,
 )
 from master_service.cluster.leader import ClusterMaster
+from master_service.cluster.term import ClusterTerm
+from master_service.core.decisions.requests import version_of_job, version_of_place, version_of_schedule
+from master_service.core.decisions.scheduling.admission import needed
 from master_service.core.explanation.explain import explain_unled, failing_places
+from master_service.core.state.cluster import ClusterState, Place, run_of
 from master_service.leadership.explanation import explain_job as explain_master
+from master_service.leadership.master import Master
 from master_service.trackers.made import check as check_trackers
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.explanations import Explanation
-from trireme_shared.protocol.records import JobSpec
-from trireme_shared.protocol.records.cluster import ClusterJob, JobSchedule, Standing
-from trireme_shared.protocol.records.job_spec import JobSettings
-from trireme_shared.protocol.rest import Empty, JobView, MasterView
+from trireme_shared.protocol.records import JobSpec, JobState, Phase
+from trireme_shared.protocol.records.cluster import ClusterJob, JobSchedule, Kind, PoolMember, Standing
+from trireme_shared.protocol.records.job_spec import JobSettings, JobTask
+from trireme_shared.protocol.rest import Empty, JobProgress, JobView, MasterView, MemberCounts
 from trireme_shared.protocol.rest_cluster import (
     ClusterJobPage,
     ClusterJobView,
@@ -36,6 +43,9 @@ from trireme_shared.protocol.rest_cluster import (
     CreateSchedule,
     JobSource,
     JobTaskPage,
+    JobTaskView,
+    MembersHeld,
+    PoolKind,
     PoolMemberPage,
     PoolMemberView,
     PoolView,
@@ -96,7 +106,7 @@ async def create_job(cluster: ClusterOf, asked: CreateJob, answering: AnsweringI
     """Queue a job. It starts when the pool has its parameter servers and `min_trainers` for it."""
     job = job_of(asked, cluster.storage_url)
     call = partial(cluster.create_job, job, asked.source)
-    return await answering.answer(ClusterJobView, call, partial(render_cluster.job, cluster.term))
+    return await answering.answer(ClusterJobView, call, partial(job_view, cluster.term))
 
 
 @router.get("/jobs", operation_id="listJobs")
@@ -107,7 +117,7 @@ async def list_jobs(
     page_token: PageToken = "",
 ) -> ClusterJobPage:
     """In the order of their submission."""
-    return render_cluster.jobs(cluster.term, state, page_size, page_token)
+    return job_page(cluster.term, state, page_size, page_token)
 
 
 @router.get("/jobs/{job}", operation_id="getJob", response_model=JobView)
@@ -117,9 +127,9 @@ async def get_job(cluster: ClusterOf, reading: ReadingIf, job: JobName) -> Respo
     found = term.state.job(job)
     leader = MasterView(master_id=cluster.name, url=cluster.url, term=term.lock.term)
     if (led := term.jobs.get(job)) is not None and led.master.current_term is not None:
-        view = await render_cluster.led(term, led.master, found, leader)
+        view = await led_view(term, led.master, found, leader)
     else:
-        view = render_cluster.resting(found, await answered(cluster.state_of(job)), leader)
+        view = resting_view(found, await answered(cluster.state_of(job)), leader)
     return reading.answer(view, view.version)
 
 
@@ -139,7 +149,7 @@ async def explain_job(cluster: ClusterOf, job: JobName) -> Explanation:
 @router.get("/jobs/{job}/job-tasks", operation_id="listJobTasks")
 async def list_job_tasks(cluster: ClusterOf, job: JobName) -> JobTaskPage:
     """Its pre-tasks and post-tasks, how each stands, and what it printed."""
-    return render_cluster.job_tasks(cluster.term, cluster.state.job(job))
+    return job_task_page(cluster.term, cluster.state.job(job))
 
 
 @router.get("/jobs/{job}/source", operation_id="getJobSource")
@@ -155,7 +165,7 @@ async def pause_job(
     cluster: ClusterOf, answering: AnsweringInCluster, expected: ExpectedVersion, job: JobName
 ) -> ClusterJobView:
     """It saves a checkpoint, its members become free, and it stays PAUSED until it is resumed."""
-    view = partial(render_cluster.job, cluster.term)
+    view = partial(job_view, cluster.term)
     return await answering.answer(ClusterJobView, partial(cluster.pause_job, job, expected=expected), view)
 
 
@@ -164,7 +174,7 @@ async def resume_job(
     cluster: ClusterOf, answering: AnsweringInCluster, expected: ExpectedVersion, job: JobName
 ) -> ClusterJobView:
     """It is QUEUED again and goes on from its newest checkpoint."""
-    view = partial(render_cluster.job, cluster.term)
+    view = partial(job_view, cluster.term)
     return await answering.answer(ClusterJobView, partial(cluster.resume_job, job, expected=expected), view)
 
 
@@ -173,7 +183,7 @@ async def cancel_job(
     cluster: ClusterOf, answering: AnsweringInCluster, expected: ExpectedVersion, job: JobName
 ) -> ClusterJobView:
     """It stops for good, without a checkpoint of its last steps. Its checkpoints stay until it is deleted."""
-    view = partial(render_cluster.job, cluster.term)
+    view = partial(job_view, cluster.term)
     return await answering.answer(ClusterJobView, partial(cluster.cancel_job, job, expected=expected), view)
 
 
@@ -181,13 +191,13 @@ async def cancel_job(
 async def delete_job(cluster: ClusterOf, expected: ExpectedVersion, job: JobName) -> ClusterJobView:
     """Of a job that has ended: its keys, and its files below the cluster's storage, are deleted. Once that was begun, the same request
     again waits for its end, whatever it expects."""
-    return render_cluster.job(cluster.term, await answered(cluster.delete_job(job, expected), longer_s=30.0))
+    return job_view(cluster.term, await answered(cluster.delete_job(job, expected), longer_s=30.0))
 
 
 @pool.get("/pool", operation_id="getPool")
 async def get_pool(cluster: ClusterOf) -> PoolView:
     """How many members there are, and how many the jobs need: for whoever adds members."""
-    return render_cluster.pool(cluster.term)
+    return pool_view(cluster.term)
 
 
 @pool.get("/pool-members", operation_id="listPoolMembers")
@@ -195,13 +205,13 @@ async def list_pool_members(
     cluster: ClusterOf, page_size: PageSize = 100, page_token: PageToken = ""
 ) -> PoolMemberPage:
     """The places for trainers and parameter servers, idle or assigned."""
-    return render_cluster.pool_members(cluster.term, page_size, page_token)
+    return pool_member_page(cluster.term, page_size, page_token)
 
 
 @pool.get("/pool-members/{member}", operation_id="getPoolMember", response_model=PoolMemberView)
 async def get_pool_member(cluster: ClusterOf, reading: ReadingIf, member: Member) -> Response:
     """One place, also a drained one that has no member now."""
-    view = render_cluster.pool_member(cluster.state, cluster.state.place(member))
+    view = pool_member_view(cluster.state, cluster.state.place(member))
     return reading.answer(view, view.version)
 
 
@@ -211,7 +221,7 @@ async def drain_pool_member(
 ) -> PoolMemberView:
     """It takes no new work. What it runs leaves as when it is moved to another job; then the member is `drained`, and stays so until
     undrainPoolMember, also when it registers anew."""
-    view = partial(render_cluster.drained, cluster.state)
+    view = partial(drained_view, cluster.state)
     return await answering.answer(PoolMemberView, partial(cluster.drain_member, member, expected=expected), view)
 
 
@@ -231,25 +241,207 @@ schedules = APIRouter(prefix="/v1/schedules", tags=["schedules"])
 async def create_schedule(cluster: ClusterOf, asked: CreateSchedule, answering: AnsweringInCluster) -> ScheduleView:
     """Its jobs are called `<name>-<UTC time as yyyymmddhhmm>`. Of times that pass while no master lives the latest one runs."""
     found = schedule_of(asked, cluster.storage_url)
-    return await answering.answer(
-        ScheduleView, partial(cluster.create_schedule, found, asked.source), render_cluster.schedule
-    )
+    return await answering.answer(ScheduleView, partial(cluster.create_schedule, found, asked.source), schedule_view)
 
 
 @schedules.get("", operation_id="listSchedules")
 async def list_schedules(cluster: ClusterOf, page_size: PageSize = 100, page_token: PageToken = "") -> SchedulePage:
     """In the order of their names."""
-    return render_cluster.schedules(cluster.term, page_size, page_token)
+    return schedule_page(cluster.term, page_size, page_token)
 
 
 @schedules.get("/{schedule}", operation_id="getSchedule", response_model=ScheduleView)
 async def get_schedule(cluster: ClusterOf, reading: ReadingIf, schedule: str) -> Response:
     """One schedule, and when its next job is created."""
-    view = render_cluster.schedule(cluster.state.schedule(schedule))
+    view = schedule_view(cluster.state.schedule(schedule))
     return reading.answer(view, view.version)
 
 
 @schedules.delete("/{schedule}", operation_id="deleteSchedule")
 async def delete_schedule(cluster: ClusterOf, expected: ExpectedVersion, schedule: str) -> ScheduleView:
     """No more jobs are created; those that were created go on."""
-    return render_cluster.schedule(await answered(cluster.delete_schedule(schedule, expected)))
+    return schedule_view(await answered(cluster.delete_schedule(schedule, expected)))
+
+
+AWAY = "it is not registered"
+
+
+# ------------------------------------------------------------------ views: jobs of a cluster and its pool as answers, read only
+
+
+def job_view(term: ClusterTerm, found: ClusterJob) -> ClusterJobView:
+    led = term.jobs.get(found.job)
+    leading = led.master.current_term if led is not None else None
+    state, reason, progress, present = str(found.standing), found.reason, None, None
+    if found.standing is Standing.ACTIVE:
+        state = "STARTING"
+        if led is not None and leading is not None:
+            phase, reason = render.standing(leading.job)
+            state, progress = str(phase), render.progress(leading.job, led.master.metrics)
+            present = leading.job.members.starters()
+    return ClusterJobView(
+        job=found.job,
+        state=state,
+        standing=found.standing,
+        reason=reason,
+        wanted=found.wanted,
+        mode=found.spec.mode,
+        scheduling=found.scheduling,
+        pservers=found.pservers_wanted,
+        members=_held(term.state, found, present),
+        starts=found.epoch,
+        progress=progress,
+        source_digest=found.source_digest,
+        create_time=found.create_time,
+        start_time=found.start_time,
+        end_time=found.end_time,
+        version=version_of_job(found),
+    )
+
+
+def job_page(term: ClusterTerm, standing: Standing | None, page_size: int, page_token: str) -> ClusterJobPage:
+    found = [each for each in term.state.jobs.values() if standing is None or each.standing is standing]
+    found.sort(key=lambda each: (each.number, each.job))
+    page, token = page_of(found, offset_of(page_token), page_size)
+    return ClusterJobPage(jobs=tuple(job_view(term, each) for each in page), next_page_token=token)
+
+
+def job_task_page(term: ClusterTerm, found: ClusterJob) -> JobTaskPage:
+    """Pre-tasks, then post-tasks, in their order."""
+    runs = term.state.task_runs.get(found.job, {})
+
+    def view(name: str, task: JobTask) -> JobTaskView:
+        run = run_of(found, runs, name)
+        given = task.model_dump(include=set(JobTaskView.model_fields))
+        ran = run.model_dump(include=set(JobTaskView.model_fields))
+        return JobTaskView(**given | ran, member_id=run.member)
+
+    return JobTaskPage(job_tasks=tuple(view(*item) for item in found.spec.named_tasks.items()))
+
+
+async def led_view(term: ClusterTerm, master: Master, found: ClusterJob, leader: MasterView) -> JobView:
+    """Of a job that is led now. Trainers are desired as many as the schedule gives it."""
+    stalled = await master.term.stall.look(master.job, master.metrics.records)
+    view = render.job(master.job, master.metrics, leader, stalled)
+    members = view.members.with_fields(trainers_desired=_held(term.state, found).trainers)
+    return view.with_fields(standing=str(found.standing), members=members, version=version_of_job(found))
+
+
+def resting_view(found: ClusterJob, state: JobState, leader: MasterView) -> JobView:
+    """Of a job that nobody leads now. `state`: as its last term left it."""
+    spec = found.spec
+    phase = str(state.phase if found.standing is Standing.ACTIVE else found.standing)
+    trained = state.result.trained_records
+    total = trained if state.phase is Phase.COMPLETED else 0  # of another one the dataset is not known here
+    return JobView(
+        job=found.job,
+        phase=phase,
+        stage=state.stage,
+        mode=spec.mode,
+        generation=state.generation,
+        reason=found.reason or state.reason,
+        failure=state.failure,
+        progress=JobProgress(epoch=0, epochs=spec.epochs, records_done=trained, records_total=total),
+        members=MemberCounts(
+            trainers=0, trainers_desired=found.most_trainers, pservers=0, pservers_desired=found.pservers_wanted
+        ),
+        losses=state.result.losses,
+        result=state.result,
+        master=leader,
+        spec=spec,
+        standing=str(found.standing),
+        version=version_of_job(found),
+    )
+
+
+def pool_view(term: ClusterTerm) -> PoolView:
+    state = term.state
+    wants = needed(state, clock.wall_time())
+
+    def counts(kind: Kind) -> PoolKind:
+        there = [
+            (place, member, place in state.assignments) for place, member in state.members.items() if place[0] == kind
+        ]
+        return PoolKind(
+            members=len(there),
+            idle=sum(state.takes_work(place) and not (held or member.running) for place, member, held in there),
+            draining=sum(not state.takes_work(place) for place, _, _ in there),
+            needed=wants[kind],
+        )
+
+    return PoolView(trainers=counts("trainer"), pservers=counts("pserver"))
+
+
+def pool_member_page(term: ClusterTerm, page_size: int, page_token: str) -> PoolMemberPage:
+    """In the order of their kinds and names."""
+    places = sorted(term.state.members.keys() | term.state.drains.keys())
+    page, token = page_of(places, offset_of(page_token), page_size)
+    return PoolMemberPage(members=tuple(pool_member_view(term.state, place) for place in page), next_page_token=token)
+
+
+def schedule_view(found: JobSchedule) -> ScheduleView:
+    shown = {name: getattr(found, name) for name in ScheduleView.model_fields if name != "version"}
+    return ScheduleView(**shown, version=version_of_schedule(found))
+
+
+def schedule_page(term: ClusterTerm, page_size: int, page_token: str) -> SchedulePage:
+    """In the order of their names."""
+    found = [term.state.schedules[name] for name in sorted(term.state.schedules)]
+    page, token = page_of(found, offset_of(page_token), page_size)
+    return SchedulePage(schedules=tuple(schedule_view(each) for each in page), next_page_token=token)
+
+
+def drained_view(state: ClusterState, place: Place) -> PoolMemberView:
+    """As it is once it is drained."""
+    return pool_member_view(state, place, takes_work=False)
+
+
+def pool_member_view(state: ClusterState, place: Place, *, takes_work: bool = True) -> PoolMemberView:
+    member, assignment = state.members.get(place), state.assignments.get(place)
+    version = version_of_place(place, drained=not takes_work or place in state.drains)
+    if member is None:
+        away = {"host": "", "agent": "", "state": "drained", "trouble": AWAY}
+        return PoolMemberView(member_id=place[1], kind=place[0], version=version, **away)
+    if not (takes_work and state.takes_work(place)):
+        leaves = member.draining or member.running or assignment is not None
+        name, of = ("draining" if leaves else "drained"), member.running
+    elif assignment is None:
+        name, of = ("leaving" if member.running else "idle"), member.running
+    else:
+        runs = (member.running, member.epoch, member.task) == (assignment.job, assignment.epoch, assignment.task)
+        name, of = ("running" if runs else "assigned"), assignment.job
+    return PoolMemberView(
+        member_id=member.member,
+        kind=member.kind,
+        host=member.host,
+        agent=member.agent,
+        state=name,
+        job=of,
+        task=member.task,
+        trouble=member.trouble,
+        cores=member.cores,
+        memory_bytes=member.memory_bytes,
+        device=member.device,
+        version=version,
+    )
+
+
+def _held(state: ClusterState, found: ClusterJob, present: Collection[str] | None = None) -> MembersHeld:
+    """`present`: the names of the pool's members that have a process among the job's members; None: not known, because nobody leads
+    the job now. Then a process that runs counts."""
+
+    def there(place: Place) -> bool:
+        return place[1] in present if present is not None else _runs(state.members.get(place), found)
+
+    def count(kind: Kind) -> tuple[int, int]:
+        places = state.assigned_to(found.job, kind)
+        return len(places), sum(map(there, places))
+
+    (trainers, trainers_running), (pservers, pservers_running) = count("trainer"), count("pserver")
+    return MembersHeld(
+        trainers=trainers, trainers_running=trainers_running, pservers=pservers, pservers_running=pservers_running
+    )
+
+
+def _runs(member: PoolMember | None, job: ClusterJob) -> bool:
+    return member is not None and (member.running, member.epoch) == (job.job, job.epoch)

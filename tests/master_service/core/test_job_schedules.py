@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from master_service.core.decisions import job_schedules
+from master_service.core.decisions import cluster_jobs
 from master_service.core.state.cluster import ClusterState, DropSchedule, DropSource, PutJob, PutSchedule, PutSource
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.cluster_jobs import deleted, state_of
@@ -28,7 +28,7 @@ def nightly(**fields) -> JobSchedule:
 
 
 def created(state: ClusterState, **fields) -> JobSchedule:
-    decision = job_schedules.create(state, nightly(**fields), SCRIPT, EIGHT)
+    decision = cluster_jobs.create_schedule(state, nightly(**fields), SCRIPT, EIGHT)
     for change in decision.changes:
         state.apply(change, 0.0)
     return decision.answer
@@ -38,7 +38,7 @@ def run(state: ClusterState, wall_time: float) -> list[str]:
     """As the leader does, until nothing is due. Names of the jobs that were created."""
     before = set(state.jobs)
     for _ in range(20):
-        decision = job_schedules.due(state, wall_time)
+        decision = cluster_jobs.run_due_schedule(state, wall_time)
         for change in decision.changes:
             state.apply(change, 0.0)
         if not decision.answer.again:
@@ -55,7 +55,7 @@ def end(state: ClusterState, name: str, standing: Standing = Standing.COMPLETED)
 
 def test_a_schedule_knows_its_first_time_and_keeps_its_script():
     state = state_of()
-    decision = job_schedules.create(state, nightly(), SCRIPT, EIGHT)
+    decision = cluster_jobs.create_schedule(state, nightly(), SCRIPT, EIGHT)
     assert decision.answer.next_time == "2027-01-15T09:00:00.000+00:00"
     assert decision.changes == (PutSource(SCRIPT.digest, SCRIPT), PutSchedule(decision.answer))
     assert "runs first at 2027-01-15T09:00:00" in decision.events[0].message
@@ -94,13 +94,13 @@ def test_a_deleted_schedule_leaves_its_jobs_and_the_script_that_they_run():
     state = state_of()
     created(state)
     (name,) = run(state, EIGHT + 61 * MINUTE)
-    decision = job_schedules.delete(state, "n")
+    decision = cluster_jobs.delete_schedule(state, "n")
     assert decision.changes == (DropSchedule("n"),)
     state.apply(decision.changes[0], 0.0)
     end(state, name)
     assert DropSource(SCRIPT.digest) in deleted(state, name).changes
     with pytest.raises(NotFound, match="no schedule n"):
-        job_schedules.delete(state, "n")
+        cluster_jobs.delete_schedule(state, "n")
 
 
 def test_a_script_that_only_a_schedule_needs_goes_with_it_and_not_before():
@@ -110,7 +110,7 @@ def test_a_script_that_only_a_schedule_needs_goes_with_it_and_not_before():
     end(state, name)
     assert DropSource(SCRIPT.digest) not in deleted(state, name).changes
     state.jobs.clear()
-    assert DropSource(SCRIPT.digest) in job_schedules.delete(state, "n").changes
+    assert DropSource(SCRIPT.digest) in cluster_jobs.delete_schedule(state, "n").changes
 
 
 # ---------------------------------------------------------------- times
@@ -119,7 +119,9 @@ def test_a_script_that_only_a_schedule_needs_goes_with_it_and_not_before():
 def test_a_job_is_created_when_its_time_has_come_and_once():
     state = state_of()
     created(state)
-    assert job_schedules.due(state, EIGHT).answer == job_schedules.Due(again=False, next_look_s=60 * MINUTE)
+    assert cluster_jobs.run_due_schedule(state, EIGHT).answer == cluster_jobs.ScheduleLook(
+        again=False, next_look_s=60 * MINUTE
+    )
     assert run(state, EIGHT + 60 * MINUTE) == ["n-202701150900"]
     assert run(state, EIGHT + 60 * MINUTE + 1) == []
     job, found = state.jobs["n-202701150900"], state.schedules["n"]

@@ -50,7 +50,7 @@ class TaskTurn:
     events: dict[str, list[Event]] = field(default_factory=dict)
     ready: list[ClusterJob] = field(default_factory=list)
     waiting: dict[str, str] = field(default_factory=dict)
-    failed_tasks: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
 
 
 def take_turn(

@@ -14,7 +14,6 @@ from functools import partial
 
 from master_service.core.changes import Decision, Event
 from master_service.core.decisions.scheduling.admission import (
-    KINDS,
     Admission,
     Claim,
     admit,
@@ -25,7 +24,7 @@ from master_service.core.decisions.scheduling.admission import (
     shares,
 )
 from master_service.core.decisions.scheduling.job_tasks import TaskTurn, take_turn
-from master_service.core.decisions.scheduling.pool_view import IdlePlaces, PoolView, hosts_of, look, unfit_counts
+from master_service.core.decisions.scheduling.pool_view import KINDS, IdlePlaces, PoolView, hosts_of, look, unfit_counts
 from master_service.core.state.cluster import (
     ClusterChange,
     ClusterDecision,
