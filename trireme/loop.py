@@ -7,7 +7,7 @@
         trireme.backward(loss)
         optimizer.step()
 
-In a trainer the other side of the loop is there already. Under `python script.py` it is plain/, in a thread beside the script.
+In a trainer the other side of the loop is there already. Under `python script.py` it is plain.py, in a thread beside the script.
 """
 
 from __future__ import annotations

@@ -5,23 +5,15 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from tests.end_to_end.command import command_in
-from tests.equipment.forked import MARK, clean_environment
+from tests.equipment.notebooks import execute
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NOTEBOOK = EXAMPLES / "notebook" / "trireme.ipynb"
-LIMIT_S = 150  # of a cell, on a busy machine
-
-
-def printed(cell: Any) -> str:
-    """What a cell shows, as text."""
-    return "\n".join(output.get("text") or output["data"]["text/plain"] for output in cell["outputs"])
 
 
 @pytest.mark.processes
@@ -32,13 +24,9 @@ async def test_the_notebook_trains_stops_resumes_and_loads_the_model(tmp_path):
         shutil.copytree(EXAMPLES / folder, tmp_path / folder, ignore=shutil.ignore_patterns("data", "__pycache__"))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     with command_in(tmp_path) as command:  # fails if a process is left
-        homes = {name: str(tmp_path / "home") for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")}
-        client = NotebookClient(notebook, timeout=LIMIT_S, resources={"metadata": {"path": str(tmp_path / "notebook")}})
-        await client.async_execute(
-            env=clean_environment() | homes | {MARK: command.mark, "DIGITS_DATA": str(tmp_path / "data")}
-        )
+        data = str(tmp_path / "data")
+        shown = await execute(notebook, tmp_path / "notebook", tmp_path / "home", command.mark, DIGITS_DATA=data)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    shown = [printed(cell) for cell in code]
     assert shown[1].startswith("digits STOPPED\n"), "the progress under the first call, as it was last"
     assert shown[4] == "<Run digits: STOPPED>"
     assert "<b>digits</b> STOPPED" in code[4].outputs[0].data["text/html"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.equipment.forked import clean_environment
-from tests.equipment.users_modules import FUNCTIONS, NAMES, write_users_modules
+from tests.equipment.users_modules import FUNCTIONS, NAMES, OWN_LOOP, write_users_modules
 from trainer_agent.script.user_module import load
 from trireme.script_source import digests_of, read_source
 
@@ -37,19 +37,51 @@ def test_what_is_sent_is_what_the_script_imports_whatever_its_name(tmp_path: Pat
     assert digests_of(script).keys() == {"train.py", *own}
 
 
+OURS_ALONE = ("shared", "tests", "records", "master_service", "trireme_shared_is_mine")
+"""Without `platform`, `queue` and `types`, with which plain Python cannot import torch."""
+
+
+def run_alone(script: Path) -> subprocess.CompletedProcess[str]:
+    """`python script.py`."""
+    command = [sys.executable, str(script)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=50, env=clean_environment(), check=False)
+
+
 @pytest.mark.processes
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("early", [True, False])
 def test_plain_python_finds_the_users_module_and_we_find_ours(tmp_path: Path, early: bool) -> None:
-    """Without platform, queue and types, with which plain Python cannot import torch."""
-    names = ("shared", "tests", "records", "master_service", "trireme_shared_is_mine")
     tail = "import trireme.plain, json\nfrom master_service import MINE\nprint(json.dumps([FOUND, MINE]))\n"
-    script = write_users_modules(tmp_path, names, tail)
+    script = write_users_modules(tmp_path, OURS_ALONE, tail)
     if not early:
         script.write_text("import trireme\n" + script.read_text())
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=50, env=clean_environment(), check=False
-    )
+    done = run_alone(script)
     assert done.returncode == 0, done.stderr
     found, mine = json.loads(done.stdout)
     assert {*found.values(), mine} == {"user's"}
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "functions", [FUNCTIONS + "\ntrireme.train(__name__)\n", OWN_LOOP], ids=["functions", "own_loop"]
+)
+def test_a_script_trains_under_plain_python_with_the_users_modules(tmp_path: Path, functions: str) -> None:
+    done = run_alone(write_users_modules(tmp_path, OURS_ALONE, functions + "\nimport json\nprint(json.dumps(FOUND))\n"))
+    assert done.returncode == 0, done.stderr
+    assert "32/32 records" in done.stderr
+    assert {*json.loads(done.stdout.splitlines()[-1]).values()} == {"user's"}
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["platform", "queue"])
+def test_where_plain_python_cannot_import_torch_the_error_is_the_same(tmp_path: Path, name: str) -> None:
+    script = write_users_modules(
+        tmp_path, (name, "shared", "trireme_shared_is_mine"), FUNCTIONS + "\ntrireme.train(__name__)\n"
+    )
+    (tmp_path / "plain.py").write_text("import numpy\nimport torch\n")
+    plain, ours = run_alone(tmp_path / "plain.py"), run_alone(script)
+    assert plain.returncode == ours.returncode == 1
+    assert ours.stderr.splitlines()[-1] == plain.stderr.splitlines()[-1]
+    assert name in plain.stderr.splitlines()[-1]

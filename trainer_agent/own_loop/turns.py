@@ -1,6 +1,6 @@
 """A script's own training loop, in turns with the code that hands it minibatches: only one of the two runs at a time.
 
-    trainer, or plain/         the script, in a thread of its own
+    trainer, or plain.py       the script, in a thread of its own
     start        ─────────────► … model, optimizer, batches = trireme.prepare(model, optimizer, dataset)
     next_pass    ─────────────► what follows optimizer.step(), up to `for batch in batches`
     forward      ──batch──────► loss = …                          ──trireme.backward(loss)──► the loss
