@@ -22,7 +22,7 @@ from master_service.core.decisions.requests import ANY, Expected, Once
 from master_service.core.decisions.scheduling.schedule import who_has
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place, failed_tasks
 from master_service.core.state.kept import EventLog
-from master_service.leadership.election import Candidate, stand
+from master_service.leadership.election import Candidate, Leads, stand
 from master_service.leadership.master import Master
 from master_service.storage.job_storage import FileStorage, JobStorage, remove_files
 from master_service.storage.series_files import SeriesReader, StoredMetrics
@@ -46,7 +46,7 @@ log = telemetry.logger("cluster")
 
 
 @dataclass(eq=False, repr=False)
-class ClusterMaster:
+class ClusterMaster(Leads[ClusterTerm]):
     """`url` is where its REST API is served. `storage_url`: below it lie the files of jobs that name no place of their own. `job_retention_s`: so long after its
     end a job is deleted; None: never."""
 
@@ -70,11 +70,6 @@ class ClusterMaster:
 
     def __post_init__(self) -> None:
         self.candidate = Candidate(self.name, "taking the cluster over")
-
-    @property
-    def current_term(self) -> ClusterTerm | None:
-        """None on a standby."""
-        return self.candidate.current
 
     def __repr__(self) -> str:
         return f"<ClusterMaster {self.name} at {self.url}: {self.current_term or 'standing by'}>"
@@ -131,22 +126,9 @@ class ClusterMaster:
     # ---------------------------------------------------------------- which jobs it leads
 
     @property
-    def term(self) -> ClusterTerm:
-        """Raises NotLeader, NotReady, as Candidate's."""
-        return self.candidate.term
-
-    @property
     def state(self) -> ClusterState:
         """To read. Raises NotLeader, NotReady."""
         return self.term.state
-
-    def check_leading(self) -> None:
-        """Raises NotLeader, NotReady."""
-        self.term  # noqa: B018  raises
-
-    def check_ready(self) -> bool:
-        """The term that this process leads. Raises as Candidate.term."""
-        return self.candidate.check_ready()
 
     def leads(self, name: str) -> bool:
         """Whether a JobTerm of it has not ended yet. Raises NotLeader, NotReady."""

@@ -93,6 +93,30 @@ class Candidate(Generic[T]):
         self._leader = holder.url
 
 
+class Leads(Generic[T]):
+    """What leads one term after the other, as its candidate says."""
+
+    candidate: Candidate[T]
+
+    @property
+    def current_term(self) -> T | None:
+        """None on a standby."""
+        return self.candidate.current
+
+    @property
+    def term(self) -> T:
+        """Raises NotLeader, NotReady, as Candidate's."""
+        return self.candidate.term
+
+    def check_leading(self) -> None:
+        """Raises NotLeader, NotReady."""
+        self.term  # noqa: B018  raises
+
+    def check_ready(self) -> bool:
+        """Whether it leads; False: it stands by. Raises as Candidate's."""
+        return self.candidate.check_ready()
+
+
 async def stand(
     etcd: Etcd,
     ttl_s: float,
