@@ -41,6 +41,7 @@ from trireme_shared.platform.runtime import ids, telemetry
 from trireme_shared.platform.storage.tensor_file import Summary
 from trireme_shared.protocol.errors import BadFrame, CheckpointUnusable, NotReady, PeerError
 from trireme_shared.protocol.records import JobState, Mode, Phase, Restored, SlotMap
+from trireme_shared.protocol.records.assignments import slot_of
 from trireme_shared.protocol.records.checkpoints import (
     CheckpointLatest,
     CheckpointPart,
@@ -49,7 +50,6 @@ from trireme_shared.protocol.records.checkpoints import (
     OwnCheckpoints,
 )
 from trireme_shared.protocol.records.layout import Block
-from trireme_shared.protocol.slots import slot_of
 from trireme_shared.protocol.wire.messages import InitHeader
 from trireme_shared.serving.core.ledger import Ledger, SavedLedger
 from trireme_shared.serving.core.store import Store

@@ -50,7 +50,7 @@ from trireme_shared.platform.security.access import Access
 from trireme_shared.protocol.errors import CallerError, DeadlineExceeded, InvalidArgument, NotReady, TriremeError
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Dispatch, FailTask, JobSpec, PserverMember, TrainerMember, UserFailure
-from trireme_shared.protocol.records.begun import READING, BegunWork
+from trireme_shared.protocol.records.tasks import READING, BegunWork
 
 COUNTERS = {  # field of Done -> (name, help)
     "steps": ("steps", "shares of steps that were acknowledged (asynchronous: pushes)"),

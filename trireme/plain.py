@@ -71,7 +71,7 @@ from trireme_shared.protocol.evaluations import (
 from trireme_shared.protocol.lanes import step_seed
 from trireme_shared.protocol.metrics import LOSS, Logged, add, collected, metrics_beside
 from trireme_shared.protocol.records import EvaluationSums, JobSpec, TaskKind
-from trireme_shared.protocol.records.job_spec import Precision
+from trireme_shared.protocol.records.job_choices import Precision
 from trireme_shared.protocol.records.tasks import BestEvaluation
 
 REPORT_SECONDS = 2.0

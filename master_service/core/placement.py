@@ -17,10 +17,9 @@ from statistics import median
 
 from trireme_shared.protocol.lanes import share_of
 from trireme_shared.protocol.records import JobSpec, Mode, SlotMap, TrainerList
-from trireme_shared.protocol.records.assignments import Group, Runs
+from trireme_shared.protocol.records.assignments import Group, Runs, rebalanced, slot_of
 from trireme_shared.protocol.records.layout import Layout, OptimizerSpec
 from trireme_shared.protocol.records.operations import MovedBytes
-from trireme_shared.protocol.slots import rebalanced, slot_of
 
 CHEAP_OWNERS = 64
 WORTH_MOVING = 1.2

@@ -25,7 +25,7 @@ from trireme_shared.platform.runtime.clock import Notices
 from trireme_shared.platform.runtime.telemetry import hidden
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import TriremeError
-from trireme_shared.protocol.trackers import Tracker as Wanted
+from trireme_shared.protocol.records.job_choices import Tracker as Wanted
 
 PORTION = 5000  # points of one call
 LATE_S = 30.0  # that a call may last before it is told

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from master_service.core.state.series import Series, SeriesTable
-from trireme_shared.protocol.metric_names import EVALUATION, LOSS
+from trireme_shared.protocol.metrics import EVALUATION, LOSS
 from trireme_shared.protocol.records.job_choices import Tracker as Wanted
 
 

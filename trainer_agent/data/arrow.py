@@ -24,7 +24,7 @@ from trireme_shared.datasets.line_scan import refuse_archive
 from trireme_shared.datasets.mapped_files import read_arrow
 from trireme_shared.platform.storage import files
 from trireme_shared.platform.storage.compressed import Decompressed
-from trireme_shared.platform.storage.trouble import kept_open
+from trireme_shared.platform.storage.files import kept_open
 from trireme_shared.protocol.errors import DatasetError
 from trireme_shared.protocol.records.datasets import Csv, HuggingFace
 

@@ -15,7 +15,7 @@ import torch
 from trainer_agent.data.shard import Column, Minibatch, columns_of, named_column
 from trireme_shared.datasets.random_state import Generators
 from trireme_shared.protocol.errors import DatasetError
-from trireme_shared.protocol.logged_metrics import Logged, collected
+from trireme_shared.protocol.metrics import Logged, collected
 
 Batch = dict[str, Any]
 _HINT = "define collate(records) in your script, or make the values alike in the data"

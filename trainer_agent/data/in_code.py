@@ -23,8 +23,7 @@ from typing import Any, TypeVar
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Record, RecordShard, Shard
 from trireme_shared.datasets.random_state import Generators, seed_everything, seed_of, seeded, undisturbed
-from trireme_shared.datasets.user_modules import load_object
-from trireme_shared.datasets.user_objects import load_custom
+from trireme_shared.datasets.user_modules import load_custom, load_object
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.storage.files import trouble_in_user_code
 from trireme_shared.protocol.errors import DatasetError, InvalidArgument, is_interrupt

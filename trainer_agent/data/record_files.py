@@ -4,37 +4,30 @@ A tf.train.Example is read without TensorFlow and protobuf: three levels of mess
 """
 
 from __future__ import annotations
+
+import contextlib
+import io
+import json
+import struct
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import islice
 from threading import Lock
+from typing import Any, BinaryIO, TypeVar
+
+import numpy as np
+
 from trainer_agent.data import images
-from trainer_agent.data.reader import ColumnTypes
-from trainer_agent.data.reader import too_short
-from trainer_agent.data.shard import Record
-from trainer_agent.data.shard import Shard
+from trainer_agent.data.reader import ColumnTypes, too_short
+from trainer_agent.data.shard import Record, Shard
 from trireme_shared.datasets import record_files
 from trireme_shared.datasets.dataset_files import from_first_file
-from trireme_shared.datasets.record_files import Member
-from trireme_shared.datasets.record_files import TarRecord
-from trireme_shared.datasets.record_files import tar_records
+from trireme_shared.datasets.record_files import Member, TarRecord, tar_records
 from trireme_shared.platform.storage import files
-from trireme_shared.platform.storage.compressed import Decompressed
-from trireme_shared.platform.storage.compressed import scanning
+from trireme_shared.platform.storage.compressed import Decompressed, scanning
 from trireme_shared.protocol.errors import DatasetError
-from trireme_shared.protocol.records.datasets import RecordIO
-from trireme_shared.protocol.records.datasets import TFRecord
-from trireme_shared.protocol.records.datasets import WebDataset
-from typing import Any
-from typing import BinaryIO
-from typing import TypeVar
-import contextlib
-import io
-import json
-import numpy as np
-import struct
-
+from trireme_shared.protocol.records.datasets import RecordIO, TFRecord, WebDataset
 
 SAMPLE_RECORDS = 100
 T = TypeVar("T")

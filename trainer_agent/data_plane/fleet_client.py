@@ -31,9 +31,8 @@ from trireme_shared.protocol.errors import (
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.lanes import Interval
 from trireme_shared.protocol.records import JobSpec, JobState, MasterAddress, PserverMember, SlotMap
-from trireme_shared.protocol.records.assignments import Migration
+from trireme_shared.protocol.records.assignments import Migration, slot_of
 from trireme_shared.protocol.records.layout import Layout
-from trireme_shared.protocol.slots import slot_of
 from trireme_shared.protocol.wire.messages import PserverInfo
 
 REFRESH_S = 0.5

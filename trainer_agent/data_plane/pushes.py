@@ -30,7 +30,7 @@ from trireme_shared.protocol.errors import (
 )
 from trireme_shared.protocol.lanes import Interval
 from trireme_shared.protocol.records import Mode
-from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.job_choices import Narrow
 from trireme_shared.protocol.records.layout import ROWS
 from trireme_shared.protocol.records.step import NodeResult
 from trireme_shared.protocol.wire.messages import PushAnswer, PushBlock, PushHeader

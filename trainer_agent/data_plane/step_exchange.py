@@ -21,7 +21,7 @@ from trainer_agent.data_plane.row_lookups import RowLookups, RowRouter, Rows
 from trainer_agent.model.compute import Compute
 from trireme_shared.protocol.errors import Gone
 from trireme_shared.protocol.lanes import Interval
-from trireme_shared.protocol.records.job_spec import Nonfinite, Transported
+from trireme_shared.protocol.records.job_choices import Nonfinite, Transported
 from trireme_shared.protocol.records.operations import CheckpointRequest
 from trireme_shared.protocol.records.step import StepRecord, StepResult
 from trireme_shared.protocol.wire.messages import LedgerAnswer, LedgerQuery, PushHeader

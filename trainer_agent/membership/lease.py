@@ -26,7 +26,7 @@ from trireme_shared.platform.runtime import begun, clock, telemetry
 from trireme_shared.protocol.errors import PeerError, TriremeError
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import FailTask, TrainerMember, UserFailure
-from trireme_shared.protocol.records.begun import BegunWork
+from trireme_shared.protocol.records.tasks import BegunWork
 
 log = telemetry.logger("membership")
 BEAT_S = 0.25

@@ -14,33 +14,24 @@ that parameter servers find (trireme_shared.blocks.gradient_norm).
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from trainer_agent.model.compute import BlockSink
-from trainer_agent.model.devices import HOST
-from trainer_agent.model.flat import Plan
-from trainer_agent.model.flat import Vector
-from trireme_shared.blocks.buffer_mean import add_changes
-from trireme_shared.blocks.buffer_mean import bits_of
-from trireme_shared.blocks.buffer_mean import combine_buffers
-from trireme_shared.blocks.buffers import DTYPES
-from trireme_shared.blocks.buffers import cast_into
-from trireme_shared.blocks.buffers import round_to
-from trireme_shared.blocks.gradient_norm import clip_factor
-from trireme_shared.blocks.gradient_norm import norm_of
-from trireme_shared.blocks.gradient_norm import squares_of
-from trireme_shared.protocol.lanes import Interval
-from trireme_shared.protocol.lanes import combine
-from trireme_shared.protocol.records.job_choices import Narrow
-from trireme_shared.protocol.records.job_spec import Transported
-from trireme_shared.protocol.records.layout import Block
-from typing import Any
+
 import asyncio
 import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
+from trainer_agent.model.compute import BlockSink
+from trainer_agent.model.devices import HOST
+from trainer_agent.model.flat import Plan, Vector
+from trireme_shared.blocks.buffer_mean import add_changes, bits_of, combine_buffers
+from trireme_shared.blocks.buffers import DTYPES, cast_into, round_to
+from trireme_shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
+from trireme_shared.protocol.lanes import Interval, combine
+from trireme_shared.protocol.records.job_choices import Narrow, Transported
+from trireme_shared.protocol.records.layout import Block
 
 WHAT_TO_DO = (
     "lower the learning rate or look at the records; "

@@ -35,8 +35,8 @@ from trireme_shared.platform.runtime.service import EXIT_CODES, LEASE_LOST, READ
 from trireme_shared.platform.security import private_files
 from trireme_shared.protocol.errors import PeerError, TriremeError
 from trireme_shared.protocol.records import JobSpec
-from trireme_shared.protocol.records.begun import BegunWork
-from trireme_shared.protocol.records.job_spec import RestartPolicy as Kind
+from trireme_shared.protocol.records.job_choices import RestartPolicy as Kind
+from trireme_shared.protocol.records.tasks import BegunWork
 
 PYTHON_MODULE = (sys.executable, "-P", "-m")  # -P: the user's working directory must not shadow our packages
 MODULE = "trireme.launch.fork_server"

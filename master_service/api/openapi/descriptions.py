@@ -40,6 +40,7 @@ from trireme_shared.protocol.records import (
 )
 from trireme_shared.protocol.records.cluster import Scheduling, Source, Standing, TaskState
 from trireme_shared.protocol.records.datasets import Parquet
+from trireme_shared.protocol.records.job import Losses
 from trireme_shared.protocol.records.job_spec import JobSettings
 from trireme_shared.protocol.records.operations import (
     MovedBytes,
@@ -50,7 +51,6 @@ from trireme_shared.protocol.records.operations import (
     ResizePhase,
     ResizePrediction,
 )
-from trireme_shared.protocol.records.pauses import Losses
 
 PROPERTIES = {
     "also": "The other causes, in order of importance.",

@@ -34,7 +34,8 @@ from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.explanations import Explanation
 from trireme_shared.protocol.records import JobSpec, JobState, Phase
 from trireme_shared.protocol.records.cluster import ClusterJob, JobSchedule, Kind, PoolMember, Standing
-from trireme_shared.protocol.records.job_spec import JobSettings, JobTask
+from trireme_shared.protocol.records.job_choices import JobTask
+from trireme_shared.protocol.records.job_spec import JobSettings
 from trireme_shared.protocol.rest import Empty, JobProgress, JobView, MasterView, MemberCounts
 from trireme_shared.protocol.rest_cluster import (
     ClusterJobPage,

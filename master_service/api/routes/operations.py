@@ -30,7 +30,7 @@ from master_service.api.routes.dependencies import (
 from master_service.core.decisions.requests import AnsweredBefore, Keyed, Once
 from master_service.leadership.master import Master
 from trireme_shared.protocol.errors import NotFound
-from trireme_shared.protocol.records.job_spec import MAX_MEMBERS
+from trireme_shared.protocol.records.job_choices import MAX_MEMBERS
 from trireme_shared.protocol.records.operations import Operation, OperationState, ResizePrediction, Strategy
 from trireme_shared.protocol.rest import (
     CheckpointDetails,

@@ -47,9 +47,9 @@ from trireme_shared.protocol.records import (
     TrainerList,
     UserFailure,
 )
+from trireme_shared.protocol.records.assignments import spread
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef, history, saved_point
-from trireme_shared.protocol.records.pauses import Losses
-from trireme_shared.protocol.slots import spread
+from trireme_shared.protocol.records.job import Losses
 
 
 @dataclass(frozen=True, slots=True)

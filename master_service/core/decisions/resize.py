@@ -20,6 +20,7 @@ from trireme_shared.protocol.records import Dispatch, JobSpec, Mode, Phase, Slot
 from trireme_shared.protocol.records import Strategy as JobStrategy
 from trireme_shared.protocol.records.assignments import GivenNumbers, Group, Handed, Migration
 from trireme_shared.protocol.records.cluster import Kind, both_in_words, in_words
+from trireme_shared.protocol.records.job import Losses
 from trireme_shared.protocol.records.operations import (
     Operation,
     OperationKind,
@@ -30,7 +31,6 @@ from trireme_shared.protocol.records.operations import (
     Strategy,
     saves_on_demand,
 )
-from trireme_shared.protocol.records.pauses import Losses
 
 MAX_ATTEMPTS = 20
 MAX_PSERVERS = 128

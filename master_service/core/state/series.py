@@ -15,8 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trireme_shared.protocol.metric_names import GRADIENT_NORM, LOSS, NONFINITE, rate_names
-from trireme_shared.protocol.metrics import is_own
+from trireme_shared.protocol.metrics import GRADIENT_NORM, LOSS, NONFINITE, is_own, rate_names
 from trireme_shared.protocol.records import StepMetrics
 from trireme_shared.protocol.records.checkpoints import CheckpointRef
 

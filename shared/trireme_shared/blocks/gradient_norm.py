@@ -18,7 +18,7 @@ import torch
 
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records import JobSpec, Mode
-from trireme_shared.protocol.records.job_spec import Nonfinite
+from trireme_shared.protocol.records.job_choices import Nonfinite
 
 GROUP, ROW = 64, 16384
 EPSILON = 1e-6  # as nn.utils.clip_grad_norm_

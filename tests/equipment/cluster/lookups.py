@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from trireme_shared.platform.runtime import clock
-from trireme_shared.platform.runtime.waiting import event_within
+from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.wire.messages import LookupEnd, LookupRequest
 from trireme_shared.serving.block_server import BlockServer
 from trireme_shared.serving.data_plane.lookups import OpenLookup

@@ -27,8 +27,7 @@ from trireme_shared.protocol.errors import BadFrame, Gone, InvalidArgument, NotR
 from trireme_shared.protocol.records.layout import ROWS, Layout
 from trireme_shared.protocol.records.step import LaneZero, StepRecord
 from trireme_shared.tables.memory import Numbers
-from trireme_shared.tables.saving.snapshot import TableSnapshot
-from trireme_shared.tables.snapshot import from_records, record_words
+from trireme_shared.tables.snapshot import TableSnapshot, from_records, record_words
 
 IDLE_S = 20.0
 MARGIN_S = 0.1  # clocks of event loops may be a moment ahead

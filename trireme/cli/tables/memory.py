@@ -12,7 +12,7 @@ import psutil
 from trireme.cli import exit_codes
 from trireme.launch.resume import Facts, tables_in
 from trireme_shared.protocol.records import JobSpec, Mode, Strategy
-from trireme_shared.protocol.records.job_spec import SNAPSHOT_BYTES
+from trireme_shared.protocol.records.job_choices import SNAPSHOT_BYTES
 from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
 from trireme_shared.tables.needs import needs_of
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trireme_shared.platform.runtime import clock
-from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.errors import BadFrame, Gone, InvalidArgument, NotReady, TooLarge, TriremeError
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.wire.messages import LookupEnd, LookupRequest, TableEnd, TableRequest, Verdict

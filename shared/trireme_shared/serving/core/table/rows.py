@@ -21,8 +21,7 @@ import numpy as np
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.lanes import Interval
 from trireme_shared.protocol.records import SlotMap
-from trireme_shared.protocol.records.job_choices import Narrow
-from trireme_shared.protocol.records.job_spec import SNAPSHOT_BYTES
+from trireme_shared.protocol.records.job_choices import SNAPSHOT_BYTES, Narrow
 from trireme_shared.protocol.records.layout import Layout, schedule_factor
 from trireme_shared.protocol.records.step import LaneZero
 from trireme_shared.protocol.wire.messages import Verdict
