@@ -20,7 +20,7 @@ from trainer_agent.collective.groups import GroupView
 from trainer_agent.collective.native.exchange import NativeExchange
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.collective.replica import Replica
-from trainer_agent.collective.state.checkpoints import Restorer, ShareCopies
+from trainer_agent.collective.state.checkpoints import CheckpointContext, Restorer, ShareCopies
 from trainer_agent.collective.state.following import Following
 from trainer_agent.collective.state.giving import StateGiver
 from trainer_agent.data_plane.fleet_client import Connect, Suspect
@@ -63,14 +63,14 @@ class CollectiveMember:
         if spec.exchange == "native" and ports.native is not None:
             means.native = NativeExchange(means, spec, me, etcd, lambda: membership.lease_id, ports.native)
         replica = Replica(compute, Clipping.of(spec))
-        self.copies = ShareCopies(spec, *place, ports.background, compute, replica, self._saved)
+        checkpoints = CheckpointContext(spec, *place, ports.background, compute, replica)
+        self.copies = ShareCopies(checkpoints, self._saved)
         view.observers.append(self._remember)
         self.group = group = CollectiveGroup(means, replica, compute, spec, self.copies, ports.step_in)
         self.server = server = ports.server
         server.join(directory, membership)
         server.giver = StateGiver(spec.job, compute, replica, self._saved, ports.step_in)
-        locks = group.in_use, group.swapping
-        self._restorer = Restorer(spec, *place, ports.background, compute, replica, *locks, means.stop, group.start)
+        self._restorer = Restorer(checkpoints, group.in_use, group.swapping, means.stop, group.start)
         self._following = Following(*place, compute, group, self.copies, ports.connect_donor, ports.step_in)
 
     def __repr__(self) -> str:

@@ -34,6 +34,7 @@ from trainer_agent.model.gradient_tree import (
     NonFiniteError,
     SendBuffers,
     ToEventLoop,
+    TreeRules,
     check_gradients,
 )
 from trainer_agent.model.minibatch import MinibatchRunner
@@ -119,10 +120,7 @@ class TorchCompute:
         self._finite, self._skips = spec.on_nonfinite != "ignore", spec.on_nonfinite == "skip"
         # synchronous: parameter servers clip the mean over all lanes
         self._limit = spec.clip_grad_norm if spec.mode is Mode.ASYNC else None
-        self.tree = GradientTree(
-            self.plan,
-            self._device,
-            self.send_buffers,
+        rules = TreeRules(
             payloads if spec.mode is Mode.SYNC else (),
             whole=not self._on_host,
             finite=self._finite and spec.clip_lane_norm is None,  # to clip, the norm of all gradients is computed
@@ -131,6 +129,7 @@ class TorchCompute:
             limit=self._limit,
             any_norm=not self._finite,
         )
+        self.tree = GradientTree(self.plan, self._device, self.send_buffers, rules)
         self.minibatch = MinibatchRunner(user, self.model, self.plan, self._parameters, self.optimizer, spec, overruled)
         self.initial_lane_zero()
 
