@@ -1,4 +1,4 @@
-"""One trainer as a member of its collective job: the group that it exchanges gradients with, all that concerns its own parameters and optimizer, and how the job's first values become known.
+"""One trainer as a member of its collective job: its group, its own parameters and optimizer, and how the job's first values become known.
 
     initial values ─┐
     checkpoint ─────┼─► a version, `holds` in trainers/<id> ─► steps with the others, shares of checkpoints ─► the last version is saved
@@ -132,7 +132,7 @@ async def begin_together(
     if not fits(spec, compute.layout, directory.layout):
         return False
     if group.replica.record is not first:
-        return True  # the job goes back to a checkpoint, which is loaded already, or is being loaded (restoring.py)
+        return True  # the job goes back to a checkpoint, which is loaded already, or is being loaded (Restorer)
     state = directory.state
     # once it has run, also if nobody is listed now because there are too few of them
     begun = state is not None and (bool(state.checkpoint) or state.generation > state.timeline)

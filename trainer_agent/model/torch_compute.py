@@ -42,7 +42,7 @@ from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.watch.minibatch_rules import UserCode
 from trainer_agent.model.watch.unshared_state import constants_of
 from trainer_agent.own_loop.turns import use_threads
-from trainer_agent.start_values import load_start_state, start_values
+from trainer_agent.start_values import load_start_state, start_values, state_of
 from trainer_agent.tables.files import StoredTable, StoredTables
 from trainer_agent.tables.trained import TrainedTables
 from trireme_shared.blocks.narrow import DTYPES
@@ -404,11 +404,7 @@ class TorchCompute:
 
 def write_model(model: nn.Module, directory: str) -> dict[str, str]:
     """Names and values of `model.state_dict()`; kind -> URL. A retry overwrites with the same bytes."""
-    state = {
-        name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, value in model.state_dict().items()
-        if isinstance(value, torch.Tensor)
-    }
+    state = state_of(model)
     urls = {
         "safetensors": files.join(directory, "model.safetensors"),
         "state_dict": files.join(directory, "model.pt"),

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Floats = npt.NDArray[np.float32]
-    import numpy.typing as npt
-
-    Numbers = npt.NDArray[np.int64]
 
 FOLDER, SUFFIX = "tables", ".safetensors"
 LENGTH_BYTES = 8  # of the header, in front of it

@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from trainer_agent.collective.groups import shared_out
 from trainer_agent.collective.replica import Replica, rows_of
 from trainer_agent.model.compute import Compute
 from trireme_shared.blocks.buffers import BufferPool, tensor_over
@@ -42,7 +43,7 @@ from trireme_shared.protocol.records.checkpoints import CheckpointLatest, Checkp
 from trireme_shared.protocol.records.layout import ROWS, Block, Layout
 from trireme_shared.protocol.records.operations import CheckpointRequest
 from trireme_shared.protocol.records.step import StepRecord
-from trireme_shared.protocol.slots import blocks_in, slot_of, spread
+from trireme_shared.protocol.slots import blocks_in, slot_of
 from trireme_shared.serving.table_loader import TableLoader
 from trireme_shared.tables.hashing import owned_slots
 
@@ -287,11 +288,6 @@ class ReplicaOwner:
     @property
     def term(self) -> int:
         return self.directory.master.term if self.directory.master is not None else 0
-
-
-def shared_out(trainers: TrainerList, slot_count: int) -> SlotMap:
-    """Who owns which slots in the generation of that list: its owners of lanes, by their places."""
-    return SlotMap(version=trainers.generation, owners=spread(slot_count, max(1, trainers.owner_count)))
 
 
 class _Superseded(CheckpointUnusable):
