@@ -8,6 +8,7 @@ A simulation runs this class on a virtual loop with its own etcd, network and co
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from functools import partial
 
 from trainer_agent.collective.member import CollectiveMember, begin_together
@@ -55,39 +56,45 @@ OK, FAILED = 0, 1
 log = telemetry.logger("agent")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentPorts:
+    """What a trainer's process gives to its Agent, or a simulation in its place. `directory.run()` must run beside the Agent."""
+
+    etcd: Etcd
+    directory: Directory
+    master: MasterPort
+    #: to a parameter server, or to another trainer of a collective job
+    connect: Connect
+    #: runs what blocks, see TaskSource
+    offload: Offload
+    alone: Offload | None = None
+    #: of a collective job: what this trainer is to the others
+    collective: CollectivePorts | None = None
+    #: of a process; a simulation has none
+    life: Life | None = None
+
+
 class Agent:
-    """`run` returns the process's exit code. `directory.run()` must run beside it. `collective`: of a collective job, what it is to the others.
-    `alone`: see TaskSource. `life`: of a process; a simulation has none."""
+    """`run` returns the process's exit code, also once `stopping` is set."""
 
     def __init__(
-        self,
-        spec: JobSpec,
-        member: TrainerMember,
-        *,
-        etcd: Etcd,
-        directory: Directory,
-        compute: Compute,
-        master: MasterPort,
-        connect: Connect,
-        offload: Offload,
-        stopping: asyncio.Event,
-        collective: CollectivePorts | None = None,
-        alone: Offload | None = None,
-        life: Life | None = None,
+        self, spec: JobSpec, member: TrainerMember, compute: Compute, ports: AgentPorts, stopping: asyncio.Event
     ) -> None:
-        self._membership, self._offload, self._life = Membership(etcd, member), offload, life
+        etcd, directory, master, connect = ports.etcd, ports.directory, ports.master, ports.connect
+        self._membership, self._offload, self._life = Membership(etcd, member), ports.offload, ports.life
         self._spec, self._member, self._etcd, self._directory = spec, member, etcd, directory
         self._compute, self._master, self._connect, self._stopping = compute, master, connect, stopping
         self._loop: SyncLoop | AsyncLoop | None = None
         self._activity = activity = Activity()
         self._reports = reports = Reports(master, member.trainer, activity, progress_every_s(spec.task_timeout_floor_s))
-        source = TaskSource(spec, master, member.trainer, offload, alone, reports.warn, by_columns=compute.by_columns)
+        workers = ports.offload, ports.alone
+        source = TaskSource(spec, master, member.trainer, *workers, reports.warn, by_columns=compute.by_columns)
         self.collective: CollectiveMember | None = None
         self._servers: ParameterServers | None = None
         exchange: StepExchange
-        if collective is not None:
+        if ports.collective is not None:
             job = spec, etcd, directory, self._membership, compute
-            self.collective = CollectiveMember(*job, connect, reports.suspect, collective)
+            self.collective = CollectiveMember(*job, connect, reports.suspect, ports.collective)
             exchange = self.collective.group
         else:
             fleet = FleetClient(directory, connect, compute.layout, reports.suspect, self._membership.certain)

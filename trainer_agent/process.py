@@ -24,7 +24,7 @@ import aiohttp
 import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from trainer_agent.agent import FAILED, Agent
+from trainer_agent.agent import FAILED, Agent, AgentPorts
 from trainer_agent.collective.native.link import backend_of
 from trainer_agent.collective.ports import collective_ports
 from trainer_agent.data import minibatch_indices, minibatches_in
@@ -214,20 +214,17 @@ async def _train(
     life = Life(context.etcd, context.trainer, master)
     stack.callback(life.close)
     connections = await stack.enter_async_context(Connections(settings, call_limit_s(spec, settings.stall_s)))
-    agent = Agent(
-        spec,
-        member,
+    ports = AgentPorts(
         etcd=context.etcd,
         directory=context.directory,
-        compute=compute,
         master=master,
         connect=connections,
         offload=offload,
-        stopping=stopping,
         alone=alone,
         life=life,
         collective=collective.with_peers(connections.keep) if collective is not None else None,
     )
+    agent = Agent(spec, member, compute, ports, stopping)
     if collective is None:
         context.directory.observers.append(lambda: connections.follow(context.directory))
     pages.agent = agent

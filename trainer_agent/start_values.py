@@ -75,7 +75,7 @@ def start_values(model: nn.Module, spec: JobSpec, initial: str = "") -> Started:
         log.warning("init_partial", init_from=spec.init_from, left_out=started.sentence)
     log.info("start_values_loaded", init_from=spec.init_from, digest=started.digest)
     if spec.storage != INSPECTED and not files.exists(_copy(spec, started.digest)):
-        files.write_bytes(_copy(spec, started.digest), save(_state(model)))
+        files.write_bytes(_copy(spec, started.digest), save(state_of(model)))
     return started
 
 
@@ -155,7 +155,8 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
-def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the tensors of model.state_dict(), in host memory."""
     return {
         name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, value in _tensors(model).items()

@@ -10,11 +10,10 @@ from typing import Any
 from master_service.core.changes import Decision
 from master_service.core.decisions import lifecycle
 from tests.equipment.replaced import replaced
-from trainer_agent.collective.arriving import Arriving
 from trainer_agent.collective.exchange import CollectiveGroup
 from trainer_agent.collective.gathering import MeanGradients
 from trainer_agent.collective.groups import Group
-from trainer_agent.collective.mean_blocks import MeanStore
+from trainer_agent.collective.mean_blocks import Arriving, MeanStore
 from trainer_agent.collective.server import ShareServer
 from trireme_shared.protocol.errors import NotReady, PeerError, StaleGeneration
 from trireme_shared.protocol.records import JobSpec, JobState, Phase, SlotMap

@@ -16,7 +16,7 @@ from tests.simulation.compute import Speed, TinyCompute
 from tests.simulation.failing_storage import failing
 from tests.simulation.nodes import Node
 from tests.simulation.nonfinite import SkippingCompute
-from trainer_agent.agent import Agent
+from trainer_agent.agent import Agent, AgentPorts
 from trainer_agent.data_plane.fleet_client import call_limit_s
 from trireme_shared.blocks.buffers import Buffer
 from trireme_shared.platform.membership.directory import Directory
@@ -159,34 +159,34 @@ async def trainer(cluster: SimulatedCluster, node: Node) -> int:
         await directory.wait_for(lambda view: view.spec is not None, 600.0, "the job's spec")
         assert directory.spec is not None
         stall_s = call_limit_s(directory.spec, STALL_S)
-        agent = Agent(
-            directory.spec,
-            TrainerMember(
-                trainer=name,
-                url=node.url,
-                incarnation=name,
-                host="simulated",
-                pid=1,
-                exchange=ports.exchange if ports is not None else None,
-            ),
+        member = TrainerMember(
+            trainer=name,
+            url=node.url,
+            incarnation=name,
+            host="simulated",
+            pid=1,
+            exchange=ports.exchange if ports is not None else None,
+        )
+        job = cluster.plan.job
+        compute = (SkippingCompute if job.skips else TinyCompute)(
+            job.mode,
+            cluster.trace,
+            cluster.rng,
+            _speed(cluster, node.name),
+            job.travels_as,
+            job.schedule,
+            tables=job.tables,
+            names_rows=cluster.plan.seed % 2 == 0,
+        )
+        agent_ports = AgentPorts(
             etcd=etcd,
             directory=directory,
-            compute=(SkippingCompute if cluster.plan.job.skips else TinyCompute)(
-                cluster.plan.job.mode,
-                cluster.trace,
-                cluster.rng,
-                _speed(cluster, node.name),
-                cluster.plan.job.travels_as,
-                cluster.plan.job.schedule,
-                tables=cluster.plan.job.tables,
-                names_rows=cluster.plan.seed % 2 == 0,
-            ),
             master=node.dispatcher or SimulatedMaster(cluster.network, directory),
             connect=lambda member: SimulatedPserver(cluster.network, member, cluster.check_versions, stall_s),
             offload=failing(cluster, node.name, at_once),
-            stopping=node.stopping,
             collective=ports,
         )
+        agent = Agent(directory.spec, member, compute, agent_ports, node.stopping)
         node.service = agent
         code = await agent.run()
         left.set()

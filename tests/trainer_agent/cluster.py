@@ -14,7 +14,7 @@ import torch
 from master_service.leadership.master import Master
 from tests.equipment.cluster.cluster import Cluster
 from tests.equipment.cluster.direct_ports import DirectMaster, DirectPserver
-from trainer_agent.agent import Agent
+from trainer_agent.agent import Agent, AgentPorts
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
 from trireme_shared.blocks.gradient_norm import Clipping
@@ -67,17 +67,15 @@ class TorchCluster(Cluster):
     def add_trainer(self, name: str, script: Path | None = None) -> Agent:
         compute = self._computing.submit(self.built, script or Path(self.spec.script)).result()
         self.stopping[name] = asyncio.Event()
-        agent = Agent(
-            self.spec,
-            TrainerMember(trainer=name, url="http://127.0.0.1:1", incarnation=name, host="here", pid=1),
+        member = TrainerMember(trainer=name, url="http://127.0.0.1:1", incarnation=name, host="here", pid=1)
+        ports = AgentPorts(
             etcd=self.etcd_of(name),
             directory=self.directory,
-            compute=compute,
             master=self.port,
             connect=lambda member: DirectPserver(self.pservers[member.index]),
             offload=self.offload,
-            stopping=self.stopping[name],
         )
+        agent = Agent(self.spec, member, compute, ports, self.stopping[name])
         self.computes[name] = compute
         self.running[name] = self._group.create_task(self._outcome(agent))
         return agent

@@ -7,16 +7,16 @@ pull     version s + 1: mean gradients from all owners (gathering.py) ─► the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer_agent.collective.gathering import LAST_ASK_S, MeanGradients, with_norm
 from trainer_agent.collective.groups import Group
 from trainer_agent.collective.mean_blocks import MeanStore, released
 from trainer_agent.collective.replica import Gradients, Replica
 from trainer_agent.collective.state.checkpoints import ShareCopies
-from trainer_agent.collective.state.giving import at_once
+from trainer_agent.collective.state.giving import StepIn, at_once
 from trainer_agent.data_plane.pulls import check_finite
 from trainer_agent.data_plane.pushes import Outbox, Pushes, Verdict
 from trainer_agent.data_plane.row_lookups import RowRouter, Rows
@@ -52,11 +52,11 @@ class CollectiveGroup:
         compute: Compute,
         spec: JobSpec,
         copies: ShareCopies | None = None,
-        step_in: Callable[..., Awaitable[Any]] | None = None,
+        step_in: StepIn = at_once,
     ) -> None:
         """`copies`: this trainer's share of checkpoints; None: nothing is saved. `step_in`: where the replica is stepped."""
         self.means, self.replica, self.fleet = means, replica, means.fleet
-        self._compute, self._spec, self._copies, self._step_in = compute, spec, copies, step_in or at_once
+        self._compute, self._spec, self._copies, self._step_in = compute, spec, copies, step_in
         self._pulls = means.pulls
         self.router, self.rows = RowRouter(compute.layout, spec.gradient_dtype), ReplicaReader(replica)
         self._pushes = Pushes(self.fleet, self.router, again=self.makes_steps_again)

@@ -13,11 +13,10 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from trainer_agent.collective.arriving import Arriving
 from trainer_agent.collective.groups import Group, GroupView, LateMembers
-from trainer_agent.collective.mean_blocks import MeanStore, released
+from trainer_agent.collective.mean_blocks import Arriving, MeanStore, released
 from trainer_agent.collective.native.exchange import NativeExchange
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.collective.server import OwnShare
@@ -27,6 +26,7 @@ from trainer_agent.data_plane.fleet_client import Connect, FleetClient, Suspect
 from trainer_agent.data_plane.http import PserverPort
 from trainer_agent.data_plane.pulls import Pull, Pulls
 from trainer_agent.data_plane.step_exchange import found
+from trainer_agent.membership.lease import Membership
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import SingleErrorGroup
 from trireme_shared.platform.runtime import telemetry
@@ -46,16 +46,6 @@ T = TypeVar("T")
 log = telemetry.logger("exchange")
 
 
-class Standing(Protocol):
-    """What a trainer says of itself in its own key, see Membership."""
-
-    async def certain(self) -> bool: ...
-
-    def without_doubt(self) -> None: ...
-
-    def set(self, *, holds: None) -> None: ...
-
-
 class MeanGradients:
     """The mean gradients that one trainer has, and those that it gets from the others of its group."""
 
@@ -65,7 +55,7 @@ class MeanGradients:
         connect: Connect,
         compute: Compute,
         suspect: Suspect,
-        standing: Standing,
+        standing: Membership,
         spec: JobSpec,
         ports: CollectivePorts,
     ) -> None:

@@ -42,7 +42,7 @@ class Group:
     def __init__(self, trainers: TrainerList, me: str, slot_count: int) -> None:
         self.trainers, self.generation = trainers, trainers.generation
         self.place = trainers.places.get(me, -1)
-        self.slots = SlotMap(version=trainers.generation, owners=spread(slot_count, max(1, trainers.owner_count)))
+        self.slots = shared_out(trainers, slot_count)
         self.members: dict[int, PserverMember] = {}
         self.newest = -1
         self.givers: list[int] = []
@@ -172,6 +172,11 @@ class GroupView:
 
     async def wait_for(self, predicate: Callable[[Directory], bool], timeout_s: float, what: str) -> None:
         await self.directory.wait_for(predicate, timeout_s, what)
+
+
+def shared_out(trainers: TrainerList, slot_count: int) -> SlotMap:
+    """Who owns which slots in the generation of that list: its owners of lanes, by their places."""
+    return SlotMap(version=trainers.generation, owners=spread(slot_count, max(1, trainers.owner_count)))
 
 
 def pserver_of(member: TrainerMember) -> PserverMember:

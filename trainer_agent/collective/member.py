@@ -1,4 +1,4 @@
-"""One trainer as a member of its collective job: the group that it exchanges gradients with, all that concerns its own parameters and optimizer, and how the job's first values become known.
+"""One trainer as a member of its collective job: its group, its own parameters and optimizer, and how the job's first values become known.
 
     initial values ─┐
     checkpoint ─────┼─► a version, `holds` in trainers/<id> ─► steps with the others, shares of checkpoints ─► the last version is saved
@@ -20,7 +20,7 @@ from trainer_agent.collective.groups import GroupView
 from trainer_agent.collective.native.exchange import NativeExchange
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.collective.replica import Replica
-from trainer_agent.collective.state.checkpoints import Restorer, ShareCopies
+from trainer_agent.collective.state.checkpoints import CheckpointContext, Restorer, ShareCopies
 from trainer_agent.collective.state.following import Following
 from trainer_agent.collective.state.giving import StateGiver
 from trainer_agent.data_plane.fleet_client import Connect, Suspect
@@ -63,14 +63,14 @@ class CollectiveMember:
         if spec.exchange == "native" and ports.native is not None:
             means.native = NativeExchange(means, spec, me, etcd, lambda: membership.lease_id, ports.native)
         replica = Replica(compute, Clipping.of(spec))
-        self.copies = ShareCopies(spec, *place, ports.background, compute, replica, self._saved)
+        checkpoints = CheckpointContext(spec, *place, ports.background, compute, replica)
+        self.copies = ShareCopies(checkpoints, self._saved)
         view.observers.append(self._remember)
         self.group = group = CollectiveGroup(means, replica, compute, spec, self.copies, ports.step_in)
         self.server = server = ports.server
         server.join(directory, membership)
         server.giver = StateGiver(spec.job, compute, replica, self._saved, ports.step_in)
-        locks = group.in_use, group.swapping
-        self._restorer = Restorer(spec, *place, ports.background, compute, replica, *locks, means.stop, group.start)
+        self._restorer = Restorer(checkpoints, group.in_use, group.swapping, means.stop, group.start)
         self._following = Following(*place, compute, group, self.copies, ports.connect_donor, ports.step_in)
 
     def __repr__(self) -> str:
@@ -132,7 +132,7 @@ async def begin_together(
     if not fits(spec, compute.layout, directory.layout):
         return False
     if group.replica.record is not first:
-        return True  # the job goes back to a checkpoint, which is loaded already, or is being loaded (restoring.py)
+        return True  # the job goes back to a checkpoint, which is loaded already, or is being loaded (Restorer)
     state = directory.state
     # once it has run, also if nobody is listed now because there are too few of them
     begun = state is not None and (bool(state.checkpoint) or state.generation > state.timeline)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from trainer_agent.collective.native.exchange import NativePlace
 from trainer_agent.collective.native.link import backend_of
 from trainer_agent.collective.server import ShareServer
 from trainer_agent.collective.state.catching_up import Donor
-from trainer_agent.collective.state.giving import HttpDonor, add_route
+from trainer_agent.collective.state.giving import HttpDonor, StepIn, add_route, at_once
 from trainer_agent.settings import Settings
 from trireme_shared.checkpoints.writer import Background, Offload
 from trireme_shared.protocol.errors import PeerError
@@ -37,11 +37,6 @@ SWITCH_S = 0.001
 T = TypeVar("T")
 
 
-async def at_once(work: Callable[..., T], *arguments: Any) -> T:
-    """Where there are no threads."""
-    return work(*arguments)
-
-
 def no_donors(member: TrainerMember) -> Donor:
     raise PeerError(f"{member.trainer} is not reached")
 
@@ -53,7 +48,7 @@ class CollectivePorts:
 
     server: ShareServer
     exchange: Exchange
-    step_in: Callable[..., Awaitable[Any]] = at_once
+    step_in: StepIn = at_once
     forget_peers: Callable[[Collection[str]], None] = lambda _: None
     connect_donor: Callable[[TrainerMember], Donor] = no_donors
     background: Offload = at_once

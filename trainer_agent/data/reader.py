@@ -1,9 +1,9 @@
-"""What readers have in common: they read a range of a file's records, and columns of records without a schema keep their dtypes. A reader knows nothing of tasks, lanes or epochs.
+"""What readers have in common: a range of a file's records is read, and columns of records without a schema keep their dtypes.
 
     first records ─► column -> dtype, text, …          records of a task ──ColumnTypes.shard──► arrays of these dtypes, or errors with the value
 
-The dtype of a column is found in the first records of the dataset and kept for the whole job. Without this it would be that of the
-values that happen to be in a task.
+A reader knows nothing of tasks, lanes or epochs. The dtype of a column is found in the first records of the dataset and kept for the
+whole job. Without this it would be that of the values that happen to be in a task.
 """
 
 from __future__ import annotations

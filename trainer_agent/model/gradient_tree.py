@@ -63,51 +63,59 @@ class Entry:
     slot: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class TreeRules:
+    """How a GradientTree treats the gradients of its nodes."""
+
+    #: by block: the dtype that it is rounded to at every node
+    rounded: Sequence[Narrow | None] = ()
+    #: the vectors are a GPU's, which is not waited for block by block: `close` does all for whole segments, and sends the vector in one copy
+    whole: bool = False
+    #: gradients of a lane that are not finite are noticed as its blocks finish; then the lane is `broken`, and no more of its node is done
+    finite: bool = False
+    #: see LiveBuffers
+    counts: bool = False
+    #: see Vector
+    shared: bool = False
+    #: the norm of each node's gradient is limited to it, so `close` does all
+    limit: float | None = None
+    #: a norm that is not finite is no error
+    any_norm: bool = False
+
+
 class GradientTree:
     """The nodes of one step, and a BlockSink for the last lane of each: `open` ... `done(block)` ... `close`. `lane(slot)` is the BlockSink
-    for a lane before, then `add`.
-
-    `send_buffers`: for finished blocks that are not sent from the slot they were computed in. `rounded`: the dtype that each
-    block is rounded to at every node. `whole`: the vectors are a GPU's, which is not waited for block by block: `close` does all
-    for whole segments, and sends the vector in one copy. `finite`: gradients of a lane that are not finite are noticed as its
-    blocks finish; then the lane is `broken`, and no more of its node is done. `counts`: see LiveBuffers. `shared`: see
-    Vector. `limit`: the norm of each node's gradient is limited to it, so `close` does all. `add`, `done` and `close` raise
-    OverflowError if a value does not fit the dtype, `close` NonFiniteError if the norm is not finite (`any_norm`: it does not).
-    """
+    for a lane before, then `add`. `send_buffers`: for finished blocks that are not sent from the slot they were computed in. `add`, `done` and
+    `close` raise OverflowError if a value does not fit the dtype, `close` NonFiniteError if the norm is not finite."""
 
     def __init__(
         self,
         plan: Plan,
         device: torch.device,
         send_buffers: SendBuffers | None = None,
-        rounded: Sequence[Narrow | None] = (),
-        *,
-        whole: bool = False,
-        finite: bool = False,
-        counts: bool = False,
-        shared: bool = False,
-        limit: float | None = None,
-        any_norm: bool = False,
+        rules: TreeRules | None = None,
     ) -> None:
+        rules = rules or TreeRules()
+        whole, rounded = rules.whole, rules.rounded
         segments = plan.layout.segments
-        self._whole, self._limit, self._any_norm = whole, limit, any_norm
+        self._whole, self._limit, self._any_norm = whole, rules.limit, rules.any_norm
         # the pieces that are combined: blocks, or whole segments
         piece_segments = list(range(len(segments))) if whole else [block.segment for block in plan.blocks]
         self._means: list[Callable[..., tuple[Any, int]]] = [
-            combine if s.kind == "param" else add_changes if counts else combine_buffers for s in segments
+            combine if s.kind == "param" else add_changes if rules.counts else combine_buffers for s in segments
         ]
         self._piece_means = [self._means[number] for number in piece_segments]
         self._buffer_blocks = [block for block in plan.blocks if segments[block.segment].kind == "buffer"]
-        self._counts = counts
+        self._counts = rules.counts
         self._unchanged: dict[int, set[int]] = {}  # by slot: blocks of buffers that forward left as they were
         self._unsent: dict[Interval, set[int]] = {}
         self._plan, self._device, self._send_buffers = plan, device, send_buffers
         self._checked = [
-            piece for piece, number in enumerate(piece_segments) if finite and segments[number].kind == "param"
+            piece for piece, number in enumerate(piece_segments) if rules.finite and segments[number].kind == "param"
         ]
         self._unlooked: set[int] = set()  # such pieces of this lane that were not looked at
         self.broken = False
-        self._shared = shared and send_buffers is None
+        self._shared = rules.shared and send_buffers is None
         self._rounds = any(rounded)
         by_segment = {block.segment: dtype for block, dtype in zip(plan.blocks, rounded, strict=False)}
         self._rounded = [by_segment.get(number) for number in piece_segments]

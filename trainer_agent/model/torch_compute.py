@@ -34,6 +34,7 @@ from trainer_agent.model.gradient_tree import (
     NonFiniteError,
     SendBuffers,
     ToEventLoop,
+    TreeRules,
     check_gradients,
 )
 from trainer_agent.model.minibatch import MinibatchRunner
@@ -41,7 +42,7 @@ from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.watch.minibatch_rules import UserCode
 from trainer_agent.model.watch.unshared_state import constants_of
 from trainer_agent.own_loop.turns import use_threads
-from trainer_agent.start_values import load_start_state, start_values
+from trainer_agent.start_values import load_start_state, start_values, state_of
 from trainer_agent.tables.files import StoredTable, StoredTables
 from trainer_agent.tables.trained import TrainedTables
 from trireme_shared.blocks.buffers import DTYPES
@@ -120,10 +121,7 @@ class TorchCompute:
         self._finite, self._skips = spec.on_nonfinite != "ignore", spec.on_nonfinite == "skip"
         # synchronous: parameter servers clip the mean over all lanes
         self._limit = spec.clip_grad_norm if spec.mode is Mode.ASYNC else None
-        self.tree = GradientTree(
-            self.plan,
-            self._device,
-            self.send_buffers,
+        rules = TreeRules(
             payloads if spec.mode is Mode.SYNC else (),
             whole=not self._on_host,
             finite=self._finite and spec.clip_lane_norm is None,  # to clip, the norm of all gradients is computed
@@ -132,6 +130,7 @@ class TorchCompute:
             limit=self._limit,
             any_norm=not self._finite,
         )
+        self.tree = GradientTree(self.plan, self._device, self.send_buffers, rules)
         self.minibatch = MinibatchRunner(user, self.model, self.plan, self._parameters, self.optimizer, spec, overruled)
         self.initial_lane_zero()
 
@@ -406,11 +405,7 @@ class TorchCompute:
 
 def write_model(model: nn.Module, directory: str) -> dict[str, str]:
     """Names and values of `model.state_dict()`; kind -> URL. A retry overwrites with the same bytes."""
-    state = {
-        name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, value in model.state_dict().items()
-        if isinstance(value, torch.Tensor)
-    }
+    state = state_of(model)
     urls = {
         "safetensors": files.join(directory, "model.safetensors"),
         "state_dict": files.join(directory, "model.pt"),

@@ -96,14 +96,14 @@ class TableLayer(nn.Module):
 
 
 class Embedding(TableLayer):
-    """As torch.nn.Embedding, without a number of rows: any integer of 64 bits is an id (uint64 by its bits, so -1 and 2**64 - 1 are one), and an id that was never trained has its initial row.
+    """As torch.nn.Embedding, without a number of rows: any integer of 64 bits is an id (uint64 by its bits, so -1 and 2**64 - 1 are one), and an
+    id that was never trained has its initial row.
 
     `name`: of the table; layers with one name share it, and then have the same settings. `optimizer`: one of trireme.nn.SGD, Adagrad, Adam,
     Ftrl; Adagrad(lr=0.05) if left out. `init`: "uniform(x)" in [-x, x), "normal(deviation)", "constant(x)" or "zeros". `max_rows`: then the
     rows that were not trained for longest leave. `admit_after`: so many minibatches must have had an id before it is trained.
     `evict_after_steps`: a row that was not trained for so many steps begins again. `padding_idx`: an id whose output is 0, which is not trained.
-    Raises InvalidArgument for settings that cannot be.
-    """
+    Raises InvalidArgument for settings that cannot be."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  as torch.nn.Embedding
         """int64, int32, uint64 or uint32 of any shape -> float32 (*shape, dim). Raises InvalidArgument."""

@@ -1,4 +1,10 @@
-"""Whole tables of a job, one at a time: from the parameter servers or the own rows beside its exported model, and from a committed checkpoint for evaluations and files. What reads a checkpoint blocks."""
+"""Whole tables of a job, one at a time: from whoever has the rows beside its exported model, and from a committed checkpoint.
+
+    export_tables         parameter servers, or the own rows ─► files
+    read_tables           a checkpoint ─► memory, for evaluations while the job trains          write_checkpoint_tables    ─► files
+
+What reads a checkpoint blocks.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +47,8 @@ async def export_tables(
     offload: Callable[..., Awaitable[dict[str, str]]],
     most_bytes: int | None = None,
 ) -> dict[str, str]:
-    """As write_tables. `version` None: of an asynchronous job, whose rows have none; the files say 0. A table of more than `most_bytes` (None: MOST_BYTES) is left out, and the job's output says so. Raises OSError, Gone."""
+    """As write_tables. `version` None: of an asynchronous job, whose rows have none; the files say 0. A table of more than `most_bytes` (None:
+    MOST_BYTES) is left out, and the job's output says so. Raises OSError, Gone."""
     urls: dict[str, str] = {}
     limit = MOST_BYTES if most_bytes is None else most_bytes
     for number, spec in enumerate(specs):
@@ -72,8 +79,8 @@ def read_table(
     state: bool = False,
     reads: Callable[[], None] = lambda: None,
 ) -> StoredTable:
-    """Ids and values, with `state` also that of the optimizer; all parts are read, and up to twice the bytes of ids and values are in memory. Raises CheckpointUnusable, OSError; TooLarge: these are more
-    than `most_bytes`. `reads` is called for each piece."""
+    """Ids and values, with `state` also that of the optimizer; all parts are read, and up to twice the bytes of ids and values are in memory. Raises
+    CheckpointUnusable, OSError; TooLarge: these are more than `most_bytes`. `reads` is called for each piece."""
     ids, values, size, width = [], [], 0, spec.row_words if state else spec.dim
 
     def take(rows: RowsOfIds) -> None:

@@ -70,10 +70,10 @@ def install() -> None:
 
 
 def _wrap(moments: Moments) -> None:
-    from trainer_agent.collective.arriving import Arriving
     from trainer_agent.collective.exchange import CollectiveGroup
     from trainer_agent.collective.gathering import MeanGradients
     from trainer_agent.collective.groups import Group
+    from trainer_agent.collective.mean_blocks import Arriving
     from trainer_agent.collective.replica import Replica
     from trainer_agent.collective.state.catching_up import CatchingUp
     from trainer_agent.collective.state.giving import StateGiver

@@ -14,7 +14,7 @@ import torch
 
 from tests.equipment.cluster.direct_ports import DirectPserver
 from tests.trainer_agent.cluster import TorchCluster
-from trainer_agent.agent import Agent
+from trainer_agent.agent import Agent, AgentPorts
 from trainer_agent.collective.native.exchange import NativePlace
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.collective.server import ShareServer
@@ -102,16 +102,12 @@ class CollectiveCluster(TorchCluster):
             pid=1,
             exchange=exchange,
         )
-        agent = self.agents[name] = Agent(
-            self.spec,
-            member,
+        ports = AgentPorts(
             etcd=self.etcd_of(name),
             directory=self.directory,
-            compute=compute,
             master=self.port,
             connect=lambda member: DirectShare(self, member.incarnation),
             offload=self.offload,
-            stopping=self.stopping[name],
             collective=CollectivePorts(
                 self.shares[name],
                 exchange,
@@ -120,6 +116,7 @@ class CollectiveCluster(TorchCluster):
                 native=NativePlace("127.0.0.1", "gloo"),
             ),
         )
+        agent = self.agents[name] = Agent(self.spec, member, compute, ports, self.stopping[name])
         self.computes[name] = compute
         self.running[name] = self._group.create_task(self._outcome(agent))
         return agent

@@ -15,7 +15,7 @@ from tests.equipment.waiting import until
 from tests.simulation.compute import Speed, TinyCompute, Trace
 from tests.trainer_agent.collective.test_replica import gradients, record
 from trainer_agent.collective.replica import Replica
-from trainer_agent.collective.state.checkpoints import Restorer, ShareCopies, load_replica
+from trainer_agent.collective.state.checkpoints import CheckpointContext, Restorer, ShareCopies, load_replica
 from trainer_agent.core.duties import checkpoint_asked
 from trainer_agent.membership.lease import Membership
 from trireme_shared.checkpoints import stored
@@ -52,10 +52,11 @@ class Node:
         self.directory = Directory(etcd, KEYS)
         member = TrainerMember(trainer=name, url=f"http://{name}", incarnation=name, host="h", pid=1)
         self.membership = Membership(etcd, member)
-        place = job.spec, etcd, self.directory, self.membership, self.offload, self.compute, self.replica
-        self.copies = ShareCopies(*place)
+        place = self.membership, self.offload, self.compute, self.replica
+        context = CheckpointContext(job.spec, etcd, self.directory, *place)
+        self.copies = ShareCopies(context)
         self.evaluating = asyncio.Lock()
-        self.restorer = Restorer(*place, asyncio.Lock(), self.evaluating)
+        self.restorer = Restorer(context, asyncio.Lock(), self.evaluating)
         self.slow = asyncio.Event()
         self.slow.set()
         self.tasks: list[asyncio.Task[Any]] = []

@@ -10,7 +10,7 @@ import torch
 from tests.equipment.gpu_arithmetic import GpuArithmetic
 from tests.trainer_agent.done_blocks import DoneBlocks
 from trainer_agent.model.devices import HOST, device_of, number_of, use_deterministic_kernels
-from trainer_agent.model.gradient_tree import Entry, GradientTree
+from trainer_agent.model.gradient_tree import Entry, GradientTree, TreeRules
 from trireme_shared.blocks.accumulator import Accumulator
 from trireme_shared.blocks.buffers import BufferPool
 
@@ -31,7 +31,7 @@ MODELS = {
 
 def node_on_gpu(plan, rounded, node, counts):
     """The node's blocks, as a trainer with a GPU computes them."""
-    tree = GradientTree(plan, HOST, None, rounded)
+    tree = GradientTree(plan, HOST, None, TreeRules(rounded))
     for lane in range(*node):
         entry = Entry(1, counts[lane], tree.take() if counts[lane] else None)
         if entry.slot is not None:

@@ -41,7 +41,8 @@ log = telemetry.logger("native")
 
 
 class NativeStatement(Record):
-    """`version`: the one that the trainer has. `received`: the generation in which the next one was made, which it has received whole (-1: none). `listener`: where its group listens. `network`: see own_network. `manifest`: what all must have alike."""
+    """What a trainer says before its group is built. `version`: the one that it has. `received`: the generation in which the next one was made, which
+    it has received whole (-1: none). `listener`: where its group listens. `network`: see own_network. `manifest`: what all must have alike."""
 
     trainer: str
     version: int
@@ -164,8 +165,8 @@ class _Shelf:
 
 
 class Link:
-    """`group` None: this trainer is alone. All of torch's operations run in one thread, in order. `limit`: of each, in seconds. `cut` it from the event loop, at once; `close` it when
-    its user is done."""
+    """`group` None: this trainer is alone. All of torch's operations run in one thread, in order. `limit`: of each, in seconds. `cut` it from the
+    event loop, at once; `close` it when its user is done."""
 
     def __init__(self, host: str, backend: str, threads: int, limit: OperationLimit) -> None:
         self.group: Group | None = None

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer_agent.collective.arriving import Arriving
-from trainer_agent.collective.mean_blocks import MeanStore
+from trainer_agent.collective.mean_blocks import Arriving, MeanStore
 from trainer_agent.collective.native.link import Link
 from trainer_agent.collective.native.reducing import (
     ChosenNode,

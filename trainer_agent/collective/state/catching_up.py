@@ -4,8 +4,8 @@
     mean gradients of each version, as members pull them ──────┴─► each piece stepped to the version that is followed
     all blocks are there, at that version ─► the replica has it
 
-A piece is a block, or a parameter for rules that need whole ones (pieces.py). One that comes too late for the gradients that are kept is fetched again; if that happens too often, the donors are asked to hurry. Nothing is in use
-before all of it is there.
+A piece is a block, or a parameter for rules that need whole ones (pieces.py). One that comes too late for the gradients that are kept
+is fetched again; if that happens too often, the donors are asked to hurry. Nothing is in use before all of it is there.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class Follow(Protocol):
 
 
 class CatchingUp:
-    """One attempt, for one timeline. `copying_s`: until every piece was there, at any version. `envelope()`: job, term and generation of requests. `factor`: see Replica.factor. `step_in`: where blocks are stepped: a
-    thread."""
+    """One attempt, for one timeline. `copying_s`: until every piece was there, at any version. `envelope()`: job, term and generation of requests.
+    `factor`: see Replica.factor. `step_in`: where blocks are stepped: a thread."""
 
     def __init__(
         self,

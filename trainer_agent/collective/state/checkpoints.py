@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from trainer_agent.collective.groups import shared_out
 from trainer_agent.collective.replica import Replica, rows_of
 from trainer_agent.model.compute import Compute
 from trireme_shared.blocks.buffers import BufferPool, tensor_over
@@ -54,35 +55,45 @@ RESTORE_PAUSE_S = 0.5
 TRIES = 4
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointContext:
+    """What one trainer's checkpoints are made of and loaded into, and by whom they are told."""
+
+    spec: JobSpec
+    etcd: Etcd
+    directory: Directory
+    #: the trainer's own key, which says what it holds
+    own_key: OwnKey[TrainerMember]
+    #: where files are written and read
+    offload: Offload
+    compute: Compute
+    replica: Replica
+
+
 class ShareCopies(Copies):
     """With the `checkpointer` that writes them. `saved(record)`: with the results of steps before it that may not be stored yet. `at_version` is awaited
     whenever the version in use or the generation is another one, before the version in use changes again."""
 
     def __init__(
         self,
-        spec: JobSpec,
-        etcd: Etcd,
-        directory: Directory,
-        own_key: OwnKey[TrainerMember],
-        offload: Offload,
-        compute: Compute,
-        replica: Replica,
+        context: CheckpointContext,
         saved: Callable[[StepRecord], StepRecord] = lambda record: record,
     ) -> None:
         super().__init__()
-        self._spec, self._directory = spec, directory
-        self._compute, self._replica, self._saved = compute, replica, saved
-        self._layout = compute.layout
+        self._spec, self._directory = context.spec, context.directory
+        self._compute, self._replica, self._saved = context.compute, context.replica, saved
+        self._layout = context.compute.layout
         self._blocks = tuple(self._layout.blocks())
-        self._schedule, self._pool = Schedule.of(spec), BufferPool()
+        self._schedule, self._pool = Schedule.of(context.spec), BufferPool()
+        own_key = context.own_key
         self._me = own_key.record.trainer
         self._lists: dict[int, TrainerList] = {}
         self._considered = (-1, -1, -1)
         self._waiting: list[tuple[int, Copied]] = []  # by rank; two: neither may be left out
         self._skipped = 0
-        owner = ReplicaOwner(own_key.record, replica, directory)
-        self._context = SavingContext(etcd, directory, owner, own_key, offload, self._living, self._slots_of)
-        self.checkpointer = Checkpointer(self._context, self)
+        owner = ReplicaOwner(own_key.record, context.replica, context.directory)
+        place = context.etcd, context.directory, owner, own_key, context.offload
+        self.checkpointer = Checkpointer(SavingContext(*place, self._living, self._slots_of), self)
 
     def __repr__(self) -> str:
         return f"<ShareCopies of {self._me}: {len(self._waiting)} wait to be written>"
@@ -278,11 +289,6 @@ class ReplicaOwner:
         return self.directory.master.term if self.directory.master is not None else 0
 
 
-def shared_out(trainers: TrainerList, slot_count: int) -> SlotMap:
-    """Who owns which slots in the generation of that list: its owners of lanes, by their places."""
-    return SlotMap(version=trainers.generation, owners=spread(slot_count, max(1, trainers.owner_count)))
-
-
 class _Superseded(CheckpointUnusable):
     """The checkpoint is not kept any more."""
 
@@ -294,21 +300,15 @@ class Restorer:
 
     def __init__(
         self,
-        spec: JobSpec,
-        etcd: Etcd,
-        directory: Directory,
-        own_key: OwnKey[TrainerMember],
-        offload: Offload,
-        compute: Compute,
-        replica: Replica,
+        context: CheckpointContext,
         idle: asyncio.Lock,
         swapping: asyncio.Lock,
         drop: Callable[[], None] = lambda: None,
         began: Callable[[], None] = lambda: None,
     ) -> None:
-        self._spec, self._etcd, self._directory = spec, etcd, directory
-        self._own_key, self.offload = own_key, offload
-        self._compute, self._replica, self._idle, self._swapping = compute, replica, idle, swapping
+        self._spec, self._etcd, self._directory = context.spec, context.etcd, context.directory
+        self._own_key, self._offload = context.own_key, context.offload
+        self._compute, self._replica, self._idle, self._swapping = context.compute, context.replica, idle, swapping
         self._drop, self._began = drop, began
 
     def __repr__(self) -> str:
@@ -366,7 +366,7 @@ class Restorer:
         for attempt in range(TRIES):
             try:
                 async with self._swapping:
-                    await self.offload(
+                    await self._offload(
                         load_replica, *place, ref, self._spec.lanes, self._compute, self._replica, state.timeline
                     )
             except (CheckpointUnusable, PeerError):

@@ -1,21 +1,20 @@
 """What a trainer of a collective job does for its state beside the loops: it gets it, keeps up with it as a spare, and saves the last version.
 
 no version of the job's timeline, others have one ─► catching_up ─► `holds` ─► a spare: each version that the others make ─► lanes: the loop goes on
-ROLLING_BACK: restoring.py
+ROLLING_BACK: Restorer in checkpoints.py
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from trainer_agent.collective.replica import Replica
-from trainer_agent.collective.state.catching_up import CatchingUp, Donor, Follow
+from trainer_agent.collective.exchange import CollectiveGroup
+from trainer_agent.collective.state.catching_up import CatchingUp, Donor
 from trainer_agent.collective.state.checkpoints import ShareCopies
 from trainer_agent.collective.state.giving import StepIn, at_once
 from trainer_agent.collective.state.messages import Portion, StateRequest
-from trainer_agent.data_plane.fleet_client import FleetClient
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import end_tasks
 from trireme_shared.platform.etcd import Etcd
@@ -24,63 +23,13 @@ from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.membership.own_key import OwnKey
 from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.protocol.errors import Gone, PeerError, StaleGeneration
-from trireme_shared.protocol.records import Holding, JobState, Phase, TrainerList, TrainerMember
+from trireme_shared.protocol.records import Holding, JobState, Phase, TrainerMember
 
 LOOK_S = 0.5
 PAUSE_S = 0.3
 
 T = TypeVar("T")
 log = telemetry.logger("collective.following")
-
-
-class Means(Follow, Protocol):
-    """The mean gradients that this trainer has, see MeanGradients."""
-
-    fleet: FleetClient
-
-    @property
-    def has(self) -> int:
-        """The version of which it has all mean gradients; -1: none."""
-        ...
-
-    @property
-    def lost(self) -> str:
-        """Why what it has is about to be forgotten; "": it is not."""
-        ...
-
-    def listed(self) -> TrainerList | None:
-        """The trainers of the present generation, if they are known."""
-        ...
-
-    def stop(self) -> None:
-        """What it has is of no use any more: nothing is served."""
-        ...
-
-
-class Versions(Protocol):
-    """The versions of the own parameters, see CollectiveGroup."""
-
-    replica: Replica
-    #: held by whoever uses or changes the parameters, and then `swapping` to take other ones into use
-    in_use: asyncio.Lock
-    swapping: asyncio.Lock
-    #: set once it is known whether this trainer has the job's first values
-    begun: asyncio.Event
-
-    @property
-    def means(self) -> Means: ...
-
-    async def step_to(self, version: int) -> None:
-        """The replica makes the next version, of which all mean gradients are there, and has it in use then."""
-        ...
-
-    def handed_over(self) -> None:
-        """The replica has got a version from other trainers: the mean gradients, which began before, know the values of buffers from now on."""
-        ...
-
-    async def reached(self) -> None:
-        """Copies this trainer's share of the version in use, if a checkpoint of it is due."""
-        ...
 
 
 class Following:
@@ -92,7 +41,7 @@ class Following:
         directory: Directory,
         own_key: OwnKey[TrainerMember],
         compute: Compute,
-        versions: Versions,
+        versions: CollectiveGroup,
         copies: ShareCopies,
         connect: Callable[[TrainerMember], Donor],
         step_in: StepIn = at_once,

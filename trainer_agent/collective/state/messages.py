@@ -30,8 +30,9 @@ class StateRequest(MessageHeader):
 
 
 class StatePart(Record):
-    """Of rows (block ROWS): `name` is the table's number and what they are, see rows/giving.py. Else `name`: "" for the values of the block, which come before the rest, else a tensor of its optimizer's state. `scalar`: it has no dimensions, else
-    it is as long as the block. `digest`: xxh3-128 of its bytes, in hexadecimal."""
+    """One tensor. Of rows (block ROWS): `name` is the table's number and what they are, see rows.py. Else `name`: "" for the values of the block,
+    which come before the rest, else a tensor of its optimizer's state. `scalar`: it has no dimensions, else it is as long as the block.
+    `digest`: xxh3-128 of its bytes, in hexadecimal."""
 
     block: int
     name: str = ""

@@ -1,9 +1,10 @@
-"""State that forward changes and trainers do not share, noticed so that it can be refused; and buffers whose mean over lanes may mean nothing, noticed so that the user hears of it.
+"""State that forward changes and trainers do not share: noticed, so that it can be refused, or that the user hears of it.
 
     parameters                                        only the optimizer, at the parameter servers, changes them
     buffers that are neither floating-point nor int64  constants of the model
     the optimizer: groups, options, state              see OptimizerWatch in model/optimizer.py
     the model: which parameters, buffers, modules      as it was laid out (KeptModel)
+    other buffers                                      shared; told if their mean over lanes may mean nothing (AveragedBuffers)
 
 If forward changed them, the result would depend on which trainer computed which minibatch. Most changes show in torch's counter of
 in-place operations or in the address. Those through `.data` show in a digest, which is computed for some minibatches only, or in three
