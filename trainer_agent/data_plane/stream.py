@@ -98,7 +98,7 @@ class StreamPserver(HttpPserver):
     async def pull(self, request: PullRequest, sink: Sink, placed: Placed | None = None) -> PullEnd:
         stream = await self._connected()
         with stream.call("pull", request, sink, placed) as (_, call):
-            return codec.read(PullEnd, await stream.answered(call, self._stall_s + _waits_s(request)))
+            return codec.read(PullEnd, await stream.answered(call, self._stall_s + waits_s(request)))
 
     async def lookup(self, request: LookupRequest, ids: memoryview) -> tuple[LookupEnd, memoryview]:
         stream = await self._connected()
@@ -204,6 +204,6 @@ async def leave_when_done(future: asyncio.Future[Any]) -> AsyncIterator[None]:
             raise
 
 
-def _waits_s(request: PullRequest) -> float:
+def waits_s(request: PullRequest) -> float:
     """How long the pserver may wait before it sends the first block: a pull of what is there does not wait."""
     return 0.0 if request.version is None else request.wait_s

@@ -14,7 +14,7 @@ from typing import Any, Self
 from pserver_service.handoff_client import Parts
 from tests.equipment.cluster.lookups import lookup
 from tests.equipment.cluster.network import Network, Pipe, replay
-from trainer_agent.data_plane.http import waits_s
+from trainer_agent.data_plane.stream import waits_s
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.protocol.errors import DeadlineExceeded, NotLeader, PeerError
 from trireme_shared.protocol.records import (

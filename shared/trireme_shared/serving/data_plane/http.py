@@ -252,7 +252,7 @@ class Incoming(Generic[Header, Item]):
 
 
 async def write_block(response: web.StreamResponse, prefix: bytes, payload: memoryview) -> None:
-    """Send one block. On return the transport does not refer to `payload` any more (its write buffer limit is 0)."""
+    """Send one block. Its payload must stay as it is until the answer is over: the transport may still refer to it."""
     size = payload.nbytes
     if size <= SMALL_BYTES:
         await response.write(prefix + bytes(payload))

@@ -158,7 +158,7 @@ class FrameStream(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's transports do not inherit from it
-        unbuffered(self.transport)
+        _unbuffered(self.transport)
         plain = transport.get_extra_info("socket")
         if plain is not None and _is_local(plain):
             _tune(plain)
@@ -235,7 +235,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self.transport.resume_reading()
 
 
-def unbuffered(transport: asyncio.Transport) -> None:
+def _unbuffered(transport: asyncio.Transport) -> None:
     """Its protocol's `pause_writing` is called whenever the transport keeps bytes: only then may it refer to memory it was given. TLS
     copies what it encrypts; at 0, its transports pause for ever."""
     transport.set_write_buffer_limits(high=0 if transport.get_extra_info("sslcontext") is None else 1)
