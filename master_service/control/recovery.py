@@ -84,7 +84,7 @@ class Recovery:
         if state.phase is not Phase.ROLLING_BACK:
             return await self._record_returns()
         if not state.checkpoint:
-            return False  # to the start: rollback.supervise does the rest
+            return False  # to the start: decisions.recovery.supervise does the rest
         manifest = await self._read(state)
         if manifest is None:
             return True

@@ -18,11 +18,12 @@ _documents: dict[int, Any] = {}  # by the number of routers: those of a cluster'
 @contextmanager
 def documents_made_once() -> Iterator[None]:
     """Nothing, as long as nobody has loaded the API."""
-    document, paths = (sys.modules.get(f"master_service.api.openapi.{name}") for name in ("document", "paths"))
+    document = sys.modules.get("master_service.api.openapi.document")
+    documentation = sys.modules.get("master_service.api.openapi.documentation")
     with ExitStack() as both:
-        if document is not None and paths is not None:
+        if document is not None and documentation is not None:
             both.enter_context(replaced(document, "new_document", _once(document.new_document)))
-            both.enter_context(replaced(paths, "offload", _offload))
+            both.enter_context(replaced(documentation, "offload", _offload))
         yield
 
 

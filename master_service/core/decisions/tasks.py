@@ -214,7 +214,7 @@ def _expire(job: Job, queue: TaskQueue, late: Sequence[str], now: float) -> Deci
         held = queue.pending[task_id]
         cause = f"silent for {now - held.last_sign:.1f} s at {held.record.trainer}"
         if queue.by_lane and not 0 < held.record.failures >= queue.max_failures - 1:
-            # lanes wait for each other, so this may not be the one that hangs: that one is found by where its process dies (deaths.py)
+            # lanes wait for each other, so this may not be the one that hangs: that one is found by where its process dies (discarded_tasks.py)
             decision += _put_back(queue, task_id, cause)
             continue
         closing = queue.give_up(task_id, cause)

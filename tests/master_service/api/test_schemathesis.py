@@ -126,7 +126,7 @@ def test_an_answer_that_the_document_does_not_describe_is_found(fuzzed: Fuzzed) 
 
 
 def test_a_bug_is_found(fuzzed: Fuzzed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("master_service.api.routes.jobs.render.pool", lambda term: term.no_such_thing)
+    monkeypatch.setattr("master_service.api.routes.jobs.pool_view", lambda term: term.no_such_thing)
     ask_each(fuzzed, schema_of(document()).include(path="/v1/pool"), each_way=1)
     assert any("GET /v1/pool: " in found and "INTERNAL" in found for found in fuzzed.findings), fuzzed.findings
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from master_service.trackers import follower
-from master_service.trackers import follower as following
 from master_service.trackers.assignment import Assignment, News
 from master_service.trackers.follower import Follower
 from tests.equipment.replaced import replaced
@@ -55,7 +54,7 @@ class Hanging:
 
 @pytest.fixture(autouse=True)
 def impatient() -> Iterator[None]:
-    with replaced(follower, "FIRST_PAUSE_S", 0.02), replaced(following, "LATE_S", 0.05):
+    with replaced(follower, "FIRST_PAUSE_S", 0.02), replaced(follower, "LATE_S", 0.05):
         yield
 
 
