@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from trireme.background.errors import WaitTimedOut as WaitTimedOut
     from trireme.background.run import Run as Run
     from trireme.background.run import run as run
-    from trireme.communicator.communicator import CollectiveCommunicator as CollectiveCommunicator
-    from trireme.communicator.status import FAILED as FAILED
-    from trireme.communicator.status import SUCCEEDED as SUCCEEDED
-    from trireme.communicator.status import Status as Status
+    from trireme.communicator import CollectiveCommunicator as CollectiveCommunicator
+    from trireme.communicator_status import FAILED as FAILED
+    from trireme.communicator_status import SUCCEEDED as SUCCEEDED
+    from trireme.communicator_status import Status as Status
     from trireme.loop import backward as backward
     from trireme.loop import prepare as prepare
     from trireme.plain import train as train
@@ -63,14 +63,14 @@ __all__ = [
 make_room()
 
 _HOMES = {
-    "FAILED": "trireme.communicator.status",
-    "SUCCEEDED": "trireme.communicator.status",
-    "CollectiveCommunicator": "trireme.communicator.communicator",
+    "FAILED": "trireme.communicator_status",
+    "SUCCEEDED": "trireme.communicator_status",
+    "CollectiveCommunicator": "trireme.communicator",
     "InvalidSetting": "trireme.background.errors",
     "JobFailed": "trireme.background.errors",
     "JobStopped": "trireme.background.errors",
     "Run": "trireme.background.run",
-    "Status": "trireme.communicator.status",
+    "Status": "trireme.communicator_status",
     "WaitTimedOut": "trireme.background.errors",
     "backward": "trireme.loop",
     "log": "trireme_shared.protocol.metrics",

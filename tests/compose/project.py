@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from tests.compose.engine import compose_command, output, run
 from tests.soak.run import SoakError
 from trireme.client import Client
-from trireme.containers import object_storage
+from trireme.containers.secrets import KEY
 from trireme_shared.protocol.errors import TriremeError
 
 DIGITS = "/opt/trireme/examples/digits/digits.py"
@@ -131,7 +131,7 @@ def check_no_secret_shows(project: Project, image: str) -> int:
     options = [part for mount in mounts for part in ("--volume", mount)]
     script = f"{SECRETS} -exec cat {{}} \\; -exec echo \\;"
     text = run(["docker", "run", "--rm", "--network", "none", *options, "--entrypoint", "sh", image, "-c", script])
-    secrets = {word for word in re.findall(r"[\w-]+", text) if len(word) >= 20} - {object_storage.KEY}
+    secrets = {word for word in re.findall(r"[\w-]+", text) if len(word) >= 20} - {KEY}
     places = {"the image's history": run(["docker", "history", "--no-trunc", image])}
     for each in project.containers(all_of_them=True):
         places[each["Name"]] = json.dumps(each)

@@ -24,7 +24,7 @@ from tests.tidy.compose_file import (
     variables_of,
     with_defaults,
 )
-from trireme.containers import object_storage, secrets
+from trireme.containers import secrets
 from trireme.containers.setup import HEALTH
 from trireme.containers.setup import Settings as SetupSettings
 from trireme.launchers.docker_engine import DEFAULT
@@ -229,7 +229,7 @@ def test_secrets_lie_where_the_code_puts_them():
     volumes = secrets.TokenVolumes(root)
     made = {str(path.parent) for path in (volumes.table, *(volumes.file(role) for role in secrets.FOLDERS))}
     made |= {str(root / folder) for folder in (secrets.ETCD_ROOT, secrets.ETCD, secrets.GRAFANA)}
-    made |= {str(root / folder) for folder in (object_storage.FOLDER, object_storage.SERVER_FOLDER)}
+    made |= {str(root / folder) for folder in (secrets.S3, secrets.S3_SERVER)}
     assert {place for place, (source, _) in mounts("secrets").items() if source.startswith("secrets-")} == made
     environment = SERVICES["trainer"]["environment"]
     assert environment["TRIREME_TOKENS_FILE"] == str(volumes.table)
@@ -298,8 +298,8 @@ def test_users_of_the_s3_server_find_it_and_its_keys():
     assert given.keys() <= set(re.findall(r"\$\{(\w+)", TEXT + S3_TEXT))
     assert f"-s3.port={given['S3_ENDPOINT'].rpartition(':')[2]}" in SERVICES["s3"]["command"]
     assert given["S3_ENDPOINT"].startswith("http://s3:")
-    assert given["S3_CREDENTIALS"] == str(secrets.ROOT / object_storage.FOLDER / object_storage.CREDENTIALS)
-    config = secrets.ROOT / object_storage.SERVER_FOLDER / object_storage.SERVER_CONFIG
+    assert given["S3_CREDENTIALS"] == str(secrets.ROOT / secrets.S3 / secrets.CREDENTIALS)
+    config = secrets.ROOT / secrets.S3_SERVER / secrets.SERVER_CONFIG
     assert f"-s3.config={config}" in SERVICES["s3"]["command"]
     assert re.fullmatch(r"\S+:[\d.]+", with_defaults(SERVICES["s3"]["image"])), "a version"
     for name in USERS_OF_S3:

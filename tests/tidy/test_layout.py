@@ -46,7 +46,7 @@ HOMES = {
     ),
     "s3fs": ("shared/trireme_shared/platform/storage/object_store.py",),
     "httpx": ("trireme/client/",),
-    "ray": ("trireme/launchers/ray_launcher.py",),
+    "ray": ("trireme/launchers/ray_launcher.py", "trireme/launchers/ray_process.py"),
     "IPython": ("trireme/background/watching.py",),
     "tensorboard": ("master_service/trackers/event_files.py",),
     "mlflow": ("master_service/trackers/mlflow_run.py",),

@@ -21,8 +21,7 @@ from trireme.cli.targets import Target, cluster_of, job_target
 from trireme.launch import resume, run_folder
 from trireme.launch.run_folder import DATA_DIR
 from trireme.validation import allowed_name
-from trireme.view.job_address import AnyClient, OpenJob, open_job
-from trireme.view.operations import call_any_master, wait_for_operation
+from trireme.view.job_address import AnyClient, OpenJob, call_any_master, open_job, wait_for_operation
 from trireme.view.progress import say
 from trireme_shared.checkpoints import stored
 from trireme_shared.platform.runtime import ids

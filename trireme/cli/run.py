@@ -16,7 +16,6 @@ from trireme import existing_etcd
 from trireme.cli import exit_codes
 from trireme.cli.history import logs
 from trireme.cli.history.metrics import loss_chart
-from trireme.cli.history.script_output import ScriptOutput
 from trireme.cli.history.trackers import check_trackers, finish_trackers
 from trireme.cli.start_file import with_start_file
 from trireme.cli.tables.memory import memory_bytes, memory_of_tables
@@ -45,7 +44,7 @@ from trireme.settings import (
 )
 from trireme.validation import AUTO, allowed_name, without_auto
 from trireme.view.child_events import restarts_in
-from trireme.view.live_progress import ProgressReporter
+from trireme.view.live_progress import ProgressReporter, ScriptOutput
 from trireme.view.progress import Display, display
 from trireme.view.report import failure_text, result_document, summary_text
 from trireme_shared.platform.membership.etcd_access import EtcdAccess

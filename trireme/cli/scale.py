@@ -13,8 +13,7 @@ from rich.console import Console
 
 from trireme.cli import exit_codes
 from trireme.cli.targets import job_target
-from trireme.view.job_address import AnyClient, Connect, OpenJob, open_job
-from trireme.view.operations import LONG_POLL_S, call_any_master
+from trireme.view.job_address import LONG_POLL_S, AnyClient, Connect, OpenJob, call_any_master, open_job
 from trireme.view.progress import say
 from trireme_shared.platform.runtime import clock, ids
 from trireme_shared.protocol.errors import DeadlineExceeded, TriremeError, from_map

@@ -16,16 +16,17 @@ from contextlib import asynccontextmanager
 
 from pydantic import Field
 
-from trireme.containers import object_storage, secrets
+from trireme.containers import secrets
 from trireme_shared.platform.etcd import Etcd, connect
 from trireme_shared.platform.membership.settings import MemberSettings
 from trireme_shared.platform.runtime import clock, service, telemetry
 from trireme_shared.platform.security import etcd_users
-from trireme_shared.platform.storage.object_store import is_s3
-from trireme_shared.protocol.errors import CallerError, DeadlineExceeded, PeerError, Unauthorized
+from trireme_shared.platform.storage import files, object_store
+from trireme_shared.protocol.errors import CallerError, DeadlineExceeded, InvalidArgument, PeerError, Unauthorized
 
 CALL_S = 5.0
 LOOK_S = 0.2
+BUCKET_LOOK_S = 0.5
 HEALTH = "health"  # the user of etcd's health check, and its password: it may log in, and do nothing more
 
 log = telemetry.logger("setup")
@@ -99,13 +100,39 @@ async def _check(etcd: Etcd, settings: Settings, prefix: str) -> None:
     raise Unauthorized(f"etcd at {settings.etcd_access} still answers whoever asks: its users are not on")
 
 
+async def prepare_bucket(url: str, limit_s: float) -> None:
+    """Wait until `url` can be written and read. A missing bucket is made, but not at Amazon: the name may be mistyped there.
+
+    Raises Unauthorized, InvalidArgument (there is no such bucket), DeadlineExceeded with the last reason.
+    """
+    deadline = clock.monotonic() + limit_s
+    while True:
+        try:
+            await asyncio.to_thread(files.check_writable, url)
+            return
+        except object_store.NoBucket as error:
+            if not object_store.endpoint():
+                raise InvalidArgument(f"the storage cannot be used: {error}") from error
+            reason: OSError = error
+        except PermissionError as error:
+            raise Unauthorized(f"the storage cannot be used: {error}") from error
+        except OSError as error:  # it is on its way, or cannot write yet
+            reason = error
+        if clock.monotonic() > deadline:
+            raise DeadlineExceeded(f"waited {limit_s:g} s for the storage: {reason}") from reason
+        if isinstance(reason, object_store.NoBucket):
+            await asyncio.to_thread(object_store.make_bucket, url)
+        else:
+            await asyncio.sleep(BUCKET_LOOK_S)
+
+
 async def _serve(settings: Settings) -> int:
     root = secrets.root_folder()
     root_password, password = (secrets.password(root, folder) for folder in (secrets.ETCD_ROOT, secrets.ETCD))
     await turn_on(settings, root_password, password)
     sys.stdout.write(f"etcd asks for a password; user {settings.etcd_user} may use /{settings.root}/ alone\n")
-    if is_s3(settings.storage):
-        await object_storage.prepare_bucket(settings.storage, settings.setup_limit_s)
+    if object_store.is_s3(settings.storage):
+        await prepare_bucket(settings.storage, settings.setup_limit_s)
         sys.stdout.write(f"{settings.storage} can be written and read\n")
     return 0
 

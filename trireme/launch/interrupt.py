@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from trireme.launch.cluster import LocalCluster
-from trireme.view.operations import wait_for_operation
+from trireme.view.job_address import wait_for_operation
 from trireme.view.progress import say
 from trireme_shared.platform.runtime import ids
 from trireme_shared.protocol.errors import TriremeError

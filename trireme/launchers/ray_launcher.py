@@ -13,23 +13,21 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Any, Self, cast
+from typing import Any, Self, cast
 
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from trireme.launch.processes import PYTHON_MODULE, Exit, Process, RestartPolicy, inherited_environment, spawn
+from trireme.launch.processes import Exit, RestartPolicy
 from trireme.launchers.launcher import MODULES, ROLES, Launched, OnEvent, Resources, Role
+from trireme.launchers.ray_process import RayProcess
 from trireme.view.child_events import ChildEvent
 from trireme_shared.platform.runtime import clock
-from trireme_shared.platform.security import private_files
 from trireme_shared.protocol.errors import PeerError
 
 STRATEGY: Mapping[Role, str] = {"master": "SPREAD", "pserver": "SPREAD", "trainer": "PACK"}
@@ -38,7 +36,6 @@ CONNECT_S = 10.0
 ROOM_S = 20.0  # then it is told that Ray has no room yet
 ANSWER_S = 15.0  # of a stopped actor, beyond the grace of its process
 FAILED = 1
-LOG = "process.log"
 
 Settings = Callable[[Role, str], Mapping[str, str]]
 
@@ -251,46 +248,3 @@ class RayLauncher:
         self._beside.add(task)
         task.add_done_callback(self._beside.discard)
         return task
-
-
-class RayProcess:
-    """One master or host agent, as an actor on the node that Ray chose for it. All methods run in the actor's event loop.
-
-    The process listens on the address of its node, and dies with the actor. If the node is lost, Ray starts the actor elsewhere and
-    calls `run` again there."""
-
-    def __init__(self) -> None:
-        self._process: Process | None = None
-        self._stopping = False
-
-    async def run(self, module: str, settings: Mapping[str, str]) -> int:
-        """`python -m module` with these TRIREME_* variables; its exit code when it has ended. TRIREME_DATA_DIR gets its log. Raises
-        OSError."""
-        if self._stopping:
-            return 0
-        address = ray.util.get_node_ip_address()
-        here = {"TRIREME_HOST": address, "TRIREME_NODE": address}
-        environment = {**inherited_environment(), **settings, **here}
-        with _log(Path(settings["TRIREME_DATA_DIR"])) as log:
-            self._process = await spawn([*PYTHON_MODULE, module], environment, log, log)
-        return await self._process.wait()
-
-    async def stop(self, grace_s: float) -> None:
-        """SIGTERM, then SIGKILL after `grace_s` seconds."""
-        self._stopping = True
-        process = self._process
-        if process is None or process.returncode is not None:
-            return
-        process.send_signal(signal.SIGTERM)
-        try:
-            async with asyncio.timeout(grace_s):
-                await process.wait()
-        except TimeoutError:
-            process.send_signal(signal.SIGKILL)
-            await process.wait()
-
-
-def _log(folder: Path) -> IO[bytes]:
-    private_files.make_own_folder(folder.parent)
-    private_files.make_own_folder(folder)
-    return private_files.open_private(folder / LOG, "ab")

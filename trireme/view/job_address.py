@@ -1,27 +1,38 @@
 """A client for a job's address: a master's URL, that of a job in a cluster (`http://HOST:PORT/v1/jobs/NAME`), or
-`etcd+http://HOST:PORT/JOB` or `etcd+unix:///SOCKET/JOB` for a job without a master."""
+`etcd+http://HOST:PORT/JOB` or `etcd+unix:///SOCKET/JOB` for a job without a master. Commands call through it whichever master leads, and
+wait for operations (a checkpoint, a restore), also while one master takes over from another.
+
+RUNNING --long polls--> DONE: the operation     FAILED: its error     still RUNNING at the end: DeadlineExceeded
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from trireme.client import ONLY_JOB, AsyncClient
 from trireme.client.exchange import MASTERLESS
+from trireme_shared.platform.runtime import clock, ids
 from trireme_shared.platform.runtime.telemetry import without_user
-from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.errors import DeadlineExceeded, InvalidArgument, PeerError, from_map
+from trireme_shared.protocol.records.operations import Operation, OperationState
 
 if TYPE_CHECKING:
     from trireme.view.masterless_client import MasterlessClient
 
+
 JOBS = "/v1/jobs/"
 TIMEOUT_S = 10.0
+LONG_POLL_S = 5.0
+PAUSE_S = 0.5
+AWAY_S = 30.0  # how long a job may be without a master
 
 AnyClient: TypeAlias = "AsyncClient | MasterlessClient"
 OpenJob: TypeAlias = "tuple[AnyClient, str]"  # a client, and the job's name in its calls
 Connect: TypeAlias = "Callable[[], AbstractAsyncContextManager[OpenJob]]"
+R = TypeVar("R")
 
 
 def address_of(url: str, job: str | None) -> str:
@@ -68,3 +79,43 @@ async def open_job(address: str, *, token: str = "", timeout_s: float = TIMEOUT_
         following.cancel()
         await asyncio.wait([following])
         await etcd.close()
+
+
+async def wait_for_operation(
+    connect: Connect, operation: Operation, wait_s: float, report: Callable[[str], None]
+) -> Operation:
+    """The operation once it is DONE; `report` gets what it waits for. Raises the operation's error if it FAILED, and
+    DeadlineExceeded if it is still RUNNING after `wait_s`; then it goes on."""
+    deadline, reported = clock.monotonic() + wait_s, ""
+    name = operation.operation_id
+    while operation.running:
+        if operation.reason != reported:
+            reported = operation.reason
+            report(reported)
+        left = deadline - clock.monotonic()
+        if left <= 0:
+            msg = f"operation {name} is still running after {wait_s:g} s: {reported}"
+            raise DeadlineExceeded(msg, hint="it goes on; wait longer with --wait-s", operation=name)
+        operation = await _polled(connect, name, min(left, LONG_POLL_S))
+    if operation.state is OperationState.FAILED:
+        details = operation.model_dump(mode="json")
+        raise from_map({"code": operation.error_code, "message": operation.reason, "details": details})
+    report(operation.reason)
+    return operation
+
+
+async def _polled(connect: Connect, operation_id: str, wait_s: float) -> Operation:
+    return await call_any_master(connect, lambda client, job: client.get_operation(job, operation_id, wait_s=wait_s))
+
+
+async def call_any_master(connect: Connect, call: Callable[[AnyClient, str], Awaitable[R]]) -> R:
+    """Call whichever master leads; repeat while none answers. Raises PeerError after AWAY_S."""
+    deadline = clock.monotonic() + AWAY_S
+    while True:
+        try:
+            async with connect() as (client, job):
+                return await call(client, job)
+        except PeerError:
+            if clock.monotonic() > deadline:
+                raise
+        await asyncio.sleep(ids.jitter(PAUSE_S))

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import trireme
-from trireme.communicator.status import Cause
+from trireme.communicator_status import Cause
 from trireme_shared.collective import background, group
 from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
 from trireme_shared.platform.membership.etcd_access import EtcdAccess

@@ -11,7 +11,7 @@ import pytest
 
 import trireme
 from tests.trireme.communicator.test_communicator import etcd
-from trireme.communicator.status import Cause
+from trireme.communicator_status import Cause
 from trireme_shared.collective import background, entering
 from trireme_shared.collective.group import Broken, Group
 from trireme_shared.collective.reach import CONNECT_S, Reach, reaches

@@ -10,9 +10,9 @@ import threading
 import pytest
 
 from tests.equipment.s3 import S3Server, forget_clients, refusal, s3
-from trireme.containers import object_storage
-from trireme.containers.object_storage import prepare_bucket, prepare_keys
-from trireme_shared.platform.storage import files
+from trireme.containers.secrets import prepare_s3_keys
+from trireme.containers.setup import prepare_bucket
+from trireme_shared.platform.storage import files, object_store
 from trireme_shared.protocol.errors import DeadlineExceeded, InvalidArgument, Unauthorized
 
 __all__ = ["s3"]
@@ -24,9 +24,9 @@ def identity(root):
 
 
 def test_the_server_gets_the_keys_that_clients_have(tmp_path):
-    prepare_keys(tmp_path)
+    prepare_s3_keys(tmp_path)
     before = (tmp_path / "s3" / "credentials").read_text()
-    prepare_keys(tmp_path)
+    prepare_s3_keys(tmp_path)
     assert (tmp_path / "s3" / "credentials").read_text() == before, "what is there stays"
     section, key_id, key = before.split("\n")[:3]
     assert section == "[default]"
@@ -38,9 +38,9 @@ def test_the_server_gets_the_keys_that_clients_have(tmp_path):
 
 def test_keys_of_the_users_own_reach_the_server(tmp_path):
     write(tmp_path, "[default]\naws_access_key_id = mine\naws_secret_access_key = my%key\nregion = x\n")
-    prepare_keys(tmp_path)
+    prepare_s3_keys(tmp_path)
     write(tmp_path, "[default]\naws_access_key_id=mine\naws_secret_access_key=another\n")
-    prepare_keys(tmp_path)
+    prepare_s3_keys(tmp_path)
     assert identity(tmp_path)["credentials"] == [{"accessKey": "mine", "secretKey": "another"}]
 
 
@@ -48,7 +48,7 @@ def test_keys_of_the_users_own_reach_the_server(tmp_path):
 def test_credentials_that_cannot_be_read_are_named_and_not_shown(tmp_path, text):
     write(tmp_path, text)
     with pytest.raises(InvalidArgument, match="s3/credentials") as raised:
-        prepare_keys(tmp_path)
+        prepare_s3_keys(tmp_path)
     assert "my-secret" not in str(raised.value) + str(raised.value.hint)
 
 
@@ -60,7 +60,7 @@ def write(root, text):
 
 
 async def test_keys_from_the_file_open_the_bucket(s3: S3Server, tmp_path, monkeypatch):
-    prepare_keys(tmp_path)
+    prepare_s3_keys(tmp_path)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "s3" / "credentials"))
@@ -114,7 +114,7 @@ async def test_keys_that_are_refused_are_no_reason_to_wait(s3: S3Server):
 
 
 async def test_a_bucket_is_not_made_at_amazon(s3: S3Server, monkeypatch):
-    monkeypatch.setattr(object_storage.object_store, "endpoint", lambda: "")
+    monkeypatch.setattr(object_store, "endpoint", lambda: "")
     with pytest.raises(InvalidArgument, match="no bucket 'mistyped' at Amazon"):
         await prepare_bucket("s3://mistyped/jobs", 600)
     assert not [request for request in s3.requests if request.startswith("PUT /mistyped?")]

@@ -13,8 +13,7 @@ from aiohttp.test_utils import TestServer
 from trireme.cli import exit_codes
 from trireme.cli.checkpoint import find_checkpoint
 from trireme.client import AsyncClient
-from trireme.view.job_address import open_job
-from trireme.view.operations import wait_for_operation
+from trireme.view.job_address import open_job, wait_for_operation
 from trireme_shared.protocol.errors import CheckpointUnusable, Conflict, DeadlineExceeded, PeerError
 from trireme_shared.protocol.records.operations import Operation, OperationKind, OperationState
 

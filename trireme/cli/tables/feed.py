@@ -16,8 +16,7 @@ from rich.console import Console
 from trireme.cli import exit_codes
 from trireme.cli.checkpoint import Answer, answer, choose, spec_of
 from trireme.cli.targets import job_target
-from trireme.view.job_address import AnyClient, OpenJob, open_job
-from trireme.view.operations import call_any_master, wait_for_operation
+from trireme.view.job_address import AnyClient, OpenJob, call_any_master, open_job, wait_for_operation
 from trireme.view.progress import say
 from trireme_shared.checkpoints import stored
 from trireme_shared.platform.runtime import clock, ids

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from trireme.cli.history.script_output import is_of_script
+from trireme.view.live_progress import is_of_script
 
 PROGRAM = """
 import threading

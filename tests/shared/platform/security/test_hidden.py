@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trireme.client.exchange import Masters
-from trireme.communicator.communicator import access_of
+from trireme.communicator import access_of
 from trireme.view.job_address import address_of, client_of, open_job
 from trireme_shared.platform.etcd import connect
 from trireme_shared.platform.etcd.embedded import free_ports

@@ -7,8 +7,15 @@ import io
 import pytest
 from rich.console import Console
 
-from trireme.cli.history import script_output
-from trireme.cli.history.script_output import AT_ONCE, BEHIND_BYTES, PER_SECOND, TELL_S, ScriptOutput, shown
+from trireme.view import live_progress
+from trireme.view.live_progress import (
+    AT_ONCE,
+    BEHIND_BYTES,
+    PER_SECOND,
+    TELL_S,
+    ScriptOutput,
+    shown,
+)
 from trireme.view.progress import LineDisplay, LiveDisplay, Progress
 
 OURS = '{"room": "process", "event": "model_built", "service": "trainer", "level": "info", "timestamp": "2026-11-24T20:29:03Z"}\n'
@@ -17,7 +24,7 @@ OURS = '{"room": "process", "event": "model_built", "service": "trainer", "level
 class Terminal:
     def __init__(self, folder, monkeypatch):
         self.folder, self.now, self.lines = folder, 100.0, []
-        monkeypatch.setattr(script_output.clock, "monotonic", lambda: self.now)
+        monkeypatch.setattr(live_progress.clock, "monotonic", lambda: self.now)
         self.output = ScriptOutput(folder, self.lines.extend)
 
     def write(self, member, text):
@@ -105,7 +112,7 @@ def test_lines_are_shown_as_a_terminal_leaves_them_and_cannot_move_the_cursor(li
 
 
 def test_long_lines_are_cut():
-    assert len(shown(b"x" * 100_000)) == script_output.LINE_CHARACTERS + 1
+    assert len(shown(b"x" * 100_000)) == live_progress.LINE_CHARACTERS + 1
 
 
 @pytest.mark.parametrize("kind", [LineDisplay, LiveDisplay])

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 
-from trireme.communicator.status import Cause, Status
+from trireme.communicator_status import Cause, Status
 from trireme_shared.collective.background import Background
 from trireme_shared.collective.group import Broken, nccl_is_there
 from trireme_shared.collective.operations import (
