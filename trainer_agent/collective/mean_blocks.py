@@ -29,7 +29,7 @@ from trireme_shared.blocks.buffer_mean import bits_of
 from trireme_shared.blocks.buffers import Buffer, BufferPool, tensor_over
 from trireme_shared.protocol.errors import BadFrame, PeerError, StaleGeneration
 from trireme_shared.protocol.records import Mode, SlotMap
-from trireme_shared.protocol.records.job_spec import Narrow
+from trireme_shared.protocol.records.job_choices import Narrow
 from trireme_shared.protocol.records.layout import Block, Layout
 from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.protocol.wire.messages import (

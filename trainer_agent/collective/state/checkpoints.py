@@ -38,7 +38,7 @@ from trireme_shared.platform.membership.own_key import OwnKey
 from trireme_shared.platform.runtime import ids, telemetry
 from trireme_shared.protocol.errors import CheckpointUnusable, PeerError
 from trireme_shared.protocol.records import Holding, JobSpec, JobState, Mode, Phase, SlotMap, TrainerList, TrainerMember
-from trireme_shared.protocol.records.assignments import blocks_in, slot_of, spread
+from trireme_shared.protocol.records.assignments import blocks_in, slot_of
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
 from trireme_shared.protocol.records.layout import ROWS, Block, Layout
 from trireme_shared.protocol.records.operations import CheckpointRequest
