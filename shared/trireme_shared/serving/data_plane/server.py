@@ -33,7 +33,6 @@ from trireme_shared.protocol.errors import AnotherProcess, BadFrame, CallerError
 from trireme_shared.protocol.wire import codec
 from trireme_shared.serving.block_server import BlockServer
 from trireme_shared.serving.data_plane import http
-from trireme_shared.serving.data_plane.http import PSERVER, TimeLimits, asked_of
 from trireme_shared.serving.transport.stream import PATH
 
 if TYPE_CHECKING:
@@ -79,8 +78,7 @@ def make_app(
     app = web.Application(middlewares=[guard(access, pserver.incarnation, arrivals)])
     app[ARRIVALS] = arrivals
     app[http.PSERVER], app[http.ACCESS] = pserver, access
-    app[http.TIME_LIMITS] = TimeLimits(stall_s, idle_s)
-    app[http.STREAMS] = http.Streams()
+    app[http.TIME_LIMITS], app[http.STREAMS] = http.TimeLimits(stall_s, idle_s), http.Streams()
     app.on_response_prepare.append(hide_implementation)
     app.on_shutdown.append(http.close_streams)
     app.add_routes(http.routes)
@@ -95,7 +93,7 @@ async def serving(
     """Serve until the `with` block ends; the socket `uds` accepts our own user only, without `tls`. Raises CallerError if the port is taken."""
     runner = web.AppRunner(
         app,
-        handler_cancellation=True,  # so the pull of a dead trainer stops waiting
+        handler_cancellation=True,  # so nothing is done for a peer that is gone
         access_log=None,
         keepalive_timeout=KEEP_ALIVE_S,
         shutdown_timeout=SHUTDOWN_S,
@@ -144,7 +142,7 @@ def guard(access: Access, incarnation: str, arrivals: Arrivals) -> Any:
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             if request.path not in OPEN:
-                access.admit(asked_of(request), Role.VIEWER if request.path in READ_BY_VIEWERS else Role.MEMBER)
+                access.admit(http.asked_of(request), Role.VIEWER if request.path in READ_BY_VIEWERS else Role.MEMBER)
                 _check_meant(request, incarnation)
                 arrivals.admit(request.transport)
             return await handler(request)
@@ -185,12 +183,12 @@ def _refusal(error: TriremeError, status: int | None = None) -> web.Response:
 
 @routes.get("/healthz")
 async def healthz(request: web.Request) -> web.Response:
-    return web.json_response({"status": "ok", "incarnation": request.app[PSERVER].incarnation})
+    return web.json_response({"status": "ok", "incarnation": request.app[http.PSERVER].incarnation})
 
 
 @routes.get("/readyz")
 async def readyz(request: web.Request) -> web.Response:
-    pserver = request.app[PSERVER]
+    pserver = request.app[http.PSERVER]
     if pserver.index < 0:
         return web.json_response({"status": "waiting", "reason": "no index claimed yet"}, status=503)
     if pserver.store is None:
@@ -202,7 +200,7 @@ async def readyz(request: web.Request) -> web.Response:
 @routes.get("/metrics")
 async def metrics(request: web.Request) -> web.Response:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector(request.app[PSERVER]))
+    registry.register(Collector(request.app[http.PSERVER]))
     ProcessCollector(registry=registry)
     return web.Response(body=generate_latest(registry), content_type="text/plain", charset="utf-8")
 

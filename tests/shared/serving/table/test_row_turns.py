@@ -20,7 +20,7 @@ from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.job import Torn
 from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.protocol.wire.messages import LedgerQuery, Verdict
-from trireme_shared.serving.core.table import rows as kept
+from trireme_shared.serving.core.table import rows as table_rows
 from trireme_shared.serving.data_plane import row_turns
 from trireme_shared.serving.data_plane.row_turns import RowTurns
 from trireme_shared.serving.ports import ServerPorts
@@ -200,7 +200,7 @@ async def test_pushes_wait_while_a_snapshot_keeps_too_much_and_the_rest_goes_on(
             each.close()
         assert (await waiting, await value(pserver, FEW[:1])) == ("APPLIED", -2.5)
         assert rows.kept.waited_s >= 0.04
-        monkeypatch.setattr(kept, "LIMIT_S", 0.1)
+        monkeypatch.setattr(table_rows, "LIMIT_S", 0.1)
         stuck = rows.copies()
         assert [await push(pserver, start, FEW, NONE) for start in (3, 4)] == ["APPLIED"] * 2
         with pytest.raises(InvalidArgument, match="none were written"):

@@ -23,7 +23,7 @@ from trireme_shared.protocol.records import JobState, Mode, SlotMap, TrainerList
 from trireme_shared.protocol.records.layout import ROWS
 from trireme_shared.protocol.wire.messages import LedgerQuery, PushBlock, TableRequest, Verdict
 from trireme_shared.serving.core.store import missing_lanes
-from trireme_shared.serving.core.table import rows as kept
+from trireme_shared.serving.core.table import rows as table_rows
 from trireme_shared.serving.core.table.rows import TableRows
 from trireme_shared.serving.data_plane import row_turns
 from trireme_shared.tables.payload import joined, rows_in
@@ -244,7 +244,7 @@ async def test_a_step_waits_until_a_snapshot_that_keeps_too_much_is_read_or_give
         each.close()
     assert (await rows_at(server, 3, *KEYS, wait_s=20))[0] == "OK"
     assert rows.kept.waited_s >= 0.1
-    monkeypatch.setattr(kept, "LIMIT_S", 0.2)
+    monkeypatch.setattr(table_rows, "LIMIT_S", 0.2)
     stuck = rows.copies()
     for step in (3, 4):
         await push(server, step, step_of(KEYS))
