@@ -13,11 +13,11 @@ from fastapi import Depends, Header, Path, Query, Request, Response
 from starlette.types import Receive
 
 from master_service.api.render import TOKEN_PATTERN
-from master_service.cluster.leader import JobsLed
+from master_service.cluster.leader import ClusterMaster, JobsLed
 from master_service.core.decisions.requests import ANY, AnsweredBefore, Expected, Keyed, Once
 from master_service.leadership.master import Master
 from trireme_shared.platform.runtime import clock
-from trireme_shared.protocol.errors import DeadlineExceeded, InvalidArgument, PeerError
+from trireme_shared.protocol.errors import Conflict, DeadlineExceeded, InvalidArgument, NotReady, PeerError
 from trireme_shared.protocol.records.record import Record
 from trireme_shared.protocol.rest import Empty
 
@@ -32,6 +32,18 @@ async def _jobs(request: Request) -> JobsLed:  # not a plain function: those run
 
 
 JobsOf = Annotated[JobsLed, Depends(_jobs)]
+
+
+def find_led(jobs: JobsLed, job: str | None) -> Master | None:
+    """None: a job of the cluster that nobody leads now, or not yet. Raises NotFound, NotLeader, NotReady; Conflict if `job` is None and
+    there are several."""
+    try:
+        return jobs.find(job)
+    except (Conflict, NotReady):
+        if not isinstance(jobs, ClusterMaster) or job is None:
+            raise
+        jobs.check_leading()
+        return None
 
 
 async def _master(request: Request, jobs: JobsOf) -> Master:

@@ -8,13 +8,12 @@ from typing import Annotated, Protocol
 from fastapi import APIRouter, Header, Query, Request
 
 from master_service.api import render
-from master_service.api.routes.dependencies import JobsOf, PageSize, answered
+from master_service.api.routes.dependencies import JobsOf, PageSize, answered, find_led
 from master_service.api.routes.jobs import ClusterOf
 from master_service.api.server_sent import Messages, ServerSent
 from master_service.cluster.leader import ClusterMaster, JobsLed
 from master_service.leadership.master import Master
 from trireme_shared.platform.runtime import clock
-from trireme_shared.protocol.errors import Conflict, NotReady
 from trireme_shared.protocol.rest import EventPage
 
 router = APIRouter(tags=["events"])
@@ -104,15 +103,9 @@ class JobEvents:
 
     def _find(self) -> Master | None:
         """None: a job of the cluster that nobody leads now, or not yet."""
-        try:
-            master = self._jobs.find(self._job)
-        except (Conflict, NotReady):
-            if not isinstance(self._jobs, ClusterMaster) or self._job is None:
-                raise
-            self._jobs.check_leading()
-            return None
-        begins = isinstance(self._jobs, ClusterMaster) and self._job is not None and master.current_term is None
-        return None if begins else master
+        master = find_led(self._jobs, self._job)
+        clustered = isinstance(self._jobs, ClusterMaster) and self._job is not None
+        return None if clustered and master is not None and master.current_term is None else master
 
 
 async def _led(master: Master, after: int, limit: int, wait_s: float) -> EventPage:

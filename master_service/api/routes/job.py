@@ -148,9 +148,9 @@ async def report_metrics(master: MasterOf, answering: AnsweringInJob, batch: Met
     )
 
 
-def find_led(jobs: JobsLed, job: str | None) -> Master | None:
-    """None: nobody leads that job of the cluster now. Raises NotFound, NotLeader, NotReady; Conflict if `job` is None and there are
-    several."""
+def find_led_now(jobs: JobsLed, job: str | None) -> Master | None:
+    """As `find_led`, but it raises NotReady while a job is taken over: its metrics are about to be there. Raises NotFound, NotLeader; Conflict if
+    `job` is None and there are several."""
     try:
         return jobs.find(job)
     except Conflict:
@@ -161,7 +161,7 @@ def find_led(jobs: JobsLed, job: str | None) -> Master | None:
 
 async def metrics_of(jobs: JobsLed, job: str | None) -> KeptMetrics:
     """Raises StorageUnreachable as well, and TooManyRequests, DeadlineExceeded."""
-    if (master := find_led(jobs, job)) is not None:
+    if (master := find_led_now(jobs, job)) is not None:
         term = master.term
         series = term.series
         return KeptMetrics(series.table, series.epochs, series.known, term.job.state.timeline, master.metrics.step)
@@ -173,7 +173,7 @@ async def metrics_of(jobs: JobsLed, job: str | None) -> KeptMetrics:
 
 async def evaluations_of(jobs: JobsLed, job: str | None) -> Sequence[Evaluation]:
     """In the order of their numbers. Raises PeerError as well."""
-    if (master := find_led(jobs, job)) is not None:
+    if (master := find_led_now(jobs, job)) is not None:
         return await committed(master, lambda: in_force(master.job))
     assert isinstance(jobs, ClusterMaster)
     assert job is not None

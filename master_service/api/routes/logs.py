@@ -19,17 +19,15 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi import Path as InPath
 
 from master_service.api.render import offset_of, page_of
-from master_service.api.routes.dependencies import JobsOf, PageSize, PageToken
+from master_service.api.routes.dependencies import JobsOf, PageSize, PageToken, find_led
 from master_service.api.server_sent import Messages, ServerSent
 from master_service.cluster.leader import ClusterMaster, JobsLed
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.runtime.log_files import Line, LogFile
 from trireme_shared.protocol.errors import (
-    Conflict,
     DeadlineExceeded,
     InvalidArgument,
     NotFound,
-    NotReady,
     TooManyRequests,
 )
 from trireme_shared.protocol.rest import LogLine, LogLines, LogPage, LogView
@@ -121,15 +119,9 @@ class _Logs:
 
     def check(self) -> str:
         """The job's name: the process leads it, or knows it and leads the cluster."""
-        try:
-            master = self._jobs.find(self._named)
-        except (Conflict, NotReady):
-            if not isinstance(self._jobs, ClusterMaster) or self._named is None:
-                raise
-            self._jobs.check_leading()
-            return self._named
+        master = find_led(self._jobs, self._named)
         self._jobs.check_leading()
-        return master.keys.job
+        return master.keys.job if master is not None else str(self._named)
 
     async def find(self, log: str) -> LogFile:
         """Raises NotFound, with the host where the log lies if that is known."""
