@@ -206,7 +206,7 @@ def load_training_state(
         if problem := _problem(parameter, taken[index], kinds[number]):
             problems.append(f"{names.get(id(parameter), '?')} {problem}")
     if problems:
-        more = f" and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN else ""
+        more = f" and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
         raise _misfit(where, f"{'; '.join(problems[:SHOWN_PROBLEMS])}{more}")
     if scheduler is not None:
         if not found.scheduler:
