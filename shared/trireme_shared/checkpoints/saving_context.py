@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from trireme_shared.checkpoints import stored
 from trireme_shared.checkpoints.writer import Offload
 from trireme_shared.platform.etcd import Compacted, Etcd, KeyValue
-from trireme_shared.platform.etcd.reading import must_read, read_record
+from trireme_shared.platform.etcd.reading import must_read, read_at, read_record
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.membership.own_key import OwnKey
 from trireme_shared.platform.runtime import telemetry
@@ -185,9 +185,6 @@ class PendingCheckpoint:
         )
 
 
-PAGE = 500
-
-
 class GivenUp(Exception):
     """A checkpoint cannot be finished: its index, a part, its cut or its timeline is gone."""
 
@@ -223,26 +220,16 @@ async def read_cut(etcd: Etcd, keys: Keys, uuid: str) -> Cut:
 async def cut_at(etcd: Etcd, keys: Keys, revision: int) -> Cut:
     """At that revision (0: now). Raises GivenUp if etcd has compacted it, PeerError."""
     try:
-        tasks, revision = await _range(etcd, keys.tasks, revision)
-        members, _ = await _range(etcd, keys.trainers, revision)
+        tasks, revision = await read_at(etcd, keys.tasks, revision)
+        members, _ = await read_at(etcd, keys.trainers, revision)
     except Compacted as error:
         raise GivenUp(f"etcd has compacted revision {revision}, that of the queue: {error}") from error
     queue = {
-        kv.key.removeprefix(keys.tasks): kv.value.decode(errors="replace") for kv in tasks if kv.key != keys.commit
+        key.removeprefix(keys.tasks): kv.value.decode(errors="replace")
+        for key, kv in tasks.items()
+        if key != keys.commit
     }
-    return Cut(queue, dict(pair for kv in members if (pair := _reader(keys, kv)) is not None))
-
-
-async def _range(etcd: Etcd, prefix: str, revision: int) -> tuple[list[KeyValue], int]:
-    found: list[KeyValue] = []
-    first, end = prefix, prefix[:-1] + "0"  # "0" follows "/"
-    while True:
-        page = await etcd.range(first, end, limit=PAGE, revision=revision)
-        revision = revision or page.revision
-        found += page.kvs
-        if not page.more:
-            return found, revision
-        first = page.kvs[-1].key + "\0"
+    return Cut(queue, dict(pair for kv in members.values() if (pair := _reader(keys, kv)) is not None))
 
 
 def _reader(keys: Keys, kv: KeyValue) -> tuple[str, Paused] | None:

@@ -71,20 +71,20 @@ async def read_below(etcd: Etcd, prefix: str, page: int = PAGE) -> tuple[dict[st
     """The keys and their revision. `prefix` ends with `/`. Raises PeerError."""
     for _ in range(READS):
         try:
-            return await _read_pages(etcd, prefix, page)
+            return await read_at(etcd, prefix, page=page)
         except Compacted as error:  # its history was deleted between two pages
             log.warning("reading_begins_again", cause=error.message)
     raise NotReady(f"etcd deleted the history of {prefix} {READS} times while it was read; try again")
 
 
-async def _read_pages(etcd: Etcd, prefix: str, page_size: int) -> tuple[dict[str, KeyValue], int]:
-    """Raises Compacted."""
+async def read_at(etcd: Etcd, prefix: str, revision: int = 0, *, page: int = PAGE) -> tuple[dict[str, KeyValue], int]:
+    """The keys at that revision (0: now), and the revision. `prefix` ends with `/`. Raises Compacted, PeerError."""
     found: dict[str, KeyValue] = {}
-    first, end, revision = prefix, prefix[:-1] + "0", 0  # "0" follows "/"
+    first, end = prefix, prefix[:-1] + "0"  # "0" follows "/"
     while True:
-        page = await etcd.range(first, end, limit=page_size, revision=revision)
-        revision = revision or page.revision
-        found.update((kv.key, kv) for kv in page.kvs)
-        if not page.more:
+        some = await etcd.range(first, end, limit=page, revision=revision)
+        revision = revision or some.revision
+        found.update((kv.key, kv) for kv in some.kvs)
+        if not some.more:
             return found, revision
-        first = page.kvs[-1].key + "\0"
+        first = some.kvs[-1].key + "\0"
