@@ -132,3 +132,18 @@ def test_rooms_are_modules_beside_folders_and_folders_with_modules(tmp_path):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).touch()
     assert rooms_of(tmp_path) == {"member.py", "core/queue/"}
+
+
+def test_documents_name_files_that_are_there():
+    """DECISIONS.md and CHANGELOG.md tell of what was, too."""
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+    named = re.compile(
+        r"`((?:master_service|pserver_service|trainer_agent|trireme|shared|tests|benchmarks)/[\w/.-]+\.py)"
+    )
+    gone = [
+        f"{document.relative_to(ROOT)}: {path}"
+        for document in documents
+        for path in named.findall(document.read_text(encoding="utf-8"))
+        if not (ROOT / path).exists()
+    ]
+    assert not gone, "\n".join(gone)
