@@ -4,7 +4,7 @@ Each turn runs `python -m benchmarks.NAME ARGUMENTS --json` once in a worktree o
 turn, so both see the same machine. A figure's ratio is taken turn by turn, this tree's by REV's; the table shows the median
 of the ratios and their quartiles. Exit code 1 if a median is worse than --limit (default: nothing is judged).
 
-A REV from before a benchmark's arguments or JSON fields were what they are now cannot be compared.
+Of `collective` the part `jobs` is compared. A REV from before a benchmark's arguments or JSON fields were what they are now cannot be compared.
 """
 
 from __future__ import annotations
@@ -55,12 +55,14 @@ def main() -> int:
 
 def measured(tree: Path, name: str, arguments: list[str]) -> Figures:
     """One run there. Raises SystemExit with what the benchmark printed if it fails."""
-    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments, "--json"]
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+    if name != "collective":
+        command.append("--json")
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)} in {tree} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
-    return dict(FIGURES[name](json.loads(done.stdout)))
+    return dict(FIGURES[name](done.stdout if name == "collective" else json.loads(done.stdout)))
 
 
 def report(turns: list[tuple[Figures, Figures]], rev: str, limit: float | None) -> int:
@@ -102,7 +104,30 @@ def of_recovery(found: Any) -> Iterator[tuple[str, tuple[float, str]]]:
         yield f"{row['what']}, s", (row["median_s"], LOWER)
 
 
-FIGURES = {"dense": of_dense, "steps": of_steps, "dispatch": of_dispatch, "recovery": of_recovery}
+def of_table(found: Any) -> Iterator[tuple[str, tuple[float, str]]]:
+    for line in found["lines"]:
+        if isinstance(line["ours"], dict):
+            better = LOWER if line["unit"] in ("ms", "bytes", "% slower") else HIGHER
+            yield f"{line['row']}, {line['work']}, {line['unit']}", (line["ours"]["median"], better)
+
+
+def of_collective(markdown: str) -> Iterator[tuple[str, tuple[float, str]]]:
+    """The steps/s of its part `jobs`, which it prints as a table alone: a cell is `7.1 (6.9 to 7.3)`."""
+    for line in markdown.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 7 and cells[1].isdigit():
+            model, members, what, rate = cells[:4]
+            yield f"{model}, {members} members, {what}, steps/s", (float(rate.split()[0]), HIGHER)
+
+
+FIGURES = {
+    "dense": of_dense,
+    "steps": of_steps,
+    "dispatch": of_dispatch,
+    "recovery": of_recovery,
+    "table": of_table,
+    "collective": of_collective,
+}
 
 
 if __name__ == "__main__":
