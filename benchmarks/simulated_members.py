@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from pserver_service.own_index import OwnIndex
+from pserver_service.context import OwnIndex
 from trainer_agent.core.duties import Duty, Next, next_duty
 from trainer_agent.membership.lease import Membership
 from trainer_agent.tasks.master import HttpMaster

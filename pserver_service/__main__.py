@@ -42,10 +42,13 @@ def main() -> int:
 async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     import torch  # noqa: PLC0415
 
-    from pserver_service.context import PserverContext  # noqa: PLC0415
+    from pserver_service.context import (  # noqa: PLC0415
+        OwnIndex,
+        PserverContext,  # noqa: PLC0415
+        own_number,
+    )
     from pserver_service.handoff_client import HttpHandoff  # noqa: PLC0415
     from pserver_service.member import Member  # noqa: PLC0415
-    from pserver_service.own_index import OwnIndex, own_number  # noqa: PLC0415
     from trireme_shared.checkpoints.writer import Background  # noqa: PLC0415
     from trireme_shared.platform.membership.directory import Directory  # noqa: PLC0415
     from trireme_shared.platform.runtime import ids, service  # noqa: PLC0415

@@ -34,8 +34,8 @@ from pserver_service.handoff.follower import SlotFollower
 from trireme_shared.blocks.buffers import Buffer, BufferPool
 from trireme_shared.blocks.gradient_norm import Clipping
 from trireme_shared.checkpoints import stored
-from trireme_shared.checkpoints.block_reader import BlockReader, check_model
 from trireme_shared.checkpoints.schedule import Schedule
+from trireme_shared.checkpoints.stored import BlockReader, check_model
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.runtime import ids, telemetry
 from trireme_shared.platform.storage.tensor_file import Summary

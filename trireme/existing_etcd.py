@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from trireme.launch.leases import held_leases
+from trireme.launch.processes import held_leases
 from trireme.settings import Setting, UsageError
 from trireme_shared.platform.etcd import Compare, Etcd, Get, NoSpace, Put, Unauthenticated
 from trireme_shared.platform.etcd.reading import read_record

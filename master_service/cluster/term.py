@@ -24,7 +24,7 @@ from master_service.core.state.job import Job, Members, started_by
 from master_service.leadership.master import Master, Term
 from master_service.store.writer import HeldLock
 from trireme_shared.platform.etcd import Compare, Delete, Etcd, Lease, LeaseLost
-from trireme_shared.platform.membership.own_key import may_return_s
+from trireme_shared.platform.membership.directory import may_return_s
 from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.protocol.errors import CallerError, PeerError, TriremeError, leaves
 from trireme_shared.protocol.keys import ClusterKeys

@@ -20,13 +20,12 @@ from master_service.control.supervisor import Supervisor
 from master_service.control.task_service import TaskService, WaitingAsks
 from master_service.control.tracking import Tracking, result_of
 from master_service.core.changes import Change, Event
-from master_service.core.decisions.membership import storage_events
 from master_service.core.decisions.recovery import ref_of
 from master_service.core.decisions.requests import Once
 from master_service.core.decisions.tasks import current_metrics, freed_by
-from master_service.core.state.job import Job, Members
+from master_service.core.state.job import Job
 from master_service.leadership.election import Candidate, Leads, stand
-from master_service.store.members_watch import MembersWatch
+from master_service.store.schema import MembersWatch
 from master_service.store.takeover import Takeover, take_over
 from master_service.store.writer import HeldLock, LeaderWriter, MasterWriter, Writer
 from trireme_shared.platform.etcd import Lease, LeaseLost, Put
@@ -57,7 +56,6 @@ class Term:
         self.job: Job = start.job
         self.asks = WaitingAsks()
         self._start, self._events = start, master.events
-        self._watch = MembersWatch(master.etcd, master.keys, self._on_members)
         self.writer = MasterWriter(
             master.etcd,
             master.keys,
@@ -81,6 +79,7 @@ class Term:
             self.series.note_evaluation(self.job.evaluations[number])
         writer = LeaderWriter(master.etcd, master.keys, self.writer)
         self._supervisor = Supervisor(master, writer, lock, self.storage, self.asks.freed)
+        self._watch = MembersWatch(master.etcd, master.keys, self._supervisor.take_members)
         self._tracking = Tracking(
             start.job.spec,
             permitted_s=lambda: lock.lease.remaining_s,
@@ -117,7 +116,7 @@ class Term:
 
     async def run(self) -> None:
         """Until the lock is lost (raises LockLost in an ExceptionGroup) or cancelled."""
-        self._on_members(self._watch.start(self._start.found.values()))
+        self._supervisor.take_members(self._watch.start(self._start.found.values()))
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.writer.run())
@@ -128,11 +127,6 @@ class Term:
                     group.create_task(self._tracking.run())
         finally:
             self.asks.changed()  # they learn that the term is over
-
-    def _on_members(self, members: Members) -> None:
-        self._events.add(storage_events(self.job.members, members))
-        self.job.members = members
-        self._supervisor.members_changed()
 
     def _on_changes(self, changes: Sequence[Change]) -> None:
         for change in changes:

@@ -19,10 +19,8 @@ from master_service.control.supervisor import Supervisor
 from master_service.control.task_service import TaskService
 from master_service.core.changes import Event
 from master_service.core.decisions import tasks
-from master_service.core.decisions.membership import storage_events
 from master_service.core.decisions.requests import Once
 from master_service.core.decisions.tasks import current_metrics
-from master_service.core.state.job import Members
 from master_service.leadership.election import campaign, stand
 from master_service.masterless.shared_job import SharedWriter, WatchedJob
 from master_service.store.takeover import take_over
@@ -52,7 +50,6 @@ class Dispatcher(TaskService):
         self._supervisor: Supervisor | None = None
         self._lease: Lease | None = None
         self._progress = TrainerProgress(trainer=self.name)
-        self._announced = Members()
 
     def __repr__(self) -> str:
         return f"<Dispatcher {self.name}: {'sweeper' if self.sweeps else 'candidate'}, {self.view!r}>"
@@ -112,16 +109,12 @@ class Dispatcher(TaskService):
         self.events.begin(lambda: self.view.job.events, self._writer.tell)
         elected = Event("sweeper_elected", f"{self.name} sweeps in term {term}", {"term": term})
         self.events.add([elected, *start.news])
-        self._announced = Members()
         self._on_members()
         await self._supervisor.run()
 
     def _on_members(self) -> None:
         if self._supervisor is not None:
-            now = self.view.job.members
-            self.events.add(storage_events(self._announced, now))
-            self._announced = now
-            self._supervisor.members_changed()
+            self._supervisor.take_members(self.view.job.members)
 
     async def acquire_task(self, ask: AcquireTask) -> TaskAnswer:
         """Each trainer finds late tasks for itself, by how long its own took."""

@@ -26,7 +26,7 @@ from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.job import BESIDE, Job, Operations
 from master_service.storage.job_storage import JobStorage
 from master_service.store import schema
-from master_service.store.members_watch import MembersWatch
+from master_service.store.schema import MembersWatch
 from master_service.store.writer import ATTEMPT_S, PAUSE_S, Group, GroupCommit, HeldLock, LockLost
 from trireme_shared.platform.etcd import Compare, Etcd, Get, KeyValue, Put, TxnResult, WatchBatch, WatchEvent
 from trireme_shared.platform.etcd.fenced import FencedWrite

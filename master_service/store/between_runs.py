@@ -7,12 +7,13 @@ another spec, no lock held --renew--> what may change is written; more epochs: C
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from master_service.core.changes import Change
 from master_service.core.decisions import lifecycle
 from master_service.store import schema
 from trireme_shared.checkpoints.stored import read_manifest
-from trireme_shared.checkpoints.writer import Offload
 from trireme_shared.platform.etcd import Compare, Etcd, Put
 from trireme_shared.platform.etcd.reading import must_read
 from trireme_shared.platform.runtime import telemetry
@@ -40,7 +41,7 @@ async def start_again(etcd: Etcd, keys: Keys) -> bool:
     return True
 
 
-async def renew(etcd: Etcd, keys: Keys, wanted: JobSpec, offload: Offload = asyncio.to_thread) -> bool:
+async def renew(etcd: Etcd, keys: Keys, wanted: JobSpec, offload: Callable[..., Awaitable[Any]] = asyncio.to_thread) -> bool:
     """Give the job what may change of `wanted` (trireme_shared.protocol.records.setting_effects); whether anything did. With more epochs training goes
     on, also if the job was COMPLETED. Raises Conflict if a master runs or stop_early has ended the job; OSError; as `start_again`."""
     found, state = await etcd.get(keys.spec), await etcd.get(keys.state)

@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO
 
-from pserver_service.own_index import OwnIndex, own_number
+from pserver_service.context import OwnIndex, own_number
 from tests.equipment.virtual_loop import Process
 from tests.simulation.many_jobs import SimulatedJobs
 from trainer_agent.membership.lease import Membership

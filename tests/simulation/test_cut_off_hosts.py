@@ -15,7 +15,7 @@ from tests.equipment.waiting import until
 from tests.master_service.many_jobs import create_once, job_of
 from tests.simulation.hosts import SimulatedHost, held_twice, watched
 from tests.simulation.many_jobs import SimulatedJobs
-from trireme_shared.platform.membership.own_key import OwnKey
+from trireme_shared.platform.membership.directory import OwnKey
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.cluster import Kind, Standing
 

@@ -13,7 +13,7 @@ from tests.equipment.virtual_loop import Process
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.plans import Plan, plan_of
 from tests.simulation.run import Outcome, simulate
-from trireme_shared.platform.membership.own_key import OwnKey
+from trireme_shared.platform.membership.directory import OwnKey
 from trireme_shared.protocol.records import Mode, Phase
 
 BOUND_S = 30.0

@@ -28,8 +28,7 @@ FLOORS = {
         {"agent", "process"},
     ],
     "pserver_service": [
-        {"own_index", "handoff_client"},
-        {"context"},
+        {"context", "handoff_client"},
         {"checkpoints", "start_rows"},
         {"handoff"},
         {"recovery"},

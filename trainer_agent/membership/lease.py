@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from trainer_agent.tasks.master import MasterPort
 from trainer_agent.waiting import retry
 from trireme_shared.platform.etcd import Etcd
+from trireme_shared.platform.membership.directory import OwnKey
 from trireme_shared.platform.membership.life_sign import WORKS_FROM, LifeFile
-from trireme_shared.platform.membership.own_key import OwnKey
 from trireme_shared.platform.runtime import begun, clock, telemetry
 from trireme_shared.protocol.errors import PeerError, TriremeError
 from trireme_shared.protocol.keys import Keys

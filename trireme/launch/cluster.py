@@ -22,8 +22,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from master_service.store.between_runs import renew, start_again
-from trireme.launch.leases import LostLease, LostLeases, Vouching, revoke_leases_of
-from trireme.launch.processes import Child, Exit, ForkServer, RestartPolicy, cores
+from trireme.launch.leases import LostLease, LostLeases, Vouching
+from trireme.launch.processes import Child, Exit, ForkServer, RestartPolicy, cores, revoke_leases_of
 from trireme.launch.resume import Facts, parameter_bytes
 from trireme.launch.run_folder import sockets
 from trireme.launch.supervision import GRACE_S, ClusterSettings, SupervisedProcesses

@@ -16,18 +16,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trireme.launch.processes import Child
-from trireme_shared.platform.etcd import Etcd, Get
-from trireme_shared.platform.etcd.client import TIMEOUT_S
-from trireme_shared.platform.etcd.reading import read_record
+from trireme.launch.processes import Child, HeldLeases, held_leases
+from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.life_sign import FILE, LifeSign, ProcessorUse, processor_use, read
 from trireme_shared.platform.runtime import clock, telemetry
-from trireme_shared.platform.runtime.http import is_here
 from trireme_shared.protocol.errors import TriremeError
 from trireme_shared.protocol.keys import Keys
-from trireme_shared.protocol.records import MasterLock, PserverMember, TrainerMember
 
-REVOKE_TIMEOUT_S = 2.0
 LOOK_S = 1.0
 ANSWER_S = 2.0
 LEAST_GRACE_S = 3.0  # who wakes up needs some attempts to reach etcd
@@ -39,81 +34,6 @@ VOUCH_LOOK_S = 0.25
 VOUCH_ANSWER_S = 1.0
 
 log = telemetry.logger("leases")
-
-
-@dataclass(frozen=True, slots=True)
-class HeldLeases:
-    """The registrations in etcd at one moment."""
-
-    trainers: tuple[TrainerMember, ...]
-    pservers: tuple[PserverMember, ...]
-    master: MasterLock | None
-    sweeper: MasterLock | None
-
-    def of(self, child: str, pid: int) -> list[int]:
-        """The leases of process `pid`, which is or was the child of that name (`trainer-0`, `pserver-1`, `master-0`)."""
-        match child.partition("-")[0]:
-            case "trainer":
-                own = [member.lease for member in self.trainers if member.pid == pid]
-                return own + _lease_of(child, self.sweeper)
-            case "pserver":
-                return [member.lease for member in self.pservers if member.pid == pid]
-            case _:
-                return _lease_of(child, self.master)
-
-
-async def held_leases(etcd: Etcd, keys: Keys, timeout_s: float = TIMEOUT_S, named: str = "") -> HeldLeases:
-    """Of the members on this host whose names begin with `named`: pids mean something on one host only. A record that cannot be read is skipped:
-    its lease expires by itself. Raises PeerError."""
-    reads = [
-        Get(keys.trainer(named), prefix=True),
-        Get(keys.pservers, prefix=True),
-        Get(keys.master_lock),
-        Get(keys.sweep_lock),
-    ]
-    found = await etcd.txn([], reads, timeout_s=timeout_s)
-    trainers = [read_record(TrainerMember, kv.key, kv.value) for kv in found.range(0).kvs if keys.is_trainer(kv.key)]
-    pservers = [read_record(PserverMember, kv.key, kv.value) for kv in found.range(1).kvs]
-    here = [member for member in (*trainers, *pservers) if member is not None and is_here(member.network)]
-    locks = [
-        read_record(MasterLock, key, kv.value if (kv := found.range(place).first) else None)
-        for place, key in ((2, keys.master_lock), (3, keys.sweep_lock))
-    ]
-    return HeldLeases(
-        tuple(each for each in here if isinstance(each, TrainerMember) and each.trainer.startswith(named)),
-        tuple(each for each in here if isinstance(each, PserverMember) and each.incarnation.startswith(named)),
-        *locks,
-    )
-
-
-async def revoke_leases_of(etcd: Etcd, keys: Keys, child: str, pid: int, named: str = "") -> None:
-    """Of process `pid`, which was the child of that name; `named`: see held_leases. Raises TriremeError, TimeoutError: the leases then
-    expire by themselves."""
-    async with asyncio.timeout(REVOKE_TIMEOUT_S):
-        for lease in (await held_leases(etcd, keys, named=named)).of(child, pid):
-            await etcd.revoke(lease, timeout_s=REVOKE_TIMEOUT_S)
-
-
-async def revoke_lock_of(etcd: Etcd, key: str, child: str) -> None:
-    """The lease of the lock `key`, if a process of that child held it. Raises TriremeError, TimeoutError, as revoke_leases_of."""
-    async with asyncio.timeout(REVOKE_TIMEOUT_S):
-        found = await etcd.get(key)
-        lock = read_record(MasterLock, key, found.value) if found is not None else None
-        for lease in _lease_of(child, lock):
-            await etcd.revoke(lease)
-
-
-async def revoke_all_leases(etcd: Etcd, prefix: str) -> None:
-    """Of an earlier run's members, whose keys begin with `prefix`. They died with their launcher, but etcd, started again on its old data, gives their
-    leases their full time again. Raises PeerError."""
-    found = await etcd.range(prefix, prefix=True, keys_only=True)
-    for lease in sorted({item.lease for item in found.kvs if item.lease}):
-        await etcd.revoke(lease, timeout_s=REVOKE_TIMEOUT_S)
-
-
-def _lease_of(child: str, holder: MasterLock | None) -> list[int]:
-    """The lock's lease if the child holds the lock."""
-    return [holder.lease] if holder is not None and holder.master.startswith(f"{child}-") else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
-from trireme.launch.leases import LostLease, revoke_all_leases
+from trireme.launch.leases import LostLease
 from trireme.launch.processes import (
     PYTHON_MODULE,
     Child,
@@ -32,6 +32,7 @@ from trireme.launch.processes import (
     Start,
     death_event,
     inherited_environment,
+    revoke_all_leases,
     tail_of,
 )
 from trireme.launch.run_folder import DiskFull, etcd_lacks_space, is_full

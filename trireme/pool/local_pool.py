@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trireme.client import AsyncClient
-from trireme.launch.leases import revoke_lock_of
-from trireme.launch.processes import Child, Exit, spawn
+from trireme.launch.processes import Child, Exit, revoke_lock_of, spawn
 from trireme.launch.supervision import GRACE_S, PASSED_ON, ClusterSettings, SupervisedProcesses
 from trireme.launchers.launcher import Launcher, LocalLauncher, Role
 from trireme.launchers.sizing import Bounds, PoolSize

@@ -29,8 +29,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trireme.launch.leases import revoke_leases_of
-from trireme.launch.processes import PYTHON_MODULE, Child, Exit, RestartPolicy, Start, death_event, tail_of
+from trireme.launch.processes import (
+    PYTHON_MODULE,
+    Child,
+    Exit,
+    RestartPolicy,
+    Start,
+    death_event,
+    revoke_leases_of,
+    tail_of,
+)
 from trireme.launch.run_folder import read_json, write_json
 from trireme_shared.platform.etcd import Compare, Etcd, Get, KeyValue, Lease, LeaseLost, OutcomeUnknown, Put
 from trireme_shared.platform.etcd.reading import read_record

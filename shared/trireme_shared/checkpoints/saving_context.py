@@ -12,8 +12,7 @@ from trireme_shared.checkpoints import stored
 from trireme_shared.checkpoints.writer import Offload
 from trireme_shared.platform.etcd import Compacted, Etcd, KeyValue
 from trireme_shared.platform.etcd.reading import must_read, read_at, read_record
-from trireme_shared.platform.membership.directory import Directory
-from trireme_shared.platform.membership.own_key import OwnKey
+from trireme_shared.platform.membership.directory import Directory, OwnKey
 from trireme_shared.platform.runtime import telemetry
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.evaluations import evaluation_of, evaluations_before, results_count

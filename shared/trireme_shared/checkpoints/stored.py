@@ -5,6 +5,10 @@
 
 The names are unique per writer or per content, so a writer that was replaced cannot overwrite a committed file. A checkpoint
 counts only once `checkpoints/latest` in etcd names it. Everything that reads here blocks.
+
+Blocks with their optimizers' state, out of a part of a checkpoint into memory of whoever loads it.
+
+sink(entry) names the memory for each tensor ─► the whole part is read and its checksum compared ─► loaded: blocks, in order
 """
 
 from __future__ import annotations
@@ -12,18 +16,23 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, MutableSet
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Mapping, MutableSet
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
 
 from pydantic import ValidationError
 
 from trireme_shared.platform.runtime import ids
 from trireme_shared.platform.storage import files, tensor_file
+from trireme_shared.platform.storage.tensor_file import Entry
 from trireme_shared.protocol.errors import BadFrame, CheckpointUnusable, InvalidArgument
 from trireme_shared.protocol.records import JobSpec, SlotMap, TaskMeta
 from trireme_shared.protocol.records.assignments import slot_of
 from trireme_shared.protocol.records.checkpoints import CheckpointPart, CheckpointRef, Manifest, PartLink
-from trireme_shared.protocol.records.layout import ELEMENT_BYTES, Layout
+from trireme_shared.protocol.records.layout import ELEMENT_BYTES, Block, Layout
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_MANIFEST_BYTES = 64 << 20
 _DEFINITE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)  # trying again does not help
@@ -227,3 +236,65 @@ def verify_parts(
                 read_part(storage_url, ref, link, lambda _: None)
                 good.add(link)
     return sum(manifest.files.values())
+
+
+M = TypeVar("M")
+
+
+@dataclass(slots=True)
+class _Loading(Generic[M]):
+    """One block that is being read."""
+
+    place: Block
+    values: M | None = None
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class BlockReader(Generic[M]):
+    """Of these blocks in one part. torch is imported when one is read: the master, which reads manifests, has no use for it. `take(block)`: memory for its values, and their bytes, writable. States get memory of their own."""
+
+    def __init__(
+        self, ref: CheckpointRef, blocks: Mapping[int, Block], take: Callable[[Block], tuple[M, memoryview]]
+    ) -> None:
+        self._ref, self._take = ref, take
+        self._loading: dict[int, _Loading[M]] = {number: _Loading(block) for number, block in blocks.items()}
+
+    def sink(self, entry: Entry) -> memoryview | None:
+        """Memory for a tensor; None: it is of no block that is wanted. Raises CheckpointUnusable: it has another form."""
+        import torch
+
+        from trireme_shared.blocks.buffers import DTYPES, bytes_of
+
+        _, number, name = [*entry.name.split(".", 2), "", ""][:3]
+        item = self._loading.get(int(number)) if number.isdecimal() else None
+        if item is None:
+            return None
+        if not name:
+            if entry.dtype != item.place.dtype or entry.shape != (item.place.elements,):
+                wanted = f"block {number} of {item.place.elements} {item.place.dtype}"
+                unusable(self._ref, f"it lacks {wanted}: it has {entry.shape} {entry.dtype}")
+            item.values, view = self._take(item.place)
+            return view
+        if entry.shape not in ((), (item.place.elements,)):
+            wanted = f"{name} of block {number} for {item.place.elements} elements"
+            unusable(self._ref, f"it lacks {wanted}: it has {entry.shape}")
+        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        item.state[name] = tensor
+        return bytes_of(tensor.reshape(-1))
+
+    def loaded(self, file: str) -> Iterator[tuple[int, M, dict[str, torch.Tensor]]]:
+        """Each block, once the part `file` was read as a whole. Raises CheckpointUnusable: one is missing."""
+        for number, item in sorted(self._loading.items()):
+            if item.values is None:
+                unusable(self._ref, f"it lacks block {number} in {file}")
+            yield number, item.values, item.state
+
+
+def check_model(manifest: Manifest, ref: CheckpointRef, digest: str) -> None:
+    """Raises CheckpointUnusable if the checkpoint is not of the model with that digest."""
+    if manifest.layout.digest != digest:
+        msg = (
+            f"checkpoint {ref.uuid} is of model {manifest.layout.digest[:12]}, the job's model is {digest[:12]}: "
+            "names, shapes or dtypes of its parameters differ"
+        )
+        raise CheckpointUnusable(msg, hint="go on with the script the checkpoint was made with, or start a new job")

@@ -22,8 +22,8 @@ from trireme_shared.collective.records import Epoch, EpochMember, Mirror, Settin
 from trireme_shared.collective.session import Progress, Session
 from trireme_shared.platform.etcd import Etcd, LeaseLost, Put
 from trireme_shared.platform.etcd.reading import read_record
+from trireme_shared.platform.membership.directory import OwnKey
 from trireme_shared.platform.membership.etcd_access import EtcdAccess
-from trireme_shared.platform.membership.own_key import OwnKey
 from trireme_shared.platform.runtime import clock, http, ids, telemetry
 from trireme_shared.protocol.errors import InvalidArgument, PeerError, TriremeError, leaves
 from trireme_shared.protocol.keys import Keys

@@ -20,7 +20,7 @@ from trireme_shared.collective.records import Epoch, EpochMember, LeftOut, Mirro
 from trireme_shared.platform.etcd import Compare, Delete, Etcd, KeyValue, Lease, LeaseLost, Put
 from trireme_shared.platform.etcd.fenced import try_acquire
 from trireme_shared.platform.etcd.reading import read_record
-from trireme_shared.platform.membership.own_key import OwnKey, may_return_s
+from trireme_shared.platform.membership.directory import OwnKey, may_return_s
 from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.protocol.errors import PeerError, leaves
 from trireme_shared.protocol.keys import Keys

@@ -22,7 +22,7 @@ from trireme_shared.collective.records import NCCL, Epoch, EpochMember, Mirror, 
 from trireme_shared.collective.session import STATE, Line, Progress, Result, Session
 from trireme_shared.platform.etcd import Compare, Etcd, OutcomeUnknown, Put
 from trireme_shared.platform.etcd.reading import read_record
-from trireme_shared.platform.membership.own_key import OwnKey
+from trireme_shared.platform.membership.directory import OwnKey
 from trireme_shared.platform.runtime import http, telemetry
 from trireme_shared.protocol.errors import NotReady
 from trireme_shared.protocol.keys import Keys

@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager, suppress
 from trireme_shared.collective.records import Epoch, EpochMember, LeftOut, Mirror, Unreached
 from trireme_shared.platform.etcd import Delete, Etcd, LeaseLost, Put
 from trireme_shared.platform.etcd.reading import read_record
-from trireme_shared.platform.membership.own_key import OwnKey
+from trireme_shared.platform.membership.directory import OwnKey
 from trireme_shared.platform.runtime import clock, http, ids, telemetry
 from trireme_shared.protocol.errors import PeerError
 from trireme_shared.protocol.keys import Keys

@@ -57,7 +57,7 @@ class ServerPorts:
 
 
 class OwnPlace(Protocol):
-    """The key of the server's process in etcd (shared/trireme_shared/platform/membership/own_key.py)."""
+    """The key of the server's process in etcd (shared/trireme_shared/platform/membership/directory.py)."""
 
     @property
     def in_doubt(self) -> bool:

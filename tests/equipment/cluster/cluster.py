@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from master_service.leadership.master import Master
-from pserver_service.context import PserverContext
+from pserver_service.context import OwnIndex, PserverContext
 from pserver_service.handoff_client import HandoffPort, HttpHandoff
 from pserver_service.member import Member
-from pserver_service.own_index import OwnIndex
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.directory import Directory

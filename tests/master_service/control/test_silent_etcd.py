@@ -11,7 +11,7 @@ from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, running
 from tests.master_service.control.restoring import checkpoint, names, spec
-from trireme_shared.platform.membership.own_key import RETURN_S
+from trireme_shared.platform.membership.directory import RETURN_S
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.records import JobState, Mode, Phase
 

@@ -9,7 +9,7 @@ import pytest
 
 from master_service.core.decisions.membership import reconcile
 from master_service.core.state.job import LEFT_KEPT, Members
-from master_service.store.members_watch import MembersWatch
+from master_service.store.schema import MembersWatch
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.waiting import until
 from tests.master_service.cluster import spec_of
@@ -24,7 +24,7 @@ from tests.master_service.core.members import (
     whole,
 )
 from trireme_shared.platform.etcd import Etcd, KeyValue, WatchBatch, WatchEvent
-from trireme_shared.platform.membership.own_key import OwnKey
+from trireme_shared.platform.membership.directory import OwnKey
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Mode, Phase, SlotMap, TrainerMember
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef

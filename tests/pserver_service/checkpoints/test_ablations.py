@@ -18,7 +18,7 @@ from trireme_shared.checkpoints import commit, stored, writer
 from trireme_shared.checkpoints.commit import Committer
 from trireme_shared.checkpoints.schedule import Schedule
 from trireme_shared.platform.etcd import Compare
-from trireme_shared.platform.membership.own_key import OwnKey
+from trireme_shared.platform.membership.directory import OwnKey
 from trireme_shared.protocol.errors import CheckpointUnusable, StaleGeneration
 from trireme_shared.protocol.records import JobState, Phase
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointPart

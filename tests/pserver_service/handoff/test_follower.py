@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from pserver_service.context import PserverContext
+from pserver_service.context import OwnIndex, PserverContext
 from pserver_service.handoff.follower import REST_S, SlotFollower, rest_s
-from pserver_service.own_index import OwnIndex
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import JOB, initialised, item, layout_of, push_header, stream

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from pserver_service.context import LOOK_S, PserverContext
+from pserver_service.context import LOOK_S, OwnIndex, PserverContext
 from pserver_service.handoff.sender import IDLE_S, HandOver
-from pserver_service.own_index import OwnIndex
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import VirtualLoop

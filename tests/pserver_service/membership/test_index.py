@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from pserver_service.own_index import OwnIndex, own_number
+from pserver_service.context import OwnIndex, own_number
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual

@@ -13,7 +13,7 @@ from trireme_shared.collective.decider import Decider
 from trireme_shared.collective.reach import CONNECT_S, Reach
 from trireme_shared.collective.records import Epoch, EpochMember, Mirror
 from trireme_shared.platform.etcd import Etcd
-from trireme_shared.platform.membership.own_key import OwnKey
+from trireme_shared.platform.membership.directory import OwnKey
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records.members import CommunicatorMember
 

@@ -7,7 +7,7 @@ import random
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual
-from trireme.launch.leases import held_leases
+from trireme.launch.processes import held_leases
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.runtime.http import own_network
 from trireme_shared.protocol.keys import Keys

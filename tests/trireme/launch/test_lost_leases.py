@@ -17,7 +17,8 @@ import pytest
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual
-from trireme.launch.leases import WORKING_GRACE_S, HeldLeases, LostLease, LostLeases
+from trireme.launch.leases import WORKING_GRACE_S, LostLease, LostLeases
+from trireme.launch.processes import HeldLeases
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.life_sign import ProcessorUse
 from trireme_shared.platform.runtime import clock

@@ -26,15 +26,14 @@ from trainer_agent.model.compute import Compute
 from trireme_shared.blocks.buffers import BufferPool, tensor_over
 from trireme_shared.blocks.snapshot import Snapshot
 from trireme_shared.checkpoints import stored
-from trireme_shared.checkpoints.block_reader import BlockReader, check_model
 from trireme_shared.checkpoints.parts import Checkpointer, Copied, Copies
 from trireme_shared.checkpoints.saving_context import SavingContext
 from trireme_shared.checkpoints.schedule import EVALUATED_RANK, Schedule, is_final
+from trireme_shared.checkpoints.stored import BlockReader, check_model
 from trireme_shared.checkpoints.writer import Offload
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.etcd.reading import read_record
-from trireme_shared.platform.membership.directory import Directory
-from trireme_shared.platform.membership.own_key import OwnKey
+from trireme_shared.platform.membership.directory import Directory, OwnKey
 from trireme_shared.platform.runtime import ids, telemetry
 from trireme_shared.protocol.errors import CheckpointUnusable, PeerError
 from trireme_shared.protocol.records import Holding, JobSpec, JobState, Mode, Phase, SlotMap, TrainerList, TrainerMember

@@ -19,8 +19,7 @@ from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import end_tasks
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.etcd.reading import read_record
-from trireme_shared.platform.membership.directory import Directory
-from trireme_shared.platform.membership.own_key import OwnKey
+from trireme_shared.platform.membership.directory import Directory, OwnKey
 from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.protocol.errors import Gone, PeerError, StaleGeneration
 from trireme_shared.protocol.records import Holding, JobState, Phase, TrainerMember

@@ -14,7 +14,7 @@ from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual
 from trireme_shared.platform.etcd import Etcd, LeaseLost
 from trireme_shared.platform.etcd.operations import TXN
-from trireme_shared.platform.membership.own_key import OwnKey
+from trireme_shared.platform.membership.directory import OwnKey
 from trireme_shared.protocol.errors import PeerError
 from trireme_shared.protocol.records import PserverMember
 
