@@ -44,7 +44,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
 
     from pserver_service.context import (  # noqa: PLC0415
         OwnIndex,
-        PserverContext,  # noqa: PLC0415
+        PserverContext,
         own_number,
     )
     from pserver_service.handoff_client import HttpHandoff  # noqa: PLC0415

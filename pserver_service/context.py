@@ -30,6 +30,10 @@ from trireme_shared.protocol.records import JobSpec, JobState, PserverMember
 from trireme_shared.serving.pserver import Pserver
 
 LOOK_S = 5.0
+PAUSE_S = 0.5
+ASK_S, ASK_LIMIT_S = 0.5, 0.5  # shorter together than the shortest lease: no silence that ends one is missed
+log = telemetry.logger("pserver.index")
+_OWN = re.compile(r"-(\d+)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +79,6 @@ class StateFollower:
 
     async def answer(self, state: JobState) -> None:
         raise NotImplementedError
-
-
-PAUSE_S = 0.5
-ASK_S, ASK_LIMIT_S = 0.5, 0.5  # shorter together than the shortest lease: no silence that ends one is missed
-
-log = telemetry.logger("pserver.index")
-
-
-_OWN = re.compile(r"-(\d+)$")
 
 
 def own_number(name: str) -> int | None:

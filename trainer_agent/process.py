@@ -13,7 +13,7 @@ import os
 import socket
 import ssl
 import tempfile
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -29,8 +29,7 @@ from trainer_agent.collective.native.link import backend_of
 from trainer_agent.collective.ports import collective_ports
 from trainer_agent.data import minibatch_indices, minibatches_in
 from trainer_agent.data_plane.fleet_client import call_limit_s
-from trainer_agent.data_plane.http import PserverPort, socket_of
-from trainer_agent.data_plane.stream import StreamPserver
+from trainer_agent.data_plane.stream import Connections
 from trainer_agent.membership.initialise import followed
 from trainer_agent.membership.lease import Life
 from trainer_agent.model.devices import number_of
@@ -49,7 +48,7 @@ from trireme_shared.platform.runtime.http import own_network
 from trireme_shared.platform.security.access import Access
 from trireme_shared.protocol.errors import CallerError, DeadlineExceeded, InvalidArgument, NotReady, TriremeError
 from trireme_shared.protocol.keys import Keys
-from trireme_shared.protocol.records import Dispatch, FailTask, JobSpec, PserverMember, TrainerMember, UserFailure
+from trireme_shared.protocol.records import Dispatch, FailTask, JobSpec, TrainerMember, UserFailure
 from trireme_shared.protocol.records.tasks import READING, BegunWork
 
 COUNTERS = {  # field of Done -> (name, help)
@@ -278,57 +277,6 @@ async def _report_start(master: MasterPort, trainer: str, error: TriremeError) -
         await retry(lambda: master.report_failure(trainer, failure), "reporting a failure", REPORT_S)
     except TriremeError as unreported:
         log.warning("failure_unreported", cause=str(unreported))
-
-
-class Connections(AbstractAsyncContextManager["Connections"]):
-    """A port to each incarnation of each pserver, opened when first asked for; in collective jobs, of the other trainers."""
-
-    def __init__(self, settings: Settings, stall_s: float) -> None:
-        self._settings, self._stall_s = settings, stall_s
-        self._tls = settings.tls.client()
-        self._open: dict[str, StreamPserver] = {}
-        self._closing: set[asyncio.Task[None]] = set()
-
-    async def __aexit__(self, *_: object) -> None:
-        self.keep(())
-        if self._closing:
-            await asyncio.wait(self._closing)
-
-    def keep(self, incarnations: Collection[str]) -> None:
-        """Close the ports to all others: calls in flight fail at once."""
-        for incarnation in [each for each in self._open if each not in incarnations]:
-            closing = asyncio.get_running_loop().create_task(self._open.pop(incarnation).close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
-
-    def follow(self, directory: Directory) -> None:
-        """Close the ports to parameter servers that are gone for good: another process has its place, or its place has no slots any more. One that is only
-        not registered may come back."""
-        there, slots = directory.pservers, directory.slots
-
-        def stays(member: PserverMember) -> bool:
-            if (known := there.get(member.index)) is not None:
-                return known.incarnation == member.incarnation
-            return slots is None or member.index in slots.owners
-
-        self.keep([incarnation for incarnation, port in self._open.items() if stays(port.member)])
-
-    def __call__(self, member: PserverMember) -> PserverPort:
-        if member.incarnation not in self._open:
-            self._open[member.incarnation] = self._port(member)
-        return self._open[member.incarnation]
-
-    def _port(self, member: PserverMember) -> StreamPserver:
-        token, stall_s, transport = self._settings.own_token, self._stall_s, self._settings.transport
-        if transport == "tcp":
-            member = member.with_fields(uds="")
-        elif transport != "auto" and not socket_of(member):
-            raise InvalidArgument(
-                f"TRIREME_TRANSPORT is {transport}, but {member.name} on {member.host} has no UNIX socket that is open "
-                f"to this process on {socket.gethostname()}",
-                hint="use auto, or give the parameter server a TRIREME_UDS that both can reach",
-            )
-        return StreamPserver(member, token, tls=self._tls, stall_s=stall_s, share=transport in {"auto", "shm"})
 
 
 class StatusPages:

@@ -40,10 +40,10 @@ from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.devices import autocast, check_precision, device_of, on_device
 from trainer_agent.model.flat import checked_model, plan, trained_parameters
 from trainer_agent.model.gradient_tree import GradientClipper, LeftOutError, NonFiniteError, check_gradients, check_loss
-from trainer_agent.model.minibatch import checked_loss, means_of, sums_of
+from trainer_agent.model.minibatch import BackwardGuard, checked_loss, means_of, sums_of
 from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.torch_compute import write_model
-from trainer_agent.model.watch.minibatch_rules import BackwardGuard, Modes, evaluating
+from trainer_agent.model.watch.minibatch_rules import Modes, evaluating
 from trainer_agent.model.watch.own_state import Watch
 from trainer_agent.model.watch.unshared_state import UnsharedState
 from trainer_agent.own_loop.changes import BUFFERS

@@ -7,7 +7,7 @@ every second   -> tasks past their deadline -> requeued, discarded, or (lanes) t
 rebalance_s    -> lanes follow the measured speed
 beside that    -> pauses for checkpoints (pause_runner.py), what was asked for (operation_runner.py), evaluations (operation_runner.py)
 
-Recovery, as the master does it: read the checkpoint's manifest, restore the queue, RUNNING again.
+Recovery reads the checkpoint's manifest, restores the queue, and lets the job run again:
 
 ROLLING_BACK: manifest read -> every pserver has loaded the checkpoint -> queue restored, in parts -> RUNNING
 collective: the first trainers have loaded it -> the others get as long again, OTHERS_S at most -> as above

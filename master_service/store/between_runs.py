@@ -41,7 +41,9 @@ async def start_again(etcd: Etcd, keys: Keys) -> bool:
     return True
 
 
-async def renew(etcd: Etcd, keys: Keys, wanted: JobSpec, offload: Callable[..., Awaitable[Any]] = asyncio.to_thread) -> bool:
+async def renew(
+    etcd: Etcd, keys: Keys, wanted: JobSpec, offload: Callable[..., Awaitable[Any]] = asyncio.to_thread
+) -> bool:
     """Give the job what may change of `wanted` (trireme_shared.protocol.records.setting_effects); whether anything did. With more epochs training goes
     on, also if the job was COMPLETED. Raises Conflict if a master runs or stop_early has ended the job; OSError; as `start_again`."""
     found, state = await etcd.get(keys.spec), await etcd.get(keys.state)

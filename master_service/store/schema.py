@@ -75,6 +75,8 @@ MAX_OPERATIONS = 100  # etcd takes 128
 MAX_BYTES = 512 * 1024  # of keys and values; etcd takes 1.5 MiB
 
 Write = Put | Delete
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 def operations(keys: Keys, job: Job | None, changes: Iterable[Change]) -> list[Put | Delete]:
@@ -355,10 +357,6 @@ def check_fits(writes: Sequence[Write]) -> None:
 def _size(writes: Sequence[Write]) -> int:
     """Bytes of keys and values; a key's characters count as bytes."""
     return sum(len(write.key) + (len(write.value) if isinstance(write, Put) else 0) for write in writes)
-
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 class MembersWatch:

@@ -25,11 +25,10 @@ from tests.pserver_service.jobs import (
     stream,
     values_of,
 )
-from trireme_shared.blocks.accumulator import Accumulator, Node
 from trireme_shared.protocol.errors import StaleGeneration
 from trireme_shared.protocol.lanes import aligned_intervals, combine
 from trireme_shared.protocol.wire.messages import Verdict
-from trireme_shared.serving.core.blocks import BlockState
+from trireme_shared.serving.core.blocks import Accumulator, BlockState, Node
 from trireme_shared.serving.pserver import Pserver
 
 LANES, BLOCKS, ELEMENTS, STEPS = 8, 4, 5, 10

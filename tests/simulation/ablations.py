@@ -19,14 +19,13 @@ from master_service.masterless.shared_job import SharedWriter
 from master_service.store.writer import MasterWriter
 from tests.equipment.replaced import replaced
 from trainer_agent.data_plane.row_lookups import RowRouter
-from trireme_shared.blocks.accumulator import Accumulator
 from trireme_shared.blocks.buffers import Buffer
 from trireme_shared.checkpoints import schedule, stored
 from trireme_shared.protocol.records import StepMetrics
 from trireme_shared.protocol.records.layout import ROWS
 from trireme_shared.protocol.wire.messages import PushHeader, Verdict
 from trireme_shared.serving.block_server import BlockServer
-from trireme_shared.serving.core.blocks import BlockState
+from trireme_shared.serving.core.blocks import Accumulator, BlockState
 from trireme_shared.serving.core.calls import OpenPull
 from trireme_shared.serving.core.history import Results
 from trireme_shared.serving.core.ledger import Ledger

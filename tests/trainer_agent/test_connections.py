@@ -9,7 +9,7 @@ from aiohttp import web
 
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.waiting import until
-from trainer_agent.process import Connections
+from trainer_agent.data_plane.stream import Connections
 from trainer_agent.settings import Settings
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.directory import Directory

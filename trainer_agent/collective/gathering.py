@@ -21,10 +21,9 @@ from trainer_agent.collective.native.exchange import NativeExchange
 from trainer_agent.collective.ports import CollectivePorts
 from trainer_agent.collective.server import OwnShare
 from trainer_agent.collective.state.catching_up import Step
-from trainer_agent.core.duties import agreed
 from trainer_agent.data_plane.fleet_client import Connect, FleetClient, Suspect
 from trainer_agent.data_plane.http import PserverPort
-from trainer_agent.data_plane.pulls import Pull, Pulls
+from trainer_agent.data_plane.pulls import Pull, Pulls, agreed
 from trainer_agent.data_plane.step_exchange import found
 from trainer_agent.membership.lease import Membership
 from trainer_agent.model.compute import Compute

@@ -24,7 +24,6 @@ from xxhash import xxh3_64
 
 from trainer_agent.data_plane.fleet_client import FleetClient
 from trainer_agent.waiting import Backoff
-from trireme_shared.blocks.accumulator import Node
 from trireme_shared.blocks.buffer_mean import bits_of
 from trireme_shared.blocks.buffers import Buffer, BufferPool, tensor_over
 from trireme_shared.protocol.errors import BadFrame, PeerError, StaleGeneration
@@ -41,7 +40,7 @@ from trireme_shared.protocol.wire.messages import (
     Verdict,
 )
 from trireme_shared.serving.block_server import BlockServer
-from trireme_shared.serving.core.blocks import BlockState
+from trireme_shared.serving.core.blocks import BlockState, Node
 from trireme_shared.serving.core.optimizers import Options
 from trireme_shared.serving.core.store import Push, Store
 from trireme_shared.serving.core.stores import StepPushes

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from trireme_shared.protocol.lanes import Interval, aligned_intervals
+from trireme_shared.protocol.lanes import Interval
 from trireme_shared.protocol.records import JobState, Mode, Phase, Stage, TrainerList
 from trireme_shared.protocol.records.operations import CheckpointRequest
-from trireme_shared.protocol.records.step import CheckpointAsked, LanePosition, StepRecord
+from trireme_shared.protocol.records.step import CheckpointAsked, LanePosition
 
 
 class Duty(Enum):
@@ -129,26 +129,3 @@ def checkpoint_asked(
     return CheckpointAsked(
         operation=request.operation, attempt=request.attempt, generation=generation, version=step + 2
     )
-
-
-def agreed(records: Iterable[StepRecord | None]) -> StepRecord | None:
-    """One of the records that parameter servers have of a version. What it says about a checkpoint on demand is left out unless all
-    say the same: in a step in which lane 0 moved, some have it from one owner and some from the next."""
-    found = [record for record in records if record is not None]
-    if not found:
-        return None
-    first = found[0]
-    if first.lane_zero is None or all(record.asked == first.asked for record in found):
-        return first
-    return first.with_fields(lane_zero=first.lane_zero.with_fields(asked=None))
-
-
-def nodes_to_compute(missing: Sequence[int]) -> list[Interval]:
-    """The tree nodes that cover the `missing` lanes (ascending). The largest first: it needs the fewest gradient vectors."""
-    nodes: list[Interval] = []
-    start = 0
-    for end in range(1, len(missing) + 1):
-        if end == len(missing) or missing[end] != missing[end - 1] + 1:
-            nodes += aligned_intervals(missing[start], missing[end - 1] + 1)
-            start = end
-    return sorted(nodes, key=lambda node: (node[0] - node[1], node[0]))

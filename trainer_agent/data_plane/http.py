@@ -7,8 +7,6 @@ Each wait for the peer is limited to `stall_s`; the caller's iterator may take a
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -18,7 +16,6 @@ from typing import Protocol, Self, TypeVar
 import aiohttp
 
 from trireme_shared.platform.runtime import clock, http
-from trireme_shared.platform.runtime.http import is_here
 from trireme_shared.protocol.errors import BadFrame, DeadlineExceeded, PeerError, TooLarge, TriremeError, from_map
 from trireme_shared.protocol.records import PserverMember, Record
 from trireme_shared.protocol.wire import codec
@@ -39,6 +36,7 @@ from trireme_shared.protocol.wire.messages import (
     TableEnd,
     TableRequest,
 )
+from trireme_shared.serving.transport.stream import socket_of
 from trireme_shared.tables.payload import MOST_BYTES
 
 Sink = Callable[[PulledBlock], memoryview]
@@ -226,12 +224,6 @@ class HttpPserver:
             return from_map(codec.decode(await _whole(response), ANSWER_BYTES))
         except BadFrame:
             return PeerError(f"{self._name} answered {response.status} {response.reason}")
-
-
-def socket_of(member: PserverMember) -> str:
-    """The member's UNIX socket if it is on this host and open to this user, else empty."""
-    here = member.host == socket.gethostname() and is_here(member.network)
-    return member.uds if member.uds and here and os.access(member.uds, os.W_OK) else ""
 
 
 async def _whole(response: aiohttp.ClientResponse) -> bytes:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from trainer_agent.core.duties import agreed
 from trainer_agent.data_plane.fleet_client import FleetClient, Routes
 from trainer_agent.data_plane.row_lookups import narrow_of
 from trainer_agent.model.compute import Compute
@@ -464,3 +463,15 @@ def check_finite(step: int, norm: float) -> None:
             f"the norm of the gradient of step {step} is {norm}, although each lane's gradient is finite",
             hint="lower the learning rate or look at the records; on_nonfinite = skip leaves such steps out",
         )
+
+
+def agreed(records: Iterable[StepRecord | None]) -> StepRecord | None:
+    """One of the records that parameter servers have of a version. What it says about a checkpoint on demand is left out unless all
+    say the same: in a step in which lane 0 moved, some have it from one owner and some from the next."""
+    found = [record for record in records if record is not None]
+    if not found:
+        return None
+    first = found[0]
+    if first.lane_zero is None or all(record.asked == first.asked for record in found):
+        return first
+    return first.with_fields(lane_zero=first.lane_zero.with_fields(asked=None))

@@ -17,7 +17,6 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
-from trainer_agent.core.duties import nodes_to_compute
 from trainer_agent.data_plane.pushes import NodeSink, Outboxes, PushedRows, Verdict
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.model.compute import Compute, LaneResult, Ready, Records, metrics_of, node_result
@@ -27,7 +26,7 @@ from trainer_agent.tasks.steps import Times
 from trainer_agent.waiting import SingleErrorGroup
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.errors import TriremeError, UserCodeError
-from trireme_shared.protocol.lanes import Interval, step_seed
+from trireme_shared.protocol.lanes import Interval, aligned_intervals, step_seed
 from trireme_shared.protocol.records import StepMetrics, Task
 from trireme_shared.protocol.records.step import LanePosition, LaneZero, NodeResult, result_of
 from trireme_shared.protocol.wire.messages import PushHeader
@@ -358,3 +357,14 @@ class Pace:
     def share_s(self) -> float | None:
         """None: not known yet."""
         return median(self._shares) if len(self._shares) >= ENOUGH else None
+
+
+def nodes_to_compute(missing: Sequence[int]) -> list[Interval]:
+    """The tree nodes that cover the `missing` lanes (ascending). The largest first: it needs the fewest gradient vectors."""
+    nodes: list[Interval] = []
+    start = 0
+    for end in range(1, len(missing) + 1):
+        if end == len(missing) or missing[end] != missing[end - 1] + 1:
+            nodes += aligned_intervals(missing[start], missing[end - 1] + 1)
+            start = end
+    return sorted(nodes, key=lambda node: (node[0] - node[1], node[0]))

@@ -23,18 +23,12 @@ from trainer_agent.model.compute import BlockSink, Ready, Records
 from trainer_agent.model.devices import autocast, on_device
 from trainer_agent.model.flat import LiveBuffers, Plan, Vector
 from trainer_agent.model.gradient_tree import LeftOutError, check_gradients, check_loss
-from trainer_agent.model.watch.minibatch_rules import (
-    BackwardGuard,
-    MissingGradients,
-    Modes,
-    UserCode,
-    evaluating,
-)
+from trainer_agent.model.watch.minibatch_rules import MissingGradients, Modes, UserCode, evaluating
 from trainer_agent.model.watch.own_state import Watch
 from trainer_agent.model.watch.unshared_state import AveragedBuffers, UnsharedState, digest
 from trainer_agent.own_loop.changes import notices
 from trireme_shared.datasets.random_state import START_SEED, seed_everything, seeded
-from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
 from trireme_shared.protocol.metrics import LOSS, Logged, add, collected, loss_in, metrics_beside
 from trireme_shared.protocol.records import JobSpec, Mode, Strategy
 from trireme_shared.tables.grouping import Grouped
@@ -46,6 +40,9 @@ CHANGED_LATE = (
 DOUBLE = (
     "torch.set_default_dtype(torch.float64) is in force; the optimizer of a collective job steps in this process and would keep its counters in float64, "
     "which no checkpoint has: set it back to torch.float32, and give dtype=torch.float64 where it is needed; or use strategy = parameter_server"
+)
+OWN_BACKWARD = (
+    "the script calls backward() itself; {instead} (for gradients that the loss needs, use torch.autograd.grad)"
 )
 
 
@@ -397,3 +394,63 @@ def means_of(sums: Mapping[str, float]) -> dict[str, float]:
     """Of the sums that `sums_of` gave for all minibatches."""
     records = sums.get("records")
     return {name: total / records for name, total in sums.items() if name != "records"} if records else dict(sums)
+
+
+class BackwardGuard:
+    """Only `run` may make gradients of parameters. Those of a backward() in the user's code would be taken for the minibatch's:
+    half gradients would be pushed, or some counted twice. The parameters' hooks call `permit`."""
+
+    def __init__(self, user: UserCode) -> None:
+        self._user = user
+        self._running = self._refused = False
+        instead = (
+            "return the loss, and Trireme calls backward() on it"
+            if user.loop is None
+            else "call trireme.backward(loss)"
+        )
+        self._message = OWN_BACKWARD.format(instead=instead)
+
+    def begin(self) -> None:
+        """Before anything of a minibatch: a script's own loop runs to its next batch."""
+        if self._user.loop is not None:
+            self._user.loop.next_pass()
+
+    def permit(self, _: torch.Tensor | None = None) -> None:
+        """Raises RuntimeError in a backward() that is not `run`'s."""
+        if not self._running:
+            self._refused = True
+            raise RuntimeError(self._message)
+
+    def call(self, hook: str, *arguments: Any) -> Any:
+        """Call the user's function. Raises UserCodeError if it called backward(), even if it caught what that raised. It is fatal: no record is
+        at fault, and another attempt at the same records might not do it again."""
+        self._refused = False
+        try:
+            found = self._user.call(hook, *arguments)
+        except UserCodeError as error:
+            if self._refused and isinstance(error.__cause__, RuntimeError) and str(error.__cause__) == self._message:
+                raise self._user.error_of(error.__cause__, fatal=True) from error.__cause__
+            raise
+        if self._refused:
+            raise self._user.error_of(RuntimeError(self._message), fatal=True)
+        return found
+
+    def run(self, loss: torch.Tensor) -> bool:
+        """Backward; a script's own loop then runs to its optimizer.step(). False: its GradScaler has left that step out."""
+        self._running = True
+        try:
+            self._user.guard(loss.backward)
+        finally:
+            self._running = False
+        return self._user.loop is None or self._user.loop.end_pass()
+
+    def reported(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to report: `loss`, as it was before the script's GradScaler scaled it."""
+        if self._user.loop is None or self._user.loop.true_loss is None:
+            return loss
+        return self._user.loop.true_loss
+
+    @property
+    def row_factor(self) -> float:
+        """Factor for the gradients of embedding tables' rows: the script's GradScaler does not see them."""
+        return 1.0 if self._user.loop is None else self._user.loop.scaling.row_factor

@@ -60,6 +60,7 @@ MAX_DELAY_S = 3.0
 _FROM_OUTSIDE = {0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}  # 0: it was told to stop
 
 log = telemetry.logger("processes")
+REVOKE_TIMEOUT_S = 2.0
 
 
 class Process(Protocol):
@@ -415,9 +416,6 @@ def death_event(name: str, end: Exit, lost: str = "", *, given_up: bool, left: b
 def _at_work(left: begun.Left | None) -> str:
     works = [] if left is None else list(filter(None, map(BegunWork.from_bytes, left.works)))
     return f" while it {' and '.join(map(str, works))}" if works else ""
-
-
-REVOKE_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@
 The names are unique per writer or per content, so a writer that was replaced cannot overwrite a committed file. A checkpoint
 counts only once `checkpoints/latest` in etcd names it. Everything that reads here blocks.
 
-Blocks with their optimizers' state, out of a part of a checkpoint into memory of whoever loads it.
+BlockReader brings blocks with their optimizers' state out of a part, into memory of whoever loads it:
 
-sink(entry) names the memory for each tensor ─► the whole part is read and its checksum compared ─► loaded: blocks, in order
+    sink(entry) names the memory for each tensor ─► the whole part is read and its checksum compared ─► loaded: blocks, in order
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _DEFINITE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, Permissio
 # what may differ between the spec a checkpoint was made under and the one it is loaded under
 ELASTIC = ("trainers", "pservers", "sources")
 _FREE = (*ELASTIC, "strategy")  # checkpoints of both strategies hold the same
+M = TypeVar("M")
 
 
 def checkpoint_uuid(job: str, timeline: int, slots_version: int, step: int) -> str:
@@ -238,9 +239,6 @@ def verify_parts(
     return sum(manifest.files.values())
 
 
-M = TypeVar("M")
-
-
 @dataclass(slots=True)
 class _Loading(Generic[M]):
     """One block that is being read."""
@@ -261,9 +259,9 @@ class BlockReader(Generic[M]):
 
     def sink(self, entry: Entry) -> memoryview | None:
         """Memory for a tensor; None: it is of no block that is wanted. Raises CheckpointUnusable: it has another form."""
-        import torch
+        import torch  # noqa: PLC0415
 
-        from trireme_shared.blocks.buffers import DTYPES, bytes_of
+        from trireme_shared.blocks.buffers import DTYPES, bytes_of  # noqa: PLC0415
 
         _, number, name = [*entry.name.split(".", 2), "", ""][:3]
         item = self._loading.get(int(number)) if number.isdecimal() else None

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trireme_shared.blocks.accumulator import Accumulator
 from trireme_shared.blocks.buffers import BufferPool
 from trireme_shared.protocol.lanes import combine
+from trireme_shared.serving.core.blocks import Accumulator
 
 LANES, FOUR, ELEMENTS = 16, 4, 7
 

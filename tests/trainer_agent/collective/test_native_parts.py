@@ -9,7 +9,6 @@ import torch
 
 from trainer_agent.collective.native.link import NativeStatement, backend_of, check_alike
 from trainer_agent.collective.native.reducing import Told, ToldNode, chosen, covers, mean_over, read_told
-from trireme_shared.blocks.accumulator import Accumulator
 from trireme_shared.blocks.buffers import BufferPool
 from trireme_shared.collective.group import Broken
 from trireme_shared.protocol.errors import InvalidArgument
@@ -17,6 +16,7 @@ from trireme_shared.protocol.lanes import combine
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.step import LanePosition, NodeResult
 from trireme_shared.protocol.wire.messages import PushHeader
+from trireme_shared.serving.core.blocks import Accumulator
 
 
 def told(trainer: str, *nodes: tuple[int, int, int], loss: float = 0.0) -> Told:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_agent.core.duties import (
-    agreed,
-    checkpoint_asked,
-    nodes_to_compute,
-    positions_of_step,
-)
+from trainer_agent.core.duties import checkpoint_asked, positions_of_step
+from trainer_agent.data_plane.pulls import agreed
+from trainer_agent.loops.lane_pusher import nodes_to_compute
 from trireme_shared.protocol.lanes import is_aligned
 from trireme_shared.protocol.records.operations import CheckpointRequest
 from trireme_shared.protocol.records.step import CheckpointAsked, LanePosition, LaneZero, StepRecord

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from tests.trainer_agent.cluster import TorchCluster, cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.model.gradient_tree import GradientTree
-from trireme_shared.blocks.accumulator import Accumulator
 from trireme_shared.protocol.records import JobState, Mode, Phase
+from trireme_shared.serving.core.blocks import Accumulator
 
 COMMON = {"lanes": 8, "global_batch_size": 24, "records_per_task": 5, "epochs": 3}
 
@@ -66,7 +66,7 @@ async def test_without_rounding_at_every_node_the_number_of_trainers_shows_in_th
     if unrounded is GradientTree:
         monkeypatch.setattr(GradientTree, "round_node", lambda *_: None)
     else:
-        monkeypatch.setattr("trireme_shared.blocks.accumulator.round_to", lambda *_: None)
+        monkeypatch.setattr("trireme_shared.serving.core.blocks.round_to", lambda *_: None)
     assert differing(alone, await trained(spec_for(script, **spec, storage=str(tmp_path / "three")), 3)) != []
 
 

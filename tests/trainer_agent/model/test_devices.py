@@ -11,8 +11,8 @@ from tests.equipment.gpu_arithmetic import GpuArithmetic
 from tests.trainer_agent.done_blocks import DoneBlocks
 from trainer_agent.model.devices import HOST, device_of, number_of, use_deterministic_kernels
 from trainer_agent.model.gradient_tree import Entry, GradientTree, TreeRules
-from trireme_shared.blocks.accumulator import Accumulator
 from trireme_shared.blocks.buffers import BufferPool
+from trireme_shared.serving.core.blocks import Accumulator
 
 LANES = 4
 COUNTS = [(4, 4, 4, 4), (4, 4, 4, 3), (5, 3, 7, 1), (0, 6, 5, 2)]

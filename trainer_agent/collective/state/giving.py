@@ -21,7 +21,6 @@ from xxhash import xxh3_128
 
 from trainer_agent.collective.replica import Replica
 from trainer_agent.collective.state.messages import Portion, StateHead, StatePart, StateRequest
-from trainer_agent.data_plane.http import socket_of
 from trainer_agent.model.compute import Compute
 from trireme_shared.blocks.buffers import bytes_of
 from trireme_shared.platform.runtime import clock, http, telemetry
@@ -39,6 +38,7 @@ from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.protocol.wire import codec
 from trireme_shared.serving.core.geometry import MAX_BLOCK_BYTES
 from trireme_shared.serving.data_plane.http import write_block
+from trireme_shared.serving.transport.stream import socket_of
 
 if TYPE_CHECKING:
     from trainer_agent.collective.state.rows import RowsGiver  # loads numba

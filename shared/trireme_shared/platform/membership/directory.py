@@ -1,4 +1,6 @@
-"""A member's view of its job: spec, state, trainers, slots, layout, pservers, master, kept current by one etcd watch.
+"""A member and etcd: what it sees of its job, and the one key that it writes.
+
+Directory is the view: spec, state, trainers, slots, layout, pservers, master, kept current by one watch.
 
     run(): snapshot -> events -> ... for ever; an outage of etcd only makes the view stale
     wait_for(predicate): wait here until the job is in a certain state
@@ -7,7 +9,7 @@ Reading never waits. A stale view is safe: generation and term fence what member
 The list of trainers is long in a large job, and changes often while it starts. So it is read once, and then only changes of it
 are followed; if one is missing (two in one transaction, history that was compacted), the list is read again.
 
-One leased key that only this process writes, kept equal to a wanted record.
+OwnKey is one leased key that only this process writes, kept equal to a wanted record:
 
     claim (create = 0) ─► hold: renew the lease, write what was `set` ─► revoked, deleted, or another's: lost
                            └─ lease over by the local clock ─► in doubt: ask etcd, until it answers
@@ -63,6 +65,14 @@ from trireme_shared.protocol.records.operations import CheckpointRequest
 PAUSE_S = 0.5
 
 log = telemetry.logger("directory")
+OUTAGE_S = 24 * 3600.0  # how long etcd may be away before the key counts as lost
+LOOK_ATTEMPT_S = 1.0  # of one look after the lease is over
+LOOK_AGAIN_S = 0.05
+RELEASE_S = 2.0
+RETURN_S = (
+    5.0  # after a silence of etcd whoever lost its lease needs so long at least to come back, however short leases are
+)
+R = TypeVar("R", PserverMember, TrainerMember, CommunicatorMember)
 
 
 class Directory:
@@ -235,17 +245,6 @@ class Directory:
         if member is not None:
             pservers[index] = member
         self.pservers = dict(sorted(pservers.items()))
-
-
-OUTAGE_S = 24 * 3600.0  # how long etcd may be away before the key counts as lost
-LOOK_ATTEMPT_S = 1.0  # of one look after the lease is over
-LOOK_AGAIN_S = 0.05
-RELEASE_S = 2.0
-RETURN_S = (
-    5.0  # after a silence of etcd whoever lost its lease needs so long at least to come back, however short leases are
-)
-
-R = TypeVar("R", PserverMember, TrainerMember, CommunicatorMember)
 
 
 def may_return_s(silent_at: float, ttl_s: float) -> float:

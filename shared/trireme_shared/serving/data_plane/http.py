@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Generic, TypeVar
 
 from aiohttp import StreamReader, web
 
-from trireme_shared.platform.security.access import Access, Asked
-from trireme_shared.platform.security.tokens import Role
 from trireme_shared.protocol.errors import BadFrame, DeadlineExceeded, InvalidArgument, TooLarge
 from trireme_shared.protocol.records import Record
 from trireme_shared.protocol.wire import codec
@@ -35,43 +32,19 @@ from trireme_shared.protocol.wire.messages import (
     LookupIds,
     TableRequest,
 )
-from trireme_shared.serving.block_server import BlockServer
 from trireme_shared.serving.core.geometry import MAX_BLOCK_BYTES, MAX_BLOCKS, MAX_INIT_PARTS
 from trireme_shared.serving.data_plane.lookups import portion
-from trireme_shared.serving.data_plane.stream import PserverStream, RoundRobin
+from trireme_shared.serving.data_plane.stream import PSERVER, TIME_LIMITS, TimeLimits
 from trireme_shared.serving.pserver import Pserver
-from trireme_shared.serving.transport.shared_memory import AnswerMemory
-from trireme_shared.serving.transport.stream import PATH, UPGRADE
 
 Header = TypeVar("Header", bound=Record)
 Item = TypeVar("Item", bound=Record)
 SLICE_BYTES = 256 << 10  # written at once: large enough to be cheap, small enough to share the loop
 # aiohttp waits for the peer only after so many bytes; less is copied, so the buffer is free at once
 SMALL_BYTES = 64 << 10
-PSERVER = web.AppKey("pserver", BlockServer)
-ACCESS = web.AppKey("access", Access)
 MESSAGE_BYTES = 16 << 20  # of a message without blocks
 
 
-@dataclass(frozen=True, slots=True)
-class TimeLimits:
-    """How long a peer may send nothing: inside a message (`stall_s`), and between two blocks, while it computes (`idle_s`)."""
-
-    stall_s: float
-    idle_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Streams:
-    """The streams that are open, their turns to work, and what they lend of lookups."""
-
-    open: set[PserverStream] = field(default_factory=set)
-    turns: RoundRobin = field(default_factory=RoundRobin)
-    answers: AnswerMemory = field(default_factory=AnswerMemory)
-
-
-STREAMS = web.AppKey("streams", Streams)
-TIME_LIMITS = web.AppKey("time_limits", TimeLimits)
 routes = web.RouteTableDef()
 
 
@@ -116,53 +89,6 @@ async def handoffs(request: web.Request) -> web.Response:
 async def ledger(request: web.Request) -> web.Response:
     query = codec.read(LedgerQuery, await _body(request))
     return _message(await _parameter_server(request).ledger(query))
-
-
-@routes.get(PATH)
-async def stream(request: web.Request) -> web.StreamResponse:
-    """Hand the connection over to a PserverStream and wait for its end."""
-    if request.headers.get("Upgrade", "").lower() != UPGRADE:
-        msg = f"{PATH} needs the header 'Upgrade: {UPGRADE}', not {request.headers.get('Upgrade', '')[:40]!r}"
-        return web.Response(body=codec.encode(BadFrame(msg).to_map()), status=426, headers={"Upgrade": UPGRADE})
-    response = web.StreamResponse(status=101, headers={"Upgrade": UPGRADE, "Connection": "Upgrade"})
-    await response.prepare(request)
-    transport, handler = request.transport, request.protocol
-    if transport is None:
-        return response
-    over = asyncio.get_running_loop().create_future()
-
-    def lost() -> None:
-        handler.connection_lost(None)  # aiohttp forgets the connection
-        if not over.done():
-            over.set_result(None)
-
-    access, asked = request.app[ACCESS], asked_of(request)
-
-    def check_token() -> None:
-        access.admit(asked, Role.MEMBER)
-
-    limits, streams = request.app[TIME_LIMITS], request.app[STREAMS]
-    upgraded = PserverStream(
-        request.app[PSERVER], streams.turns, streams.answers, limits.stall_s, limits.idle_s, lost, check_token
-    )
-    upgraded.take_over(transport)
-    streams.open.add(upgraded)
-    try:
-        await over
-    finally:
-        streams.open.discard(upgraded)
-        upgraded.abort()
-    return response
-
-
-def asked_of(request: web.Request) -> Asked:
-    """Take it while the connection is open: it has the address."""
-    return Asked.of(request.method, request.headers, request.get_extra_info("sockname"))
-
-
-async def close_streams(app: web.Application) -> None:
-    for upgraded in tuple(app[STREAMS].open):
-        upgraded.abort()
 
 
 def _parameter_server(request: web.Request) -> Pserver:

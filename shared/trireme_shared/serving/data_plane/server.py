@@ -32,7 +32,7 @@ from trireme_shared.platform.security.tokens import Role
 from trireme_shared.protocol.errors import AnotherProcess, BadFrame, CallerError, PeerError, TriremeError, Unauthorized
 from trireme_shared.protocol.wire import codec
 from trireme_shared.serving.block_server import BlockServer
-from trireme_shared.serving.data_plane import http
+from trireme_shared.serving.data_plane import http, stream
 from trireme_shared.serving.transport.stream import PATH
 
 if TYPE_CHECKING:
@@ -77,11 +77,12 @@ def make_app(
     access, arrivals = access or Access(), Arrivals()
     app = web.Application(middlewares=[guard(access, pserver.incarnation, arrivals)])
     app[ARRIVALS] = arrivals
-    app[http.PSERVER], app[http.ACCESS] = pserver, access
-    app[http.TIME_LIMITS], app[http.STREAMS] = http.TimeLimits(stall_s, idle_s), http.Streams()
+    app[stream.PSERVER], app[stream.ACCESS] = pserver, access
+    app[stream.TIME_LIMITS], app[stream.STREAMS] = stream.TimeLimits(stall_s, idle_s), stream.Streams()
     app.on_response_prepare.append(hide_implementation)
-    app.on_shutdown.append(http.close_streams)
+    app.on_shutdown.append(stream.close_streams)
     app.add_routes(http.routes)
+    app.router.add_get(stream.PATH, stream.take_upgrade)
     app.add_routes(routes)
     return app
 
@@ -142,7 +143,7 @@ def guard(access: Access, incarnation: str, arrivals: Arrivals) -> Any:
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             if request.path not in OPEN:
-                access.admit(http.asked_of(request), Role.VIEWER if request.path in READ_BY_VIEWERS else Role.MEMBER)
+                access.admit(stream.asked_of(request), Role.VIEWER if request.path in READ_BY_VIEWERS else Role.MEMBER)
                 _check_meant(request, incarnation)
                 arrivals.admit(request.transport)
             return await handler(request)
@@ -183,12 +184,12 @@ def _refusal(error: TriremeError, status: int | None = None) -> web.Response:
 
 @routes.get("/healthz")
 async def healthz(request: web.Request) -> web.Response:
-    return web.json_response({"status": "ok", "incarnation": request.app[http.PSERVER].incarnation})
+    return web.json_response({"status": "ok", "incarnation": request.app[stream.PSERVER].incarnation})
 
 
 @routes.get("/readyz")
 async def readyz(request: web.Request) -> web.Response:
-    pserver = request.app[http.PSERVER]
+    pserver = request.app[stream.PSERVER]
     if pserver.index < 0:
         return web.json_response({"status": "waiting", "reason": "no index claimed yet"}, status=503)
     if pserver.store is None:
@@ -200,7 +201,7 @@ async def readyz(request: web.Request) -> web.Response:
 @routes.get("/metrics")
 async def metrics(request: web.Request) -> web.Response:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector(request.app[http.PSERVER]))
+    registry.register(Collector(request.app[stream.PSERVER]))
     ProcessCollector(registry=registry)
     return web.Response(body=generate_latest(registry), content_type="text/plain", charset="utf-8")
 

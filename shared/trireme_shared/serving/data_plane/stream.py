@@ -9,12 +9,22 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+
+from aiohttp import web
 
 from trireme_shared.blocks.buffers import Buffer
 from trireme_shared.platform.runtime import clock, telemetry
-from trireme_shared.protocol.errors import BadFrame, DeadlineExceeded, PeerError, TooLarge, TriremeError
+from trireme_shared.platform.security.access import Access, Asked
+from trireme_shared.platform.security.tokens import Role
+from trireme_shared.protocol.errors import (
+    BadFrame,
+    DeadlineExceeded,
+    PeerError,
+    TooLarge,
+    TriremeError,
+)
 from trireme_shared.protocol.records.layout import ROWS
 from trireme_shared.protocol.wire import codec
 from trireme_shared.protocol.wire.messages import (
@@ -38,7 +48,7 @@ from trireme_shared.serving.transport.shared_memory import (
     peer_of,
     place_in,
 )
-from trireme_shared.serving.transport.stream import BURST_BYTES, HEAD_COST_BYTES, FrameStream
+from trireme_shared.serving.transport.stream import BURST_BYTES, HEAD_COST_BYTES, PATH, UPGRADE, FrameStream
 from trireme_shared.tables.payload import MOST_BYTES
 
 HEADER_BYTES = 16 << 20  # of a pull that names its blocks
@@ -47,6 +57,8 @@ MAX_AHEAD = 4096  # references read on one connection whose payloads are not app
 UNUSED_S = 3600.0  # for a connection without a call: trainers keep it open while they compute
 
 log = telemetry.logger("pserver.stream")
+PSERVER = web.AppKey("pserver", BlockServer)
+ACCESS = web.AppKey("access", Access)
 
 
 @dataclass(slots=True)
@@ -471,3 +483,72 @@ class PserverStream(FrameStream):
         super().connection_lost(error)
         self._release()
         self._lost()
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLimits:
+    """How long a peer may send nothing: inside a message (`stall_s`), and between two blocks, while it computes (`idle_s`)."""
+
+    stall_s: float
+    idle_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """The streams that are open, their turns to work, and what they lend of lookups."""
+
+    open: set[PserverStream] = field(default_factory=set)
+    turns: RoundRobin = field(default_factory=RoundRobin)
+    answers: AnswerMemory = field(default_factory=AnswerMemory)
+
+
+STREAMS = web.AppKey("streams", Streams)
+
+
+TIME_LIMITS = web.AppKey("time_limits", TimeLimits)
+
+
+async def take_upgrade(request: web.Request) -> web.StreamResponse:
+    """Hand the connection over to a PserverStream and wait for its end."""
+    if request.headers.get("Upgrade", "").lower() != UPGRADE:
+        msg = f"{PATH} needs the header 'Upgrade: {UPGRADE}', not {request.headers.get('Upgrade', '')[:40]!r}"
+        return web.Response(body=codec.encode(BadFrame(msg).to_map()), status=426, headers={"Upgrade": UPGRADE})
+    response = web.StreamResponse(status=101, headers={"Upgrade": UPGRADE, "Connection": "Upgrade"})
+    await response.prepare(request)
+    transport, handler = request.transport, request.protocol
+    if transport is None:
+        return response
+    over = asyncio.get_running_loop().create_future()
+
+    def lost() -> None:
+        handler.connection_lost(None)  # aiohttp forgets the connection
+        if not over.done():
+            over.set_result(None)
+
+    access, asked = request.app[ACCESS], asked_of(request)
+
+    def check_token() -> None:
+        access.admit(asked, Role.MEMBER)
+
+    limits, streams = request.app[TIME_LIMITS], request.app[STREAMS]
+    upgraded = PserverStream(
+        request.app[PSERVER], streams.turns, streams.answers, limits.stall_s, limits.idle_s, lost, check_token
+    )
+    upgraded.take_over(transport)
+    streams.open.add(upgraded)
+    try:
+        await over
+    finally:
+        streams.open.discard(upgraded)
+        upgraded.abort()
+    return response
+
+
+def asked_of(request: web.Request) -> Asked:
+    """Take it while the connection is open: it has the address."""
+    return Asked.of(request.method, request.headers, request.get_extra_info("sockname"))
+
+
+async def close_streams(app: web.Application) -> None:
+    for upgraded in tuple(app[STREAMS].open):
+        upgraded.abort()

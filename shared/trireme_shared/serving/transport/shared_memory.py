@@ -23,6 +23,7 @@ import os
 import socket
 import stat
 import struct
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -33,7 +34,13 @@ import torch
 
 from trireme_shared.blocks.buffers import LEAST_BYTES, Buffer, BufferPool, Home, ReusedMemory, rounded
 from trireme_shared.platform.runtime import clock, ids, telemetry
-from trireme_shared.protocol.errors import BadFrame, InvalidArgument, TooLarge, Unauthorized
+from trireme_shared.protocol.errors import (
+    BadFrame,
+    InvalidArgument,
+    TooLarge,
+    TriremeError,
+    Unauthorized,
+)
 from trireme_shared.protocol.records.record import Record
 
 ALIGNMENT_BYTES = 64
@@ -450,3 +457,63 @@ class ServerMemory:
         self._bytes -= buffer.view.nbytes
         self._blocks -= 1
         buffer.release()
+
+
+class TrainerMemory:
+    """The shared memory of one connection: gradients are read where they lie, parameters are copied from where they are. `on`: each end reads
+    the other's memory. `unreadable`: we cannot map what the pserver offers."""
+
+    def __init__(self, name: str) -> None:
+        self.unreadable = False
+        self._name = name
+        self.lender = Lender()
+        self._borrower: Borrower | None = None
+        self._lends = False
+
+    @property
+    def on(self) -> bool:
+        return self._borrower is not None
+
+    def begin(self, peer: int, offers: Offers) -> None:
+        """The pserver, process `peer`, agreed. Raises InvalidArgument, TooLarge: its memory cannot be mapped."""
+        borrower = Borrower(peer)
+        self._learn(borrower, offers)
+        self._borrower, self._lends = borrower, True
+
+    def learn(self, offers: Offers) -> None:
+        """Raises as `begin`, BadFrame before it."""
+        self._learn(self._known(), offers)
+
+    def payload(self, place: Place, sent: int) -> memoryview:
+        """What a pulled block refers to, which has `sent` bytes of its own. Raises BadFrame, InvalidArgument."""
+        return self._known().payload(place, sent)
+
+    def close(self) -> None:
+        """The connection is over: the peer's memory is unmapped at once, not when the interpreter finds what refers to the connection. Each mapping has a
+        descriptor, and keeps the memory of a peer that has ended."""
+        self._borrower, self._lends = None, False
+
+    # ------------------------------------------------------------ lending gradients
+
+    def home_of(self, payload: memoryview) -> tuple[Region, int] | None:
+        """Where the pserver could read it, after it was offered the region; None: it has to be sent."""
+        home = place_of(payload) if self._lends else None
+        return home if home is not None and home[1] % ALIGNMENT_BYTES == 0 else None
+
+    def lend_no_more(self, cause: TriremeError) -> None:
+        log.info("gradients_not_shared", peer=self._name, cause=cause.message)
+        self._lends = False
+
+    # ------------------------------------------------------------ parts
+
+    def _known(self) -> Borrower:
+        if self._borrower is None:
+            raise BadFrame(f"{self._name} referred to its memory, which it does not share")
+        return self._borrower
+
+    def _learn(self, borrower: Borrower, offers: Offers) -> None:
+        try:
+            borrower.learn(offers, sys.maxsize)
+        except TriremeError:
+            self.unreadable = True
+            raise

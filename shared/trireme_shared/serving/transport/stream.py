@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,7 @@ from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 from trireme_shared.platform.runtime import clock
-from trireme_shared.platform.runtime.http import MEANT, Token, text_of
+from trireme_shared.platform.runtime.http import MEANT, Token, is_here, text_of
 from trireme_shared.protocol.errors import (
     AnotherProcess,
     DeadlineExceeded,
@@ -36,6 +37,7 @@ from trireme_shared.protocol.errors import (
     TriremeError,
     Unauthorized,
 )
+from trireme_shared.protocol.records import PserverMember
 from trireme_shared.protocol.wire import codec
 
 UPGRADE = "trireme-frames/1"
@@ -367,3 +369,9 @@ class _Handshake(asyncio.Protocol):
         if not self._head.done():
             why = f"{type(error).__name__}: {error}" if error is not None else "it closed the connection"
             self._head.set_exception(PeerError(f"the peer broke off before its answer to an upgrade: {why}"))
+
+
+def socket_of(member: PserverMember) -> str:
+    """The member's UNIX socket if it is on this host and open to this user, else empty."""
+    here = member.host == socket.gethostname() and is_here(member.network)
+    return member.uds if member.uds and here and os.access(member.uds, os.W_OK) else ""

@@ -15,9 +15,9 @@ from tests.pserver_service.jobs import (
     pulled,
     push_header,
 )
-from trireme_shared.blocks.accumulator import Accumulator
 from trireme_shared.blocks.buffers import bytes_of
 from trireme_shared.protocol.wire.messages import PushBlock
+from trireme_shared.serving.core.blocks import Accumulator
 from trireme_shared.serving.core.calls import OpenPush
 
 ELEMENTS = 16

@@ -24,7 +24,7 @@ from trireme_shared.protocol.errors import (
 )
 from trireme_shared.protocol.records import PserverMember
 from trireme_shared.serving.core.stores import store_of
-from trireme_shared.serving.data_plane import http
+from trireme_shared.serving.data_plane import stream as server_stream
 from trireme_shared.serving.data_plane.server import ARRIVALS, make_app, serving
 from trireme_shared.serving.pserver import Pserver
 from trireme_shared.serving.transport.stream import FrameStream, upgrade
@@ -44,7 +44,7 @@ async def test_all_calls_of_a_trainer_share_one_connection(server):
             server.client.pull(pull_request(step + 1, SIZES, wait_s=5), flat.sink, flat.done),
         )
         assert (answer.applied, end.code, end.record.version) == (4, "OK", step + 1)
-    assert len(server.app[http.STREAMS].open) == 1
+    assert len(server.app[server_stream.STREAMS].open) == 1
     assert all(torch.equal(flat.values[k], values[k] - 1 - 1 - 1 - 1) for k in SIZES)
     await all_given_back(server)
 

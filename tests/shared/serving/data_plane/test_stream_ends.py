@@ -19,7 +19,7 @@ from tests.shared.serving.data_plane.streams import (
 )
 from trireme_shared.protocol.errors import BadFrame, PeerError
 from trireme_shared.protocol.wire import codec
-from trireme_shared.serving.data_plane import http
+from trireme_shared.serving.data_plane import stream as server_stream
 
 __all__ = ["server"]
 
@@ -151,6 +151,6 @@ async def test_a_pserver_that_stops_ends_the_calls_in_flight(server):
     async with asyncio.timeout(5):
         while not server.pserver.pulls:
             await asyncio.sleep(0.01)
-        await http.close_streams(server.app)
+        await server_stream.close_streams(server.app)
         with pytest.raises(PeerError, match=r"closed the stream|broke off"):
             await pulling

@@ -14,8 +14,7 @@ import torch
 from tests.pserver_service.jobs import pull_request, push_header, stream
 from tests.shared.serving.data_plane.servers import LAYOUT, SIZES, Flat, gradients, server
 from tests.shared.serving.data_plane.streams import over_shm, versions
-from trainer_agent.data_plane.stream import StreamPserver
-from trainer_agent.data_plane.trainer_stream import TrainerStream
+from trainer_agent.data_plane.stream import StreamPserver, TrainerStream
 from trireme_shared.blocks.buffers import bytes_of
 from trireme_shared.protocol.errors import InvalidArgument, PeerError
 from trireme_shared.protocol.wire.messages import PushBlock

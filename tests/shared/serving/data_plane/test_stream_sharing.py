@@ -25,8 +25,7 @@ from tests.shared.serving.data_plane.streams import (
     reference,
     versions,
 )
-from trainer_agent.data_plane.http import socket_of
-from trainer_agent.process import Connections
+from trainer_agent.data_plane.stream import Connections
 from trainer_agent.settings import Settings
 from trireme_shared.blocks.buffers import bytes_of
 from trireme_shared.platform.runtime.http import own_network
@@ -35,7 +34,7 @@ from trireme_shared.protocol.records import PserverMember
 from trireme_shared.protocol.wire import codec
 from trireme_shared.protocol.wire.messages import PushBlock
 from trireme_shared.serving.transport.shared_memory import REGION_BYTES, Offer, Region, RegionAllocator, peer_of
-from trireme_shared.serving.transport.stream import FrameStream
+from trireme_shared.serving.transport.stream import FrameStream, socket_of
 
 __all__ = ["server"]
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW

@@ -15,7 +15,7 @@ from trainer_agent.data_plane.stream import StreamPserver
 from trireme_shared.blocks.buffers import ReceivedMemory
 from trireme_shared.protocol.records.layout import ROWS
 from trireme_shared.protocol.wire.messages import PushBlock
-from trireme_shared.serving.data_plane.http import STREAMS
+from trireme_shared.serving.data_plane.stream import STREAMS
 from trireme_shared.serving.transport import shared_memory
 from trireme_shared.serving.transport.shared_memory import AnswerMemory, GradientMemory, Region
 from trireme_shared.serving.transport.stream import FrameStream
