@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from master_service.storage.counting import count_records
+from master_service.storage.job_storage import count_records
 from trainer_agent.data import open_dataset
 from trireme_shared.protocol.records.datasets import Custom, Dataset
 

@@ -27,7 +27,7 @@ from torch import nn
 
 from benchmarks.measurements import Memory
 from master_service.core.queue.file_table import TaskSizes
-from master_service.storage.counting import count_records
+from master_service.storage.job_storage import count_records
 from trainer_agent.data import Minibatch, default_collate
 from trainer_agent.script import user_module
 from trainer_agent.script.user_module import UserModule

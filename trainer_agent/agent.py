@@ -21,8 +21,7 @@ from trainer_agent.loops.context import LoopContext, RolledBack, on_timeline, ti
 from trainer_agent.loops.evaluate_export import EvaluateExportLoop
 from trainer_agent.loops.evaluating import Evaluator
 from trainer_agent.loops.sync import SyncLoop
-from trainer_agent.membership.initialise import ensure_initialised, fits
-from trainer_agent.membership.lease import Life, Membership
+from trainer_agent.membership.lease import Life, Membership, ensure_initialised, fits
 from trainer_agent.membership.pause import PauseResponder
 from trainer_agent.model.compute import Compute
 from trainer_agent.tasks.activity import Activity, LanePace, progress_every_s

@@ -30,8 +30,7 @@ from trainer_agent.collective.ports import collective_ports
 from trainer_agent.data import minibatch_indices, minibatches_in
 from trainer_agent.data_plane.fleet_client import call_limit_s
 from trainer_agent.data_plane.stream import Connections
-from trainer_agent.membership.initialise import followed
-from trainer_agent.membership.lease import Life
+from trainer_agent.membership.lease import Life, followed
 from trainer_agent.model.devices import number_of
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.own_loop.job_steps import JobSteps, telling

@@ -23,10 +23,11 @@ from torch import nn
 from master_service.core.queue.file_table import FileTable, TaskSizes
 from master_service.core.queue.streams import EpochOrder, Streams, news_of, plan_of
 from master_service.core.state.series import Series, Value
-from master_service.storage.counting import count_records
+from master_service.storage.job_storage import count_records
 from trainer_agent.data import (
     Blaming,
     Minibatch,
+    blaming,
     default_collate,
     evaluation_seed,
     minibatch_indices,
@@ -34,7 +35,6 @@ from trainer_agent.data import (
     open_dataset,
 )
 from trainer_agent.data.in_code import reading
-from trainer_agent.data.reader import blaming
 from trainer_agent.model import optimizer as optimizer_spec
 from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.devices import autocast, check_precision, device_of, on_device

@@ -35,8 +35,7 @@ from master_service.core.state.cluster import (
     PutTaskRun,
 )
 from master_service.store.schema import read_events
-from master_service.store.takeover import write_first
-from master_service.store.writer import MAX_TOLD, HeldLock, LockLost
+from master_service.store.writer import MAX_TOLD, HeldLock, LockLost, write_first
 from trireme_shared.platform.etcd import Compare, Delete, Etcd, Get, KeyValue, Put, TxnResult
 from trireme_shared.platform.etcd.fenced import FencedWrite
 from trireme_shared.platform.etcd.reading import must_read, read_below, read_record

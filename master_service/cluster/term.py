@@ -17,7 +17,7 @@ from master_service.cluster.store import MAX_BYTES, MAX_CHANGES, ClusterTakeover
 from master_service.core.changes import Decision, Event
 from master_service.core.decisions import cluster_jobs
 from master_service.core.decisions.cluster_jobs import finish, follow_resize
-from master_service.core.decisions.scheduling.pool_view import lost_places
+from master_service.core.decisions.scheduling.admission import lost_places
 from master_service.core.decisions.scheduling.schedule import Portions, schedule
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
 from master_service.core.state.job import Job, Members, started_by

@@ -28,6 +28,7 @@ from master_service.control.evictions import Evictions
 from master_service.control.operation_runner import EvaluationRunner, OperationRunner
 from master_service.control.pause_runner import PauseRunner
 from master_service.control.task_service import TaskService
+from master_service.core import placement
 from master_service.core.changes import Change, Decision, Event, NextEpoch
 from master_service.core.decisions import collective, evaluation, membership, recovery, tasks
 from master_service.core.decisions.collective import begins_without_some
@@ -250,6 +251,8 @@ class Supervisor:
 
 
 def _reconcile(job: Job, _now: float) -> Decision[None]:
+    if job.spec.strategy is Strategy.COLLECTIVE:
+        return collective.reconcile(job.spec, job.state, job.trainers, job.members, job.speeds.lane_s)
     return membership.reconcile(job.spec, job.state, job.trainers, job.slots, job.members, job.speeds.lane_s)
 
 
@@ -319,7 +322,7 @@ class Recovery:
             state = job.state
             if job.spec.strategy is Strategy.COLLECTIVE:
                 return collective.give_up_loading(job.spec, state, job.members)
-            needed = recovery.holders(job.spec, job.slots)
+            needed = placement.holders(job.spec, job.slots)
             missing = [i for i in needed if not recovery.has_parameters(state, job.members, i)]
             if not missing or (state.phase is not Phase.ROLLING_BACK and not state.absent):
                 return Decision(None)

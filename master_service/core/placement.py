@@ -16,8 +16,14 @@ from itertools import accumulate, groupby, pairwise
 from statistics import median
 
 from trireme_shared.protocol.lanes import share_of
-from trireme_shared.protocol.records import JobSpec, Mode, SlotMap, TrainerList
-from trireme_shared.protocol.records.assignments import Group, Runs, rebalanced, slot_of
+from trireme_shared.protocol.records import (
+    JobSpec,
+    Mode,
+    SlotMap,
+    Strategy,
+    TrainerList,
+)
+from trireme_shared.protocol.records.assignments import Group, Runs, rebalanced, slot_of, spread
 from trireme_shared.protocol.records.layout import Layout, OptimizerSpec
 from trireme_shared.protocol.records.operations import MovedBytes
 
@@ -30,6 +36,13 @@ FORGOTTEN_AFTER = 10
 LaneSeconds = Mapping[str, float]
 ALIGNING_COSTS = 1.1
 """So much longer a step may take for shares that are pushed in fewer nodes: a node is as many bytes as the whole model."""
+GROUP_BYTES = 32 << 20
+LEAST_GROUP_BYTES = 8 << 20
+GROUPS = 64
+"""A step has to bear the work for one group of each source, and a group takes at least a step. So groups are small as long as a
+source has not more than GROUPS of them."""
+_STATES = {"Adam": 2, "AdamW": 2, "Adagrad": 1, "RMSprop": 1, "Adadelta": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2}
+_MORE = {"amsgrad": 1, "centered": 1, "momentum": 1}
 
 
 def new_list(
@@ -161,14 +174,6 @@ def runs_of(shares: Sequence[int]) -> Runs:
 
 # -------------------------------------------------------------------- which slots move
 
-GROUP_BYTES = 32 << 20
-LEAST_GROUP_BYTES = 8 << 20
-GROUPS = 64
-"""A step has to bear the work for one group of each source, and a group takes at least a step. So groups are small as long as a
-source has not more than GROUPS of them."""
-_STATES = {"Adam": 2, "AdamW": 2, "Adagrad": 1, "RMSprop": 1, "Adadelta": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2}
-_MORE = {"amsgrad": 1, "centered": 1, "momentum": 1}
-
 
 def planned_owners(layout: Layout, slots: SlotMap, pservers: int, rows_bytes: int = 0) -> tuple[int, ...]:
     """The owners after the resize. `rows_bytes`: of the rows of embedding tables of all slots."""
@@ -240,3 +245,20 @@ def moved_bytes(groups: Sequence[Group]) -> tuple[MovedBytes, ...]:
         received[group.target] += group.bytes
     indices = sorted(sent.keys() | received.keys())
     return tuple(MovedBytes(pserver=index, sent=sent[index], received=received[index]) for index in indices)
+
+
+def holders(spec: JobSpec, slots: SlotMap | None) -> tuple[int, ...]:
+    """The parameter servers that the job needs: those that have slots. While a resize moves slots, others come or go beside them."""
+    if spec.strategy is Strategy.COLLECTIVE:
+        return ()  # a slot map may be left of a run with parameter servers
+    return slots.serving if slots is not None else tuple(range(spec.pservers))
+
+
+def slots_fit(slots: SlotMap, spec: JobSpec) -> bool:
+    return slots.wanted == spec.pservers
+
+
+def fresh_map(spec: JobSpec, before: SlotMap | None) -> SlotMap:
+    """All slots spread over as many parameter servers as the job wants. `before`: the map in force, if there is one."""
+    version = before.version + 1 if before is not None else 1
+    return SlotMap(version=version, owners=spread(spec.slot_count, spec.pservers))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from master_service.control.observation import ANSWER_S, Movement
-from master_service.core.decisions.scheduling.pool_view import KINDS
+from master_service.core.decisions.scheduling.admission import KINDS
 from master_service.core.explanation.explain import explain
 from master_service.core.explanation.situation import seconds
 from master_service.leadership.master import Master

@@ -22,8 +22,8 @@ from master_service.core.decisions import tasks
 from master_service.core.decisions.requests import Once
 from master_service.core.decisions.tasks import current_metrics
 from master_service.leadership.election import campaign, stand
+from master_service.leadership.master import take_over
 from master_service.masterless.shared_job import SharedWriter, WatchedJob
-from master_service.store.takeover import take_over
 from master_service.store.writer import HeldLock, LeaderWriter
 from trireme_shared.platform.etcd import Lease, LeaseLost
 from trireme_shared.platform.runtime import clock, telemetry

@@ -1,22 +1,33 @@
-"""Counts a dataset's records once and keeps the answer in the job's storage: a new master does not count again.
-
-    urls --expand--> files --count each (threads)--> FileTable --save--> {storage}/dataset-<digest>.json --load-->
-
-    stopped before the end: file counted --every KEEP_S, and when stopped--> {storage}/counting-<digest>.json --next master--> taken if the file is unchanged
+"""Counts the records of one file, as its format says.
 
 Of lines and framed records (RecordIO, TFRecord, tar files) the bytes at which tasks may start are kept: 8 bytes each. Everything here
 blocks. Every error names the URL and what to do.
+
+What files say of their records before these are read: columns and types. All files of a dataset must say the same, and a job whose files
+differ fails while its records are counted, not in the middle of an epoch.
+
+footer, header, head ─► {column: type} of each file ─check─► DatasetError: file, column, both types
+
+Formats without a schema (JSON lines, TFRecord, tars, a user's own) are compared by the trainers, column by column, if the script has no
+`collate` of its own: with one their records may differ.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from master_service.core.queue.file_table import TableFile
+from trireme_shared.datasets import mapped_files
+from trireme_shared.platform.storage import files
+from trireme_shared.platform.storage.compressed import scanning
+from trireme_shared.protocol.errors import DatasetError
+from trireme_shared.protocol.records.datasets import Csv, Dataset, HuggingFace, Npy, Parquet
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 from array import array
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -24,162 +35,34 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 import numpy.typing as npt
 
-from master_service.core.queue.file_table import FileTable, TableFile, TaskSizes
-from master_service.storage.heads import Heads
-from trireme_shared.datasets import mapped_files, record_files
-from trireme_shared.datasets.dataset_files import files_of, joined_stamps, list_images, stamp_of
+from master_service.core.queue.file_table import TaskSizes
+from trireme_shared.datasets import record_files
+from trireme_shared.datasets.dataset_files import joined_stamps, list_images
 from trireme_shared.datasets.line_scan import Lines, RecordScanner, chunks, data_start, refuse_archive
 from trireme_shared.datasets.user_modules import count_object, load_custom
-from trireme_shared.platform.runtime import clock, telemetry
-from trireme_shared.platform.storage import files
-from trireme_shared.platform.storage.compressed import scanning
-from trireme_shared.protocol.errors import DatasetError, NotFound, StorageUnreachable, TriremeError, is_interrupt
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.protocol.errors import is_interrupt
 from trireme_shared.protocol.records.datasets import (
     Bytes,
-    Csv,
     Custom,
-    Dataset,
-    HuggingFace,
     ImageFolder,
     IterableStyle,
     MapStyle,
-    Npy,
-    Parquet,
     RecordIO,
     TFRecord,
     WebDataset,
 )
 
-THREADS = 8
-_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-
 Progress = Callable[[int, int], None]
 
 
 Counter = Callable[[str], TableFile]
+log = telemetry.logger("partial_counts")
+CHECK_EVERY = 1024
+CSV_RECORDS = 100  # of each file that are parsed
 
 
-def count_records(
-    dataset: Dataset,
-    sizes: TaskSizes | int,
-    progress: Progress | None = None,
-    partial: PartialCounts | None = None,
-    beside: Path | None = None,
-    seed: int = 0,
-) -> FileTable:
-    """The file table of a dataset; `sizes`: how large its tasks are, or records of each. `progress(files counted, files)` is called in the calling thread. With `partial` it goes on
-    where an earlier count was stopped, and can be stopped itself. `beside`: the folder of the job's script, where the module of a
-    Custom dataset may lie. `seed`: of the job, for objects of the script.
-
-    Raises DatasetError if no file matches, one cannot be read, or there is no record at all; CountingStopped.
-    """
-    if isinstance(sizes, int):
-        sizes = TaskSizes(sizes, fixed=sizes)
-    files = files_of(dataset)
-    if isinstance(dataset, Npy):
-        _check_names(dataset, files)
-    check = partial.check if partial is not None else lambda: None
-    heads = Heads(dataset)
-    count = _stamped(dataset, _counter(dataset, sizes, check, beside, heads, seed))
-    if partial is not None:
-        partial.load()
-    counted: list[TableFile] = []
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="count") as pool:
-        try:
-            for file in pool.map(_kept(partial, count), files):
-                counted.append(file)
-                if partial is not None:
-                    partial.keep()
-                if progress is not None:
-                    progress(len(counted), len(files))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    heads.check(counted)
-    if isinstance(dataset, Npy) and dataset.aligned:
-        counted = [_aligned(counted)]
-    if not any(file.records for file in counted):
-        shown = ", ".join(dataset.urls)
-        msg = f"the dataset {shown} is empty: {len(files)} files with 0 records"
-        raise DatasetError(msg, hint=_why_empty(dataset), urls=list(dataset.urls))
-    table = sizes.table(counted)
-    if not table.tasks:
-        msg = f"drop_last leaves out all {table.left_out} records: no file has the {sizes.minibatch} of a minibatch"
-        raise DatasetError(
-            msg, hint="leave drop_last out, lower global_batch_size, or join the files", urls=list(dataset.urls)
-        )
-    return replace(table, digest=digest_of(table))
-
-
-def digest_of(table: FileTable) -> str:
-    """SHA-256 of the table's content, in hex."""
-    return hashlib.sha256(_content(table)).hexdigest()
-
-
-def save(table: FileTable, storage_url: str) -> str:
-    """Write the table below `storage_url`, all or nothing; its URL. Raises DatasetError if that cannot be written."""
-    url = _table_url(storage_url, table.digest)
-    try:
-        files.write_bytes(url, _content(table))
-    except (OSError, TriremeError) as error:
-        msg = f"the file table cannot be written to {url}: {error}"
-        raise DatasetError(msg, hint="make the job's storage writable for the master", url=url) from error
-    return url
-
-
-def load(storage_url: str, digest: str) -> FileTable:
-    """The table `save` wrote. Raises NotFound if it is missing, DatasetError if it is not the one that `digest` names: count again.
-    StorageUnreachable: the storage does not say, or refuses access."""
-    url = _table_url(storage_url, digest)
-    hint = "every master needs the same storage; the dataset is counted again"
-    try:
-        content = files.read_bytes(url)
-    except _MISSING as error:
-        raise NotFound(f"the file table {url} does not exist (any more)", hint=hint, url=url) from error
-    except OSError as error:
-        msg = f"the file table {url} cannot be read now: {error}"
-        raise StorageUnreachable(msg, hint="make the job's storage reachable; it is tried again", url=url) from error
-    with files.reading(url, "a file table"):
-        table = FileTable.from_map(json.loads(content), digest)
-        found = digest_of(table)
-        if found != digest:
-            raise DatasetError(f"{url} has the digest {found[:12]}, not {digest[:12]}", hint=hint, url=url)
-        return table
-
-
-def _content(table: FileTable) -> bytes:
-    return json.dumps(table.to_map(), separators=(",", ":"), sort_keys=True).encode()
-
-
-def _table_url(storage_url: str, digest: str) -> str:
-    return files.join(storage_url, f"dataset-{digest}.json")
-
-
-def _stamped(dataset: Dataset, count: Counter) -> Counter:
-    """Files get the stamp that they had before their records were counted: one that is replaced meanwhile differs from it."""
-    if isinstance(dataset, MapStyle | IterableStyle | ImageFolder):
-        return count
-
-    def stamped(file: str) -> TableFile:
-        stamp = stamp_of(file) if not isinstance(dataset, Custom) else _stamp_if_file(file)
-        return replace(count(file), stamp=stamp)
-
-    return stamped
-
-
-def _stamp_if_file(url: str) -> str:
-    """What a user's reader is given may be anything."""
-    try:
-        return stamp_of(url)
-    except TriremeError:
-        return ""
-
-
-def _kept(partial: PartialCounts | None, count: Counter) -> Counter:
-    return count if partial is None else lambda url: partial.counted(url, count)
-
-
-def _counter(
+def counter_of(
     dataset: Dataset, sizes: TaskSizes, check: Callable[[], None], beside: Path | None, heads: Heads, seed: int
 ) -> Counter:
     """`check` is called often, and raises when counting shall stop."""
@@ -267,7 +150,7 @@ def _count_lines(file: str, dataset: Lines, sizes: TaskSizes, check: Callable[[]
     return kept.counted(file)
 
 
-def _check_names(dataset: Npy, files: list[str]) -> None:
+def check_names(dataset: Npy, files: list[str]) -> None:
     """Rows of all files must get the same column name, unless the files are aligned."""
     for file in files:
         stem, first = PurePosixPath(file).stem, PurePosixPath(files[0]).stem
@@ -292,7 +175,7 @@ def _count_npy(file: str, heads: Heads) -> TableFile:
     return TableFile(file, int(shape[0]))
 
 
-def _aligned(files: list[TableFile]) -> TableFile:
+def aligned(files: list[TableFile]) -> TableFile:
     for file in files:
         if file.records != files[0].records:
             msg = f"{file.path} has {file.records} rows, {files[0].path} has {files[0].records}, but aligned=True"
@@ -318,7 +201,7 @@ def _custom_counter(dataset: Custom, beside: Path | None) -> Counter:
     return count
 
 
-def _why_empty(dataset: Dataset) -> str:
+def why_empty(dataset: Dataset) -> str:
     match dataset:
         case Bytes():
             return f"a record takes {dataset.record_bytes} + {dataset.overlap} bytes: give longer files or a smaller record_bytes"
@@ -326,92 +209,6 @@ def _why_empty(dataset: Dataset) -> str:
             return "the first line of a CSV file is its header; without one, give column_names"
         case _:
             return "point dataset() at files with records"
-
-
-KEEP_S = 5.0
-
-log = telemetry.logger("partial_counts")
-
-
-class CountingStopped(Exception):
-    """The master that counted was asked to stop, or leads no more."""
-
-
-class PartialCounts:
-    """Counts of a dataset that was not counted to its end: the next master goes on where the last one was stopped.
-
-    Of one dataset whose tasks are cut in one way. Its methods block; several threads may count at once. What cannot be kept or read is
-    counted again.
-    """
-
-    def __init__(self, storage_url: str, dataset: Dataset, sizes: TaskSizes | int) -> None:
-        self.stop = threading.Event()
-        named = f"{sizes!r} {dataset.model_dump_json()}".encode()
-        self._url = files.join(storage_url, f"counting-{hashlib.sha256(named).hexdigest()[:32]}.json")
-        self._counted: dict[str, tuple[str, TableFile]] = {}
-        self._lock = threading.Lock()
-        self._kept_at = 0.0
-        self._kept = 0
-
-    def load(self) -> None:
-        """What an earlier master has kept. In the thread that counts."""
-        self._kept_at = clock.monotonic()
-        try:
-            stored = json.loads(files.read_bytes(self._url))
-            for file in map(TableFile.from_map, stored["files"]):
-                self._counted[file.path] = str(stored["stamps"][file.path]), file
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, KeyError, TypeError, TriremeError) as error:
-            log.warning("counts_unreadable", url=self._url, cause=str(error))
-            return
-        self._kept = len(self._counted)
-        log.info("counting_goes_on", files=self._kept)
-
-    def counted(self, url: str, count: Counter) -> TableFile:
-        """The count of a file, as kept if the file is unchanged. Raises CountingStopped, and what `count` raises."""
-        self.check()
-        stamp = files.stamp(url)
-        known, file = self._counted.get(url, ("", None))
-        if stamp and file is not None and known == stamp:
-            return file
-        file = count(url)
-        if stamp:
-            with self._lock:
-                self._counted[url] = stamp, file
-        return file
-
-    def check(self) -> None:
-        """Raises CountingStopped."""
-        if self.stop.is_set():
-            raise CountingStopped
-
-    def keep(self, *, now: bool = False) -> None:
-        """Write what is counted, every KEEP_S or `now`."""
-        with self._lock:
-            counted = dict(self._counted)
-        if len(counted) <= self._kept or (not now and clock.monotonic() - self._kept_at < KEEP_S):
-            return
-        stored = {
-            "stamps": {url: stamp for url, (stamp, _) in counted.items()},
-            "files": [file.to_map() for _, file in counted.values()],
-        }
-        try:
-            files.write_bytes(self._url, json.dumps(stored, separators=(",", ":")).encode())
-        except (OSError, TriremeError) as error:
-            log.warning("counts_not_kept", url=self._url, cause=str(error))
-        self._kept, self._kept_at = len(counted), clock.monotonic()
-
-    def remove(self) -> None:
-        """The whole dataset is counted."""
-        if self._kept:
-            try:
-                files.remove_file(self._url)
-            except (OSError, TriremeError) as error:
-                log.warning("counts_not_removed", url=self._url, cause=str(error))
-
-
-CHECK_EVERY = 1024
 
 
 class TaskStarts:
@@ -457,3 +254,126 @@ def _counted(file: str, starts: Iterator[int], sizes: TaskSizes, check: Callable
         check()
         kept.take(some)
     return kept.counted(file)
+
+
+Head = Mapping[str, str]
+
+
+class Heads:
+    """Of one dataset. `note` and `check_rows` are called by the threads that count; a file that nobody noted is read by `check`."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self._noted: dict[str, Head] = {}
+        self._rows: Callable[[str], Head] | None = None
+        if isinstance(dataset, Csv):
+            self._rows = _csv_rows(dataset)
+
+    def note(self, file: str, head: Head) -> None:
+        self._noted[file] = head
+
+    def arrow(self, file: str, schema: pa.Schema) -> None:
+        """Note the columns of an Arrow schema that the dataset has."""
+        assert isinstance(self._dataset, Parquet | HuggingFace)
+        chosen = self._dataset.columns or schema.names
+        self.note(file, {name: _kind(schema.field(name).type) for name in chosen if name in schema.names})
+
+    def array(self, file: str, shape: Sequence[int], dtype: Any) -> None:
+        """Note the rows of an array."""
+        self.note(file, {"row": f"{dtype.newbyteorder('=')} of shape {tuple(shape[1:])}"})
+
+    def rows(self, file: str) -> None:
+        """Note the columns of a CSV file, whose first rows must have the dataset's types. Raises DatasetError."""
+        assert self._rows is not None
+        self.note(file, self._rows(file))
+
+    def check(self, counted: Sequence[TableFile]) -> None:
+        """Raises DatasetError for the first file that differs from the first one with records."""
+        if isinstance(self._dataset, Npy) and self._dataset.aligned:
+            return
+        if not isinstance(self._dataset, Parquet | HuggingFace | Npy | Csv):
+            return
+        with_records = [file.path for file in counted if file.records]
+        for file in with_records:
+            if file not in self._noted:
+                self._read(file)
+            first = self._noted[with_records[0]]
+            if self._noted[file] != first:
+                raise self._difference(with_records[0], first, file, self._noted[file])
+
+    def _read(self, file: str) -> None:
+        if isinstance(self._dataset, Csv):
+            self.rows(file)
+        elif isinstance(self._dataset, Npy):
+            with files.reading(file, ".npy"), files.open_read(file) as source:
+                shape, _, dtype = mapped_files.read_npy_head(source)
+            self.array(file, shape, dtype)
+        elif isinstance(self._dataset, Parquet):
+            import pyarrow.parquet as pq  # noqa: PLC0415  only where it is needed
+
+            with files.reading(file, "Parquet"), files.open_read(file) as source:
+                self.arrow(file, pq.read_schema(source))
+        else:
+            from trireme_shared.datasets.mapped_files import read_arrow  # noqa: PLC0415
+
+            self.arrow(file, read_arrow(file).schema)
+
+    def _difference(self, first_file: str, first: Head, file: str, head: Head) -> DatasetError:
+        for name in (*first, *head):
+            if head.get(name) == first.get(name):
+                continue
+            if name not in head or name not in first:
+                lacking, having = (file, first_file) if name not in head else (first_file, file)
+                msg = f"{lacking} has no column {name!r}, and {having} has it"
+                hint = f"give all files the same columns, or choose those that all have: columns=({self._common(first, head)})"
+            elif isinstance(self._dataset, Npy):
+                msg = f"the rows of {file} are {head[name]}, those of {first_file} {first[name]}"
+                hint = "save them alike: numpy.save(path, array.astype(...))"
+            else:
+                msg = f"column {name!r} is {head[name]} in {file} and {first[name]} in {first_file}"
+                hint = f"write it with one type in all files, or choose other columns: columns=({self._common(first, head)})"
+            return DatasetError(msg, hint=hint, url=file, column=name)
+        raise AssertionError  # they differ
+
+    def _common(self, first: Head, head: Head) -> str:
+        return "".join(f'"{name}", ' for name in first if head.get(name) == first[name]).rstrip()
+
+
+def _csv_rows(dataset: Csv) -> Callable[[str], Head]:
+    from trireme_shared.datasets.csv_columns import CsvColumns  # noqa: PLC0415  pyarrow only where it is needed
+    from trireme_shared.datasets.line_scan import read_raw  # noqa: PLC0415
+
+    columns = CsvColumns(dataset)
+
+    def read(file: str) -> Head:
+        with files.reading(file, "CSV"), scanning(file) as source:
+            header = columns.header(file, source)
+            raw = read_raw(source, dataset, file, header.start, CSV_RECORDS)
+            chosen = dataset.columns or header.names
+            types = columns.types()
+            if all(name in types for name in chosen):
+                columns.table(file, raw, header.names, 0)
+            return {name: str(types.get(name, "")) for name in sorted(chosen)}
+
+    return read
+
+
+def _kind(kind: pa.DataType) -> str:
+    """The type as batches show it: spellings of one type (`string`, `large_string`, a dictionary of strings) are one kind."""
+    from pyarrow import types  # noqa: PLC0415
+
+    if types.is_dictionary(kind):
+        return _kind(kind.value_type)
+    if types.is_fixed_size_list(kind):
+        return f"list of {kind.list_size} {_kind(kind.value_type)}"
+    if types.is_list(kind) or types.is_large_list(kind):
+        return f"list of {_kind(kind.value_type)}"
+    if types.is_struct(kind):
+        return f"struct of {', '.join(f'{field.name}: {_kind(field.type)}' for field in kind)}"
+    if types.is_string(kind) or types.is_large_string(kind):
+        return "string"
+    if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
+        return "binary"
+    if types.is_timestamp(kind):
+        return "timestamp"
+    return "decimal" if types.is_decimal(kind) else str(kind)

@@ -14,7 +14,7 @@ import torch
 
 from master_service.core.queue.file_table import TaskSizes
 from master_service.core.queue.streams import EpochOrder
-from master_service.storage.counting import count_records
+from master_service.storage.job_storage import count_records
 from tests.trainer_agent.cluster import trained
 from tests.trainer_agent.loops.test_nonfinite import script_with
 from tests.trainer_agent.scripts import differing, spec_for

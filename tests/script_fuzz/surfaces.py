@@ -30,7 +30,7 @@ from torch.optim import optimizer
 
 from master_service.core.queue.file_table import FileTable, TaskSizes
 from master_service.core.queue.streams import EpochOrder
-from master_service.storage.counting import count_records
+from master_service.storage.job_storage import count_records
 from tests.script_fuzz.script import Script
 from tests.trainer_agent import cluster as with_pservers
 from tests.trainer_agent.collective import cluster as collective

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from master_service.core.changes import Decision
-from master_service.core.decisions import lifecycle
+from master_service.core.decisions import membership
 from tests.equipment.replaced import replaced
 from trainer_agent.collective.exchange import CollectiveGroup
 from trainer_agent.collective.gathering import MeanGradients
@@ -85,13 +85,13 @@ def no_pulls_thrown_away() -> Any:
 
 def numbers_that_repeat() -> Any:
     """The master gives a new list of trainers the number that the one before has: nobody sees a new generation, and no fence tells them apart."""
-    regroup = lifecycle.regroup
+    regroup = membership.regroup
 
     def again(spec: JobSpec, state: JobState, *rest: Any) -> Decision[None]:
         before = max(0, state.generation - 1) if state.phase is Phase.RUNNING else state.generation
         return regroup(spec, state.model_copy(update={"generation": before}), *rest)
 
-    return replaced(lifecycle, "regroup", again)
+    return replaced(membership, "regroup", again)
 
 
 def no_verdict() -> Any:

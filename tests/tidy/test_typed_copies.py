@@ -13,7 +13,7 @@ from tests.tidy.sources import ROOT, SOURCES, nodes_of, where
 UNCHECKED = (  # files and folders where `model_copy` may stand; the list may only shrink
     "shared/trireme_shared/protocol/records/record.py",  # with_fields itself
     "shared/trireme_shared/platform/membership/directory.py",  # the names of fields come from callers, of any record
-    "trireme/pool/place.py",
+    "trireme/pool/registration.py",
     "shared/trireme_shared/protocol/records/setting_effects.py",  # the names of fields are a table
     "master_service/trackers/wandb_run.py",  # no record of ours
 )

@@ -19,7 +19,7 @@ from torch import nn
 
 import trireme
 from master_service.core.queue.file_table import TaskSizes
-from master_service.storage.counting import count_records
+from master_service.storage.job_storage import count_records
 from trainer_agent.data import default_collate
 from trainer_agent.script.inspect import inspect_script
 from trainer_agent.script.user_module import load

@@ -24,8 +24,7 @@ from trainer_agent.collective.state.checkpoints import CheckpointContext, Restor
 from trainer_agent.collective.state.following import Following
 from trainer_agent.collective.state.giving import StateGiver
 from trainer_agent.data_plane.fleet_client import Connect, Suspect
-from trainer_agent.membership.initialise import LOOK_S, PATIENCE_S, fits, lock
-from trainer_agent.membership.lease import Membership
+from trainer_agent.membership.lease import LOOK_S, PATIENCE_S, Membership, fits, lock
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import Backoff, SingleErrorGroup
 from trireme_shared.blocks.gradient_norm import Clipping

@@ -78,7 +78,7 @@ async def _write_model(
 ) -> dict[str, str]:
     """The user's model with the checkpoint's values, written as the end of training writes it: the script builds the
     model, so shared parameters and what is not trained come out as well. Raises LayoutMismatch if the script changed."""
-    from trainer_agent.membership.initialise import check_layout  # noqa: PLC0415  loads torch
+    from trainer_agent.membership.lease import check_layout  # noqa: PLC0415  loads torch
     from trainer_agent.model.block_states import BlockStates, write_training  # noqa: PLC0415
     from trainer_agent.model.torch_compute import TorchCompute  # noqa: PLC0415
     from trainer_agent.script.user_module import load  # noqa: PLC0415

@@ -12,16 +12,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from pydantic import BaseModel, ValidationError
 
 from trireme.launch.processes import Child
-from trireme.pool.place import Place, PlaceKeys
+from trireme.pool.registration import PlaceKeys
 from trireme_shared.platform.runtime import clock
-from trireme_shared.protocol.records.cluster import PoolMember
+from trireme_shared.protocol.records.cluster import Kind, PoolMember
 from trireme_shared.protocol.records.record import shortened
 
 STATES = ("idle", "running", "task", "ended", "trouble")
@@ -30,13 +30,24 @@ KEPT_S = 1.0  # whoever asks the agent asks its processes no more often
 REASON_CHARACTERS = 300
 
 
+class WatchedPlace(Protocol):
+    """What is told of a place. `child`: its process; None: it is idle. `deaths`: processes that ended before their job."""
+
+    kind: Kind
+    child: Child | None
+    deaths: int
+
+    @property
+    def short_name(self) -> str: ...
+
+
 class HostMetrics:
     """Reads what it tells when somebody asks."""
 
     def __init__(self) -> None:
         #: What etcd is told of the places.
         self.members: Iterable[PoolMember] = ()
-        self.places: Iterable[Place] = ()
+        self.places: Iterable[WatchedPlace] = ()
         #: The keys of the places in etcd; None before etcd has had them for the first time.
         self.registration: PlaceKeys | None = None
 
@@ -87,7 +98,7 @@ class _Readiness(BaseModel):
 class ProcessHealth:
     """`places`: all of the host, read when somebody asks."""
 
-    def __init__(self, places: Callable[[], Iterable[Place]], client: aiohttp.ClientSession) -> None:
+    def __init__(self, places: Callable[[], Iterable[WatchedPlace]], client: aiohttp.ClientSession) -> None:
         self._places, self._client = places, client
         self._asking = asyncio.Lock()
         self._found: dict[str, dict[str, Any]] = {}

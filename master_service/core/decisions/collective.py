@@ -16,7 +16,7 @@ until it knows how far the others are.
 from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, Event, Fields
-from master_service.core.decisions import lifecycle, recovery
+from master_service.core.decisions import membership, recovery
 from master_service.core.decisions.lifecycle import fail
 from master_service.core.decisions.recovery import MissingParameters
 from master_service.core.placement import LaneSeconds, new_list
@@ -28,7 +28,9 @@ from trireme_shared.protocol.records import FailureCause, JobSpec, JobState, Pha
 def reconcile(
     spec: JobSpec, state: JobState, listed: TrainerList, members: Members, lane_s: LaneSeconds | None = None
 ) -> Decision[None]:
-    """Bring the job, which is not over, in line with its members. Idempotent."""
+    """Bring the job in line with its members. Idempotent."""
+    if state.phase.final:
+        return Decision(None)
     if state.phase is Phase.ROLLING_BACK:
         return _supervise(spec, state, members)
     if members.init_done and (why := why_lost(state, listed, members)):
@@ -38,7 +40,7 @@ def reconcile(
     having = _without_doubted(spec, listed, members, members.holding(state.timeline, state.checkpoint))
     if state.phase is Phase.RUNNING and set(having) == listed.places.keys():
         return Decision(None)
-    return lifecycle.regroup(spec, state, listed, members, having, lane_s)
+    return membership.regroup(spec, state, listed, members, having, lane_s)
 
 
 def why_lost(state: JobState, listed: TrainerList, members: Members) -> MissingParameters | None:

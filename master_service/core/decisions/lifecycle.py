@@ -14,9 +14,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from master_service.core.changes import Change, Decision, Event, Fields, NextEpoch, PutDiscarded, RestartQueue
-from master_service.core.placement import LaneSeconds, new_list
 from master_service.core.state import phases
-from master_service.core.state.job import FailureBudget, Job, Members
+from master_service.core.state.job import FailureBudget, Job
 from trireme_shared.protocol.errors import Conflict, DatasetError, LayoutMismatch, ResourceExhausted, StorageUnreachable
 from trireme_shared.protocol.records import (
     CompleteTask,
@@ -29,7 +28,6 @@ from trireme_shared.protocol.records import (
     Phase,
     Stage,
     TaskKind,
-    TrainerList,
     UserFailure,
 )
 from trireme_shared.protocol.records.queue import error_digest
@@ -97,30 +95,6 @@ def stopped_early(step: int) -> Conflict:
         f"stop_early ended the job at step {step}, so more epochs would not change it",
         hint="train a new job that starts with its parameters: --init-from JOB --job NAME",
     )
-
-
-def regroup(
-    spec: JobSpec,
-    state: JobState,
-    before: TrainerList,
-    members: Members,
-    now: tuple[str, ...],
-    lane_s: LaneSeconds | None,
-) -> Decision[None]:
-    """A new generation, with the trainers `now` in place of those of `before`."""
-    generation = state.generation + 1
-    joined = [t for t in now if t not in before]
-    away = [t for t in before.names if t not in now]
-    parts = [f"{t} joined" for t in joined]
-    parts += [f"{t} has the parameters no more" if t in members.trainers else members.absence(t) for t in away]
-    reason = "; ".join(parts[:4]) + (f" and {len(parts) - 4} more" if len(parts) > 4 else "")
-    if not now:
-        reason += "; waiting for a trainer"
-    grown = phases.regrouped(state, reason)
-    changes: tuple[Change, ...] = (new_list(spec, before, generation, now, lane_s), grown)
-    name = "generation_changed" if state.phase is Phase.RUNNING else "job_running"
-    fields: Fields = {"generation": generation, "trainers": len(now), "cause": reason}
-    return Decision(None, changes, (Event(name, reason, fields),))
 
 
 def fail(state: JobState, reason: str, cause: FailureCause, failure: UserFailure | None = None) -> Decision[None]:

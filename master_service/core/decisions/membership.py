@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from master_service.core import placement
 from master_service.core.changes import Change, Decision, Event, Fields
-from master_service.core.decisions import collective, lifecycle, pause_checkpoint, recovery
+from master_service.core.decisions import pause_checkpoint, recovery
 from master_service.core.placement import WORTH_MOVING, LaneSeconds, expected_s, new_list, step_s
+from master_service.core.state import phases
 from master_service.core.state.job import Job, Members
 from trireme_shared.protocol.records import (
     JobSpec,
@@ -21,7 +23,6 @@ from trireme_shared.protocol.records import (
     PserverMember,
     SlotMap,
     Stage,
-    Strategy,
     TrainerList,
     TrainerMember,
 )
@@ -50,7 +51,7 @@ def _storage_events(
 
 def missing(spec: JobSpec, listed: TrainerList, slots: SlotMap | None, members: Members) -> list[str]:
     """Names of the members that the job counts on and etcd does not have."""
-    pservers = [f"pserver-{index}" for index in recovery.holders(spec, slots) if index not in members.pservers]
+    pservers = [f"pserver-{index}" for index in placement.holders(spec, slots) if index not in members.pservers]
     trainers = [trainer for trainer in listed.names if trainer not in members.trainers]
     return (pservers if members.init_done else []) + trainers
 
@@ -67,8 +68,6 @@ def reconcile(
     new_list."""
     if state.phase.final:
         return Decision(None)
-    if spec.strategy is Strategy.COLLECTIVE:
-        return collective.reconcile(spec, state, trainers, members, lane_s)
     if state.phase is Phase.ROLLING_BACK:
         return recovery.supervise(spec, state, slots, members)
     if state.phase is Phase.CHECKPOINTING:
@@ -81,8 +80,8 @@ def reconcile(
         return recovery.go_back(spec, state, slots, members, why)
     missing = [index for index in range(spec.pservers) if index not in members.pservers]
     changes: tuple[Change, ...] = ()
-    if not missing and (slots is None or not recovery.slots_fit(slots, spec)):
-        changes = (recovery.fresh_map(spec, slots),)
+    if not missing and (slots is None or not placement.slots_fit(slots, spec)):
+        changes = (placement.fresh_map(spec, slots),)
     now = tuple(members.trainers)
     if state.phase is Phase.WAITING:
         obstacle = _obstacle(spec, members, missing)
@@ -90,7 +89,7 @@ def reconcile(
             return Decision(None, changes) + _wait(state, obstacle, members)
     elif set(now) == trainers.places.keys():
         return Decision(None, changes)
-    return Decision(None, changes) + lifecycle.regroup(spec, state, trainers, members, now, lane_s)
+    return Decision(None, changes) + regroup(spec, state, trainers, members, now, lane_s)
 
 
 def rebalance(job: Job) -> Decision[None]:
@@ -139,3 +138,27 @@ def _wait(state: JobState, reason: str, members: Members) -> Decision[None]:
         return Decision(None)
     event = Event("job_waiting", reason, {"pservers": len(members.pservers), "trainers": len(members.trainers)})
     return Decision(None, (state.with_fields(reason=reason),), (event,))
+
+
+def regroup(
+    spec: JobSpec,
+    state: JobState,
+    before: TrainerList,
+    members: Members,
+    now: tuple[str, ...],
+    lane_s: LaneSeconds | None,
+) -> Decision[None]:
+    """A new generation, with the trainers `now` in place of those of `before`."""
+    generation = state.generation + 1
+    joined = [t for t in now if t not in before]
+    away = [t for t in before.names if t not in now]
+    parts = [f"{t} joined" for t in joined]
+    parts += [f"{t} has the parameters no more" if t in members.trainers else members.absence(t) for t in away]
+    reason = "; ".join(parts[:4]) + (f" and {len(parts) - 4} more" if len(parts) > 4 else "")
+    if not now:
+        reason += "; waiting for a trainer"
+    grown = phases.regrouped(state, reason)
+    changes: tuple[Change, ...] = (new_list(spec, before, generation, now, lane_s), grown)
+    name = "generation_changed" if state.phase is Phase.RUNNING else "job_running"
+    fields: Fields = {"generation": generation, "trainers": len(now), "cause": reason}
+    return Decision(None, changes, (Event(name, reason, fields),))

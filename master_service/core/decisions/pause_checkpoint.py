@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, DropCut, DropPause, Event, Fields, PutCut, PutPause
 from master_service.core.decisions import evaluation
-from master_service.core.decisions.recovery import has_parameters, holders, slots_fit
+from master_service.core.decisions.recovery import has_parameters
+from master_service.core.placement import holders, slots_fit
 from master_service.core.state import phases
 from master_service.core.state.job import Job, Members
 from trireme_shared.protocol.records import JobSpec, JobState, Mode, Phase, SlotMap, TrainerList

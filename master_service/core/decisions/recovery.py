@@ -26,7 +26,7 @@ from master_service.core.changes import (
 )
 from master_service.core.decisions import evaluation
 from master_service.core.decisions.lifecycle import fail, next_stage
-from master_service.core.placement import new_list
+from master_service.core.placement import fresh_map, holders, new_list, slots_fit
 from master_service.core.state import phases
 from master_service.core.state.job import Job, Members
 from trireme_shared.checkpoints.schedule import way_back
@@ -47,7 +47,6 @@ from trireme_shared.protocol.records import (
     TrainerList,
     UserFailure,
 )
-from trireme_shared.protocol.records.assignments import spread
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef, history, saved_point
 from trireme_shared.protocol.records.job import Losses
 
@@ -98,13 +97,6 @@ def all_ended(spec: JobSpec, state: JobState, listed: TrainerList, slots: SlotMa
     return not holding and not any(name in members.trainers for name in listed.names)
 
 
-def holders(spec: JobSpec, slots: SlotMap | None) -> tuple[int, ...]:
-    """The parameter servers that the job needs: those that have slots. While a resize moves slots, others come or go beside them."""
-    if spec.strategy is Strategy.COLLECTIVE:
-        return ()  # a slot map may be left of a run with parameter servers
-    return slots.serving if slots is not None else tuple(range(spec.pservers))
-
-
 def has_parameters(state: JobState, members: Members, index: int) -> bool:
     """Whether that pserver has the parameters of the job's timeline, by its own key in etcd."""
     member = members.pservers.get(index)
@@ -126,10 +118,6 @@ def has_parameters(state: JobState, members: Members, index: int) -> bool:
         0 < members.layout_revision < registered
     )  # it was not there when the first values were pushed
     return not registered_after_layout
-
-
-def slots_fit(slots: SlotMap, spec: JobSpec) -> bool:
-    return slots.wanted == spec.pservers
 
 
 def survivors(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> list[PserverMember]:
@@ -303,12 +291,6 @@ def back_to(
 def _new_slots(spec: JobSpec, slots: SlotMap | None) -> tuple[Change, ...]:
     """All slots spread anew over as many parameter servers as the job wants."""
     return fresh_map(spec, slots), DesirePservers(spec.pservers)
-
-
-def fresh_map(spec: JobSpec, before: SlotMap | None) -> SlotMap:
-    """All slots spread over as many parameter servers as the job wants. `before`: the map in force, if there is one."""
-    version = before.version + 1 if before is not None else 1
-    return SlotMap(version=version, owners=spread(spec.slot_count, spec.pservers))
 
 
 def stage_at(spec: JobSpec, stage: Stage, epoch: int) -> Stage:

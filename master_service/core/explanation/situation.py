@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from master_service.core import placement
 from master_service.core.decisions import recovery
 from master_service.core.state.job import Job
 from trireme_shared.protocol.records import Strategy, UserFailure
@@ -67,7 +68,7 @@ class Situation:
         return listed(shown)
 
     def missing_pservers(self) -> list[int]:
-        needed = recovery.holders(self.job.spec, self.job.slots)
+        needed = placement.holders(self.job.spec, self.job.slots)
         return [index for index in needed if index not in self.job.members.pservers]
 
     @property

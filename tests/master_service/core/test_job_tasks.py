@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from master_service.core.decisions import cluster_jobs
-from master_service.core.decisions.scheduling import pool_view
+from master_service.core.decisions.scheduling import admission
 from master_service.core.decisions.scheduling.admission import needed
 from master_service.core.decisions.scheduling.schedule import schedule
 from master_service.core.explanation.explain import explain_unled
@@ -127,7 +127,7 @@ def test_the_report_of_an_earlier_attempt_counts_for_nothing():
 
 def test_without_the_fence_the_report_of_an_earlier_attempt_is_taken_for_the_present_one():
     state = state_of(with_tasks("a", pre=("prepare",)), trainers=1, pservers=1)
-    with replaced(pool_view, "reports_end", lambda member, _: member.ended):
+    with replaced(admission, "reports_end", lambda member, _: member.ended):
         step(state)
         agents_follow(state)
         end(state, attempt=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from master_service.core.decisions.scheduling.pool_view import lost_places
+from master_service.core.decisions.scheduling.admission import lost_places
 from master_service.core.state.cluster import DropAssignment, Place, PutJob
 from tests.master_service.core.cluster_jobs import (
     active,

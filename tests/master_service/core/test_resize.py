@@ -8,7 +8,7 @@ import pytest
 
 from master_service.core import placement
 from master_service.core.changes import Change, Decision, DesirePservers, DropMigration
-from master_service.core.decisions import membership, operations, recovery, resize
+from master_service.core.decisions import membership, operations, resize
 from master_service.core.queue.file_table import FileTable
 from master_service.core.state.job import Job
 from tests.master_service.cluster import spec_of
@@ -348,7 +348,7 @@ def test_a_job_started_again_while_slots_move_waits_for_no_owner_of_before(
     take(job, membership.reconcile(job.spec, job.state, job.trainers, job.slots, job.members))
     assert job.state.phase is Phase.ROLLING_BACK
     assert job.slots.serving == tuple(range(pservers))
-    assert recovery.holders(job.spec, job.slots) == tuple(range(pservers))
+    assert placement.holders(job.spec, job.slots) == tuple(range(pservers))
 
 
 def test_a_restart_asks_for_a_checkpoint_first() -> None:

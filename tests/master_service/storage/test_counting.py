@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from master_service.core.queue.file_table import TableFile
-from master_service.storage.counting import CountingStopped, PartialCounts, count_records, load, save
-from master_service.storage.job_storage import FileStorage
+from master_service.storage.job_storage import CountingStopped, FileStorage, PartialCounts, count_records, load, save
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.waiting import until
 from trainer_agent.script.inspect import first_records
@@ -64,7 +63,7 @@ def test_heads_of_npy_files_are_read_in_several_threads_whatever_runs_in_between
     for number in range(1000):
         np.save(tmp_path / f"{number}.npy", np.zeros((2, 1)))
     switch, threshold, interval = lambda *_: sum(range(50)), gc.get_threshold(), sys.getswitchinterval()
-    monkeypatch.setattr("master_service.storage.counting.THREADS", 8)
+    monkeypatch.setattr("master_service.storage.job_storage.THREADS", 8)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     gc.callbacks.append(switch)
     gc.set_threshold(5)

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from master_service.storage.counting import PartialCounts, count_records
-from master_service.storage.heads import Heads
+from master_service.storage.counting import Heads
+from master_service.storage.job_storage import PartialCounts, count_records
 from trainer_agent.data import open_dataset
 from trireme_shared.protocol.errors import DatasetError
 from trireme_shared.protocol.records.datasets import Csv, HuggingFace, Npy, Parquet

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from master_service.core.queue.file_table import KEPT_BY_LANE, TaskSizes
-from master_service.storage.counting import TaskStarts, count_records
-from master_service.storage.job_storage import FileStorage
+from master_service.storage.counting import TaskStarts
+from master_service.storage.job_storage import FileStorage, count_records
 from tests.equipment.replaced import replaced
 from tests.master_service.cluster import spec_of
 from trainer_agent.data import open_dataset

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from master_service.storage.counting import count_records
+from master_service.storage.job_storage import count_records
 from tests.equipment.small_disk import small_disk
 from tests.trainer_agent.data.test_made_files import MADE, RECORDS, everything
 from trainer_agent.data import open_dataset

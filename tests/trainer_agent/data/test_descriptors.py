@@ -15,8 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainer_agent.data import open_dataset
-from trainer_agent.data.reader import blaming
+from trainer_agent.data import blaming, open_dataset
 from trireme_shared.protocol.errors import ResourceExhausted
 from trireme_shared.protocol.records.datasets import (
     Bytes,

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from trainer_agent.data import open_dataset
-from trainer_agent.data.parquet import ParquetReader
+from trainer_agent.data.arrow import ParquetReader
 from trireme_shared.protocol.errors import DatasetError
 from trireme_shared.protocol.records.datasets import Bytes, Csv, Custom, JsonLines, Npy, Parquet, TextLines
 

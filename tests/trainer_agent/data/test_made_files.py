@@ -19,7 +19,7 @@ import pytest
 from google_crc32c import value as crc32c
 from PIL import Image
 
-from master_service.storage.counting import count_records
+from master_service.storage.job_storage import count_records
 from trainer_agent.data import open_dataset
 from trireme_shared.datasets.record_files import masked
 from trireme_shared.protocol.errors import DatasetError

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from master_service.storage.counting import count_records
+from master_service.storage.job_storage import count_records
 from trainer_agent.data import open_dataset
 from trireme_shared.protocol.errors import DatasetError
 from trireme_shared.protocol.records.datasets import Bytes, Csv, Custom, Dataset, JsonLines, Npy, Parquet, TextLines

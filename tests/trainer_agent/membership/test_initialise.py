@@ -15,7 +15,7 @@ from tests.trainer_agent.cluster import cluster, trained
 from tests.trainer_agent.collective.cluster import cluster as collective
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.agent import LEASE_LOST, OK
-from trainer_agent.membership.initialise import check_layout, ensure_initialised, followed
+from trainer_agent.membership.lease import check_layout, ensure_initialised, followed
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
 from trireme_shared.platform.etcd import Etcd

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from trainer_agent.membership.initialise import check_layout
+from trainer_agent.membership.lease import check_layout
 from trainer_agent.model.flat import Vector, plan
 from trireme_shared.protocol.errors import LayoutMismatch
 from trireme_shared.protocol.records.layout import ALIGNMENT_BYTES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from master_service.storage.counting import count_records
+from master_service.storage.job_storage import count_records
 from tests.trainer_agent.scripts import write_script
 from trainer_agent.data import open_dataset
 from trainer_agent.script.user_module import load

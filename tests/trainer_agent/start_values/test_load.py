@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from tests.trainer_agent.cluster import cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, write_script
-from trainer_agent.membership.initialise import check_layout
+from trainer_agent.membership.lease import check_layout
 from trainer_agent.script.user_module import load
 from trainer_agent.start_values import start_values
 from trireme.plain import run

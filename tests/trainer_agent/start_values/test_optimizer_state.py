@@ -13,8 +13,7 @@ from tests.equipment.cluster.direct_ports import DirectPserver
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.trainer_agent.cluster import trained
 from tests.trainer_agent.scripts import differing, spec_for, write_script
-from trainer_agent.membership.initialise import ensure_initialised
-from trainer_agent.membership.lease import Membership
+from trainer_agent.membership.lease import Membership, ensure_initialised
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
 from trainer_agent.start_values import TrainingState, load_training_state, read_training_state

@@ -13,7 +13,7 @@ from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual
 from trireme.pool.host_status import HostMetrics
-from trireme.pool.place import BATCH, PlaceKeys
+from trireme.pool.registration import BATCH, PlaceKeys
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.etcd.operations import TXN
 from trireme_shared.protocol.errors import Conflict, PeerError

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from master_service.core.changes import Event
-from master_service.core.decisions.scheduling.admission import in_turn
-from master_service.core.decisions.scheduling.pool_view import PoolView
+from master_service.core.decisions.scheduling.admission import PoolView, in_turn
 from master_service.core.state.cluster import (
     ClusterChange,
     ClusterState,

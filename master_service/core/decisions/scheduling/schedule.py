@@ -14,17 +14,22 @@ from functools import partial
 
 from master_service.core.changes import Decision, Event
 from master_service.core.decisions.scheduling.admission import (
+    KINDS,
     Admission,
     Claim,
+    IdlePlaces,
+    PoolView,
     admit,
+    hosts_of,
     in_turn,
+    look,
     named,
     need,
     readiness,
     shares,
+    unfit_counts,
 )
 from master_service.core.decisions.scheduling.job_tasks import TaskTurn, take_turn
-from master_service.core.decisions.scheduling.pool_view import KINDS, IdlePlaces, PoolView, hosts_of, look, unfit_counts
 from master_service.core.state.cluster import (
     ClusterChange,
     ClusterDecision,

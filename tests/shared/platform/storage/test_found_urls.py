@@ -12,7 +12,7 @@ import pytest
 from fsspec.core import strip_protocol
 from fsspec.registry import get_filesystem_class, known_implementations
 
-from master_service.storage.counting import count_records
+from master_service.storage.job_storage import count_records
 from trainer_agent.data import open_dataset
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import DatasetError, InvalidArgument, StorageUnreachable

@@ -10,8 +10,8 @@ import fsspec
 import numpy as np
 import pytest
 
-from master_service.storage.counting import count_records
-from master_service.storage.heads import Heads
+from master_service.storage.counting import Heads
+from master_service.storage.job_storage import count_records
 from tests.equipment.replaced import replaced
 from trireme_shared.datasets import dataset_files
 from trireme_shared.datasets.dataset_files import (
